@@ -1,0 +1,258 @@
+"""A deployment: which model, on which submeshes, in which formats, with which limits.
+
+Read from one YAML file under `configs/`, with dotted overrides from the command line
+(`--set attention.dp=3`) or from Python (`overrides={"attention.dp": 3}`). Everything is strict: an
+unknown key is an error that names the nearest known one. Imports only `errors`.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from jaxserve.errors import ConfigError
+
+Size = Annotated[int, Meta(ge=1, le=65536)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of the deployment file; unknown keys are errors."""
+
+
+class AttentionRole(_Section):
+    """The attention mesh: embedding, attention, KV cache, router, head and sampler."""
+
+    dp: Size = 1
+    """DP groups: each has its own page pool and sequences."""
+    tp: Size = 1
+    """Devices that share one DP group, split by query heads."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp
+
+
+class FFNRole(_Section):
+    """The ffn mesh: dense FFN, shared and routed experts."""
+
+    ep: Size = 1
+    """Expert parallelism: routed experts are divided over this axis."""
+    tp: Size = 1
+    """Tensor parallelism: every expert's d_ff is divided over this axis."""
+
+    @property
+    def devices(self) -> int:
+        return self.ep * self.tp
+
+
+class Link(_Section):
+    """How messages cross between the meshes."""
+
+    dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    """Format of the tokens on the way to the ffn mesh (`auto`: the deployment's dtype). The
+    combine returns rows in the deployment's dtype: BF16, or FP32 where dtype is float32."""
+    route: Literal["trampoline", "broadcast"] = "trampoline"
+    """`trampoline`: a token crosses once and the ffn mesh spreads it (xDeepServe §4.2);
+    `broadcast`: every ffn device gets every token, attention sums the partial results (Step-3)."""
+    transport: Literal["device_put", "ppermute"] = "device_put"
+
+
+class Cache(_Section):
+    """The paged KV cache of one DP group."""
+
+    page_size: Size = 16
+    """Tokens a page."""
+    pages: Annotated[int, Meta(ge=1, le=2**30)] = 512
+    """Pages a DP group, shared by its lanes."""
+
+
+class SchedulerLimits(_Section):
+    """What a step may hold; these sizes fix the compiled buckets."""
+
+    slots: Size = 8
+    """Sequences a DP group and lane."""
+    max_length: Annotated[int, Meta(ge=2, le=2**24)] = 1024
+    """Longest sequence, prompt and output together, in tokens."""
+    token_budget: Size = 128
+    """Tokens a DP group and step (decode tokens first, then prefill chunks)."""
+    token_buckets: list[Size] = []
+    """Padded step sizes, ascending, the last equal to token_budget. Empty: slots and budget."""
+    page_buckets: list[Size] = []
+    """Padded pages a sequence, ascending, the last covering max_length. Empty: 1/4 and all."""
+    max_waiting: Annotated[int, Meta(ge=1, le=2**20)] = 1024
+    """Requests that may wait for a slot before new ones are refused."""
+
+
+class Server(_Section):
+    """Addresses and limits of the network faces."""
+
+    host: str = "127.0.0.1"
+    grpc_port: Port = 50051
+    http_port: Port = 8000
+    drain_seconds: Seconds = 30.0
+    """How long a SIGTERM waits for running requests."""
+
+
+class Cluster(_Section):
+    """Deadlines between processes."""
+
+    start_seconds: Seconds = 120.0
+    step_seconds: Seconds = 30.0
+    heartbeat_seconds: Seconds = 5.0
+
+
+class Deployment(_Section):
+    """Everything that one `serve` command needs to know."""
+
+    model: str
+    """Folder with config.json, safetensors and tokenizer.json; relative to the YAML file."""
+    mode: Literal["afd", "colocated"] = "afd"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of weights and activations."""
+    lanes: Annotated[int, Meta(ge=1, le=4)] = 1
+    """Microbatches that are on their way at the same time."""
+    attention: AttentionRole = AttentionRole()
+    ffn: FFNRole = FFNRole()
+    link: Link = Link()
+    cache: Cache = Cache()
+    scheduler: SchedulerLimits = SchedulerLimits()
+    server: Server = Server()
+    cluster: Cluster = Cluster()
+
+    @property
+    def dispatch_format(self) -> str:
+        """`link.dispatch` with `auto` resolved."""
+        return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
+
+    @property
+    def devices(self) -> int:
+        """Devices that the deployment takes."""
+        colocated = self.mode == "colocated"
+        return self.attention.devices + (0 if colocated else self.ffn.devices)
+
+
+def load_deployment(
+    path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
+) -> Deployment:
+    """Reads a deployment file and applies dotted overrides.
+
+    Args:
+      path: the YAML file, or a model folder (then every other field has its default).
+      overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
+
+    Raises:
+      ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
+        of range, or sizes do not fit each other.
+    """
+    path = Path(path)
+    try:
+        text = "" if path.is_dir() else path.read_text()
+    except OSError as error:
+        raise ConfigError(f"deployment file {path}: {error.strerror or error}") from None
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"deployment file {path} is no YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"deployment file {path}: expected keys, got {type(tree).__name__}")
+    base = path if path.is_dir() else path.parent
+    if path.is_dir():
+        tree["model"] = "."
+    if isinstance(tree.get("model"), str):
+        tree["model"] = str((base / tree["model"]).resolve())
+    for key, value in _override_items(overrides):
+        _set(tree, key, value)
+    _check_keys(tree, Deployment, "")
+    try:
+        deployment = msgspec.convert(tree, Deployment)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"deployment: {error}") from None
+    return _complete(deployment)
+
+
+def _override_items(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        return list(overrides.items())
+    items = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {text!r}: expected key=value, as in attention.dp=3")
+        try:
+            items.append((key.strip(), yaml.safe_load(value)))
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {text!r}: {value!r} is no YAML value") from None
+    return items
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {dotted}: {parent} is a value, not a section")
+    tree[last] = value
+
+
+def _check_keys(tree: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
+    known = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in tree.items():
+        if key not in known:
+            everything = known_keys()
+            near = difflib.get_close_matches(f"{prefix}{key}", everything, 1, 0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown key {prefix}{key!s}{hint}")
+        section = known[key]
+        if isinstance(section, type) and issubclass(section, msgspec.Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{key}: expected a section, got {value!r}")
+            _check_keys(value, section, f"{prefix}{key}.")
+
+
+def known_keys(struct: type[msgspec.Struct] = Deployment, prefix: str = "") -> list[str]:
+    """Every key of the deployment file, dotted, sections expanded."""
+    keys = []
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            keys += known_keys(field.type, f"{prefix}{field.name}.")
+        else:
+            keys.append(f"{prefix}{field.name}")
+    return keys
+
+
+def _complete(deployment: Deployment) -> Deployment:
+    """Fills the derived buckets in and checks sizes against each other."""
+    limits, cache = deployment.scheduler, deployment.cache
+    longest = -(-limits.max_length // cache.page_size)
+    page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
+    token_buckets = limits.token_buckets or sorted({limits.slots, limits.token_budget})
+    for name, buckets, last, meaning in (
+        ("token_buckets", token_buckets, limits.token_budget, "scheduler.token_budget"),
+        ("page_buckets", page_buckets, longest, "ceil(scheduler.max_length / cache.page_size)"),
+    ):
+        if buckets != sorted(set(buckets)) or buckets[-1] != last:
+            raise ConfigError(
+                f"scheduler.{name} = {buckets}: must ascend and end at {meaning} = {last}"
+            )
+    if limits.token_budget < limits.slots:
+        raise ConfigError(
+            f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
+            f"{limits.slots}: a step could not hold one token of every sequence"
+        )
+    if cache.pages < longest:
+        raise ConfigError(
+            f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "
+            f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}"
+        )
+    if deployment.mode == "colocated" and deployment.lanes != 1:
+        deployment = msgspec.structs.replace(deployment, lanes=1)
+    scheduler = msgspec.structs.replace(
+        limits, token_buckets=token_buckets, page_buckets=page_buckets
+    )
+    return msgspec.structs.replace(deployment, scheduler=scheduler)

@@ -1,0 +1,47 @@
+"""The errors that users of jaxserve can meet.
+
+The lowest module of the package: every layer may raise these, and the faces (`llm.py`, `serve.py`,
+`server/`) turn them into messages and status codes. It imports nothing.
+"""
+
+
+class JaxserveError(Exception):
+    """Base of every error that jaxserve raises on purpose."""
+
+
+class ConfigError(JaxserveError):
+    """A model or deployment configuration is wrong; the message names the field and the value."""
+
+
+class CheckpointError(JaxserveError):
+    """A checkpoint cannot be read or does not fit the model; the message lists every problem."""
+
+
+class InvalidRequestError(JaxserveError):
+    """A request has a bad field; nothing else was touched.
+
+    Args:
+      field: the request field at fault, as the client spells it.
+      message: what is wrong with it, with the value and the allowed range.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class OverloadedError(JaxserveError):
+    """The waiting queue is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DrainingError(JaxserveError):
+    """The server finishes what runs and takes nothing new."""
+
+
+class EngineFailedError(JaxserveError):
+    """The engine or a process of the deployment is gone; the message says which and where."""
