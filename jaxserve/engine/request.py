@@ -1,0 +1,157 @@
+"""What a caller asks of the engine, and what it gets back, token by token.
+
+Called by the server and `LLM` (which build `SamplingParams`), by the engine (which makes a
+`Request` of them) and by the scheduler (which answers with `TokenOutput`).
+Knows nothing of text, tokenizers, pages or devices.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_INT32 = 2**31 - 1
+MAX_UINT32 = 2**32 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen, and when it ends.
+
+    Attributes:
+      max_tokens: the most tokens to generate, at least 1.
+      temperature: in [0, 2]; 0 takes the most probable token (greedy).
+      top_k: keep the k most probable tokens; 0 keeps all.
+      top_p: in (0, 1]; keep the smallest set of tokens whose probabilities reach it.
+      min_p: in [0, 1]; drop tokens less probable than min_p times the most probable one.
+      seed: uint32; the same seed gives the same tokens whatever else is in the batch. None: any.
+      stop: strings that end the text; looked for by whoever has a tokenizer, not by the scheduler.
+      stop_token_ids: token ids that end the request, besides the model's own end ids.
+      ignore_eos: the model's end ids are tokens like any other. `stop_token_ids` still count.
+      min_tokens: ids that would end the request do not, before so many tokens were generated.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Takes one string, or a list, where a tuple is meant."""
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for field in ("stop", "stop_token_ids"):
+            value = getattr(self, field)
+            if isinstance(value, list):
+                msgspec.structs.force_setattr(self, field, tuple(value))
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError naming the first wrong field, its value and its range."""
+        _check_integer("max_tokens", self.max_tokens, 1, MAX_INT32)
+        _check_number("temperature", self.temperature, 0, 2, "[0, 2] (0 is greedy)")
+        _check_integer("top_k", self.top_k, 0, MAX_INT32, note=" (0 keeps all tokens)")
+        _check_number("top_p", self.top_p, 0, 1, "(0, 1]", above_low=True)
+        _check_number("min_p", self.min_p, 0, 1, "[0, 1]")
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, MAX_UINT32)
+        _check_tuple("stop", self.stop, MAX_STOP_STRINGS)
+        for index, string in enumerate(self.stop):
+            _check_stop_string(f"stop[{index}]", string)
+        _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for index, token_id in enumerate(self.stop_token_ids):
+            _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError("ignore_eos", f"{self.ignore_eos!r} is not a bool")
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, note=" (max_tokens)")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt on its way through the engine. Never changes; what changes is the `Sequence`.
+
+    Attributes:
+      request_id: unique among the requests that have not ended.
+      prompt: token ids.
+      params: validated sampling parameters.
+      eos_token_ids: the model's end ids.
+      seed: uint32, resolved: `params.seed` or a drawn one.
+      arrival: seconds of `time.monotonic` at which it was submitted; for metrics only, the order
+        of requests is the order in which the scheduler was given them.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    arrival: float = 0.0
+
+    def ends_at(self, token_id: int, generated: int) -> bool:
+        """Whether `token_id`, sampled after `generated` earlier tokens, ends the request."""
+        if generated < self.params.min_tokens:
+            return False
+        if token_id in self.params.stop_token_ids:
+            return True
+        return not self.params.ignore_eos and token_id in self.eos_token_ids
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: tokens never reported before, or its end, or both.
+
+    Attributes:
+      request_id: whose news.
+      token_ids: the new tokens, in order; never the id that ended the request.
+      finish_reason: set in the last output of a request, which comes exactly once.
+      stop_token_id: the eos or stop id that ended the request, where one did.
+      error: what went wrong, where `finish_reason` is "error".
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+def _check_integer(field: str, value: object, low: int, high: int, note: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(field, f"{value!r} is not an integer")
+    if not low <= value <= high:
+        raise InvalidRequestError(field, f"{value} is not in [{low}, {high}]{note}")
+
+
+def _check_number(
+    field: str, value: object, low: float, high: float, interval: str, above_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(field, f"{value!r} is not a number")
+    inside = low <= value <= high and not (above_low and value == low)
+    if math.isnan(value) or not inside:
+        raise InvalidRequestError(field, f"{value} is not in {interval}")
+
+
+def _check_tuple(field: str, value: object, most: int) -> None:
+    if not isinstance(value, tuple):
+        raise InvalidRequestError(field, f"{value!r} is not a list")
+    if len(value) > most:
+        raise InvalidRequestError(field, f"{len(value)} entries, at most {most} are allowed")
+
+
+def _check_stop_string(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, f"{value!r} is not a string")
+    if not 1 <= len(value) <= MAX_STOP_STRING_CHARACTERS:
+        raise InvalidRequestError(
+            field, f"{len(value)} characters, not in [1, {MAX_STOP_STRING_CHARACTERS}]"
+        )
