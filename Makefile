@@ -1,0 +1,75 @@
+# Everything sets up what it needs: `make serve` and `make test` are all a newcomer has to know.
+#
+#   make serve    serve the demo model on simulated CPU devices    (CONFIG=..., SET="lanes=3 ...")
+#   make test     run the tests
+#   make check    formatter, linter, type checker, layer rules
+#   make format   format and mend what the linter can mend
+#   make matrix   the whole product of layouts: hours, not part of `make test`
+#   make bench    measure the pipeline                             (BENCH="pipeline --json F")
+#   make clean    remove the environment, the caches and the build products
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+CONFIG ?= configs/demo.yaml
+SET ?=
+TESTS ?=
+BENCH ?= pipeline
+
+# The simulated devices of a machine without an accelerator.
+CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+.PHONY: help serve test check format matrix bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# An environment without a working interpreter (moved, half made) is made again.
+ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
+.PHONY: $(BIN)/python
+endif
+$(BIN)/python:
+	PYTHON="$(PYTHON)" .ci/create-venv $(VENV)
+
+# Installed again only after pyproject.toml changed.
+$(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-all: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,dev,train]'
+	touch $@ $(VENV)/.installed-serve
+
+serve: $(VENV)/.installed-serve
+	@echo 'Starting. After the line that says "ready", call it from another terminal:'
+	@echo '  $(BIN)/python -m jaxserve.generate --server 127.0.0.1:50051 --prompt "def fibonacci(n):"'
+	$(CPU) $(BIN)/python -m jaxserve.serve --config $(CONFIG) $(addprefix --set ,$(SET))
+
+test: $(VENV)/.installed-all
+	$(PYTEST) $(TESTS)
+
+check: $(VENV)/.installed-all
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.installed-all
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+matrix: $(VENV)/.installed-all
+	$(PYTEST) -m matrix $(TESTS)
+
+bench: $(VENV)/.installed-serve
+	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find jaxserve pallas_kernels tests launch -name __pycache__ -prune -exec rm -rf {} +

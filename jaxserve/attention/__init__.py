@@ -1,0 +1,1 @@
+"""Attention families and the KV cache; knows nothing of ffn and link."""

@@ -1,0 +1,1 @@
+"""Weights from files into the shards of each role."""

@@ -1,0 +1,1 @@
+"""Several processes: roles, step plans to followers, heartbeats."""

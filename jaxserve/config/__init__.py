@@ -1,0 +1,1 @@
+"""Frozen, strict configuration: model and deployment."""

@@ -1,0 +1,1 @@
+"""Router, dense FFN and experts; knows nothing of attention and link."""

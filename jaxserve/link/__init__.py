@@ -1,0 +1,1 @@
+"""The one place where arrays cross meshes; knows nothing of attention and ffn."""

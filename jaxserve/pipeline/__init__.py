@@ -1,0 +1,1 @@
+"""The order of stages, the driver that enqueues them, and what they took."""

@@ -1,0 +1,1 @@
+"""The network faces: gRPC services and the tokenizer behind them."""

@@ -1,0 +1,1 @@
+"""Pallas kernels of jaxserve, one folder an operation; imports nothing of jaxserve."""
