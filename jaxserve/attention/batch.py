@@ -1,0 +1,39 @@
+"""What attention needs to know of a flat, ragged batch.
+
+Built once a program from the step's int32 arrays (`pipeline/plan.py`) and handed to every layer.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class RaggedBatch(NamedTuple):
+    """The tokens of several sequences, flat, sequence after sequence; one DP group's view."""
+
+    sequence_of_token: Int[Array, " tokens"]
+    """Slot of each token's sequence; padding tokens say the last slot."""
+    position: Int[Array, " tokens"]
+    """Position of each token in its sequence; -1 for padding."""
+    page_table: Int[Array, "slots pages"]
+    """Pages of each sequence in the DP group's pool."""
+
+
+def ragged_batch(
+    query_start: Int[Array, " slots_plus_one"],
+    kv_length: Int[Array, " slots"],
+    page_table: Int[Array, "slots pages"],
+    tokens: int,
+) -> RaggedBatch:
+    """Sequence and position of every token, from query ranges and KV lengths.
+
+    Token t belongs to the slot s with query_start[s] <= t < query_start[s+1]; the last token of a
+    sequence sits at position kv_length - 1.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    slot = jnp.sum(token[:, None] >= query_start[None, 1:], axis=1, dtype=jnp.int32)
+    valid = slot < kv_length.shape[0]
+    slot = jnp.minimum(slot, kv_length.shape[0] - 1)
+    position = kv_length[slot] - (query_start[slot + 1] - token)
+    return RaggedBatch(slot, jnp.where(valid, position, -1), page_table)

@@ -1,0 +1,61 @@
+"""Routed experts: rows sorted by expert, a grouped matmul, gate weights applied here.
+
+Runs inside `shard_map` on the ffn mesh: every device has its ep rank's experts and its tp rank's
+share of their d_ff, sees all tokens, and returns its share of the output. Dropless: group sizes are
+data, and rows of other devices' experts or of padding tokens fall behind the last group.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config.model import ModelConfig
+from jaxserve.ffn.placement import physical_experts
+from jaxserve.module import weight
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
+
+
+class Experts(nnx.Module):
+    """Stacked expert weights.
+
+    Attributes:
+      gate, up: [experts, d_model, expert_d_ff], experts and d_ff padded with zeros to a multiple
+        of the axes that split them.
+      down: [experts, expert_d_ff, d_model].
+    """
+
+    def __init__(
+        self, config: ModelConfig, ranks: tuple[int, int], dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        expert_ranks, tensor_ranks = ranks
+        experts = physical_experts(config.experts, expert_ranks)
+        d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
+        self.gate = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
+        self.up = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
+        self.down = weight(rngs, dtype, experts=experts, expert_d_ff=d_ff, d_model=d_model)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens d_model"],
+        experts: Int[Array, "tokens top_k"],
+        gates: Float[Array, "tokens top_k"],
+        rank: Int[Array, ""] | int,
+    ) -> Float[Array, "tokens d_model"]:
+        """This device's share of Σ_k gate·expert(x), FP32.
+
+        Args:
+          experts: ids over all ranks; padding tokens carry an id past the last one.
+          gates: FP32 weights.
+          rank: this device's ep coordinate.
+        """
+        tokens, top_k = experts.shape
+        local = self.gate[...].shape[0]
+        group = experts.reshape(-1) - rank * local
+        group = jnp.where((group >= 0) & (group < local), group, local)
+        order = jnp.argsort(group, stable=True)
+        sizes = jnp.bincount(group, length=local).astype(jnp.int32)
+        rows = x[order // top_k]
+        out = grouped_swiglu(rows, self.gate[...], self.up[...], self.down[...], sizes)
+        out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
+        return jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)

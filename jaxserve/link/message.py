@@ -1,0 +1,98 @@
+"""Exactly what crosses from attention to ffn, packed into one array a message.
+
+One row a token: its quantised values, its scale (8-bit formats), and in MoE layers its expert ids
+and gate weights, all as unsigned words of the values' width, side by side: a copy costs the host per
+array, not per byte. Knows nothing of attention and ffn.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxserve.quant.rows import STORAGE, RowFormat, decode_rows, encode_rows, has_scales
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+class Message(NamedTuple):
+    """A message, unpacked."""
+
+    tokens: Float[Array, "tokens d_model"]
+    experts: Int[Array, "tokens top_k"] | None
+    """None in dense layers."""
+    gates: Float[Array, "tokens top_k"] | None
+
+
+class MessageFormat(msgspec.Struct, frozen=True):
+    """The layout of a row.
+
+    Attributes:
+      d_model: values a row.
+      top_k: routed experts a row; 0 in dense layers.
+      rows: format of the values.
+    """
+
+    d_model: int
+    top_k: int
+    rows: RowFormat
+
+    @property
+    def word(self) -> jnp.dtype:
+        """The unsigned dtype that a packed row is made of."""
+        return jnp.dtype(_WORDS[STORAGE[self.rows].itemsize])
+
+    @property
+    def width(self) -> int:
+        """Words a row."""
+        side_bytes = 4 * has_scales(self.rows) + 8 * self.top_k
+        return self.d_model + side_bytes // self.word.itemsize
+
+    def pack(self, message: Message) -> UInt[Array, "tokens width"]:
+        """Quantises and packs; ids travel as int32, scales and gates as FP32."""
+        values, scales = encode_rows(message.tokens, self.rows)
+        parts = [values]
+        if scales is not None:
+            parts.append(scales[:, None])
+        if self.top_k:
+            assert message.experts is not None and message.gates is not None
+            parts += [message.experts.astype(jnp.int32), message.gates.astype(jnp.float32)]
+        return jnp.concatenate([_to_words(part, self.word) for part in parts], axis=1)
+
+    def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> Message:
+        """The inverse; tokens dequantised to `dtype`."""
+        start = 0
+
+        def take(columns: int, of: jnp.dtype) -> Array:
+            nonlocal start
+            words = columns * of.itemsize // self.word.itemsize
+            start += words
+            return _from_words(packed[:, start - words : start], of)
+
+        values = take(self.d_model, STORAGE[self.rows])
+        scales = take(1, jnp.dtype(jnp.float32))[:, 0] if has_scales(self.rows) else None
+        tokens = decode_rows(values, scales, dtype)
+        if not self.top_k:
+            return Message(tokens, None, None)
+        experts = take(self.top_k, jnp.dtype(jnp.int32))
+        return Message(tokens, experts, take(self.top_k, jnp.dtype(jnp.float32)))
+
+
+def _to_words(x: Array, word: jnp.dtype) -> Array:
+    words = jax.lax.bitcast_convert_type(x, word)
+    return words.reshape(x.shape[0], -1)
+
+
+def _from_words(words: Array, dtype: jnp.dtype) -> Array:
+    ratio = dtype.itemsize // words.dtype.itemsize
+    if ratio > 1:
+        words = words.reshape(words.shape[0], -1, ratio)
+    return jax.lax.bitcast_convert_type(words, dtype)
+
+
+def row_multiple(senders: int, receivers: int) -> int:
+    """Rows of a step must be a multiple of this, so that both sides hold equal shares."""
+    return math.lcm(senders, receivers)

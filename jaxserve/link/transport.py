@@ -1,0 +1,218 @@
+"""How pieces move between meshes: two transports behind one call.
+
+A transport is built once per direction and message shape; `transport(outputs)` enqueues the copies of
+one message and returns the receiver's arrays at once. `device_put` copies device to device inside
+one JAX runtime, also between processes; `ppermute` runs one jitted collective on the union of both
+meshes. Processes that own no sender pass `placeholders()`. Knows nothing of attention and ffn.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxserve.link.route import Route, rounds
+from jaxserve.mesh import cached_sharding, has_local_devices
+
+TransportKind = Literal["device_put", "ppermute"]
+Arrays = Sequence[jax.Array]
+Copy = Callable[[jax.Array, jax.sharding.Sharding], jax.Array]
+
+
+def piece_sharding(mesh: Mesh) -> NamedSharding:
+    """One piece of rows on every device of the mesh, in mesh order."""
+    return cached_sharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+
+def make_transport(
+    kind: TransportKind,
+    route: Route,
+    source: Mesh,
+    destination: Mesh,
+    piece: tuple[int, int],
+    dtype: jnp.dtype,
+) -> "DevicePutTransport | PermuteTransport":
+    """A transport for messages of `route.sends` arrays of one `piece` [rows, width] a device."""
+    cls = {"device_put": DevicePutTransport, "ppermute": PermuteTransport}[kind]
+    return cls(route, source, destination, piece, dtype)
+
+
+class _Transport:
+    """What both transports know of a message's two ends."""
+
+    def __init__(
+        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+    ):
+        self.route = route
+        self.dtype = dtype
+        self.piece = piece
+        self.source_devices = list(source.devices.flat)
+        self.destination_devices = list(destination.devices.flat)
+        self.source_sharding = piece_sharding(source)
+        self.destination_sharding = piece_sharding(destination)
+        self.sent_shape = (route.senders * piece[0], piece[1])
+        self.received_shape = (route.receivers * piece[0], piece[1])
+
+    def placeholders(self) -> list[jax.Array]:
+        """What a process without sending devices passes; the same objects every time."""
+        return [_absent(self.sent_shape, self.source_sharding, self.dtype)] * self.route.sends
+
+
+class DevicePutTransport(_Transport):
+    """Copies piece by piece, or the whole sharded array where device i sends to device i.
+
+    One copy a call: a list of arrays in one call is paired up wrongly between processes (seen with
+    jax 0.12 on CPU), single arrays are not.
+    """
+
+    def __init__(
+        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+    ):
+        super().__init__(route, source, destination, piece, dtype)
+        self.copy = fast_copy()
+        self._whole = route.whole
+        here = jax.process_index()
+        local_sources = [d for d in self.source_devices if d.process_index == here]
+        self._place_of_source = {d: place for place, d in enumerate(local_sources)}
+        self._single = {
+            d: SingleDeviceSharding(d) for d in {*self.source_devices, *self.destination_devices}
+        }
+        self._edges = [
+            (edge, self.source_devices[edge.source], self.destination_devices[edge.destination])
+            for edge in route.edges
+        ]
+        self._edges = [e for e in self._edges if here in (e[1].process_index, e[2].process_index)]
+        self._here = here
+
+    def __call__(self, outputs: Arrays) -> Arrays:
+        if self._whole:
+            return (self.copy(outputs[0], self.destination_sharding),)
+        received: list[list[jax.Array]] = [[] for _ in range(self.route.receives)]
+        for edge, source, destination in self._edges:
+            if source in self._place_of_source:
+                piece = outputs[edge.output].addressable_data(self._place_of_source[source])
+            else:
+                piece = _absent(self.piece, self._single[source], self.dtype)
+            arrived = self.copy(piece, self._single[destination])
+            if destination.process_index == self._here:
+                received[edge.input].append(arrived)
+        return [self._assemble(pieces) for pieces in received]
+
+    def _assemble(self, pieces: list[jax.Array]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            self.received_shape, self.destination_sharding, pieces, dtype=self.dtype
+        )
+
+
+class PermuteTransport(_Transport):
+    """One collective program on the union of both meshes, a `ppermute` a round of the route."""
+
+    def __init__(
+        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+    ):
+        super().__init__(route, source, destination, piece, dtype)
+        self._local = has_local_devices(source) or has_local_devices(destination)
+        union = Mesh(np.array(self.source_devices + self.destination_devices), ("devices",))
+        self._sharding = cached_sharding(union, PartitionSpec("devices"))
+        self._shape = (union.size * piece[0], piece[1])
+        here = jax.process_index()
+        self._idle = [
+            jax.device_put(np.zeros(piece, dtype), SingleDeviceSharding(d))
+            for d in self.destination_devices
+            if d.process_index == here
+        ]
+        self._receivers = {d for d in self.destination_devices if d.process_index == here}
+        if self._local:
+            self._permute = self._compile(union)
+
+    def _compile(self, union: Mesh) -> jax.stages.Compiled:
+        body = functools.partial(_permute_pieces, self.route)
+        spec = PartitionSpec("devices")
+        program = jax.jit(
+            jax.shard_map(body, mesh=union, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+        argument = jax.ShapeDtypeStruct(self._shape, self.dtype, sharding=self._sharding)
+        return program.lower(*[argument] * self.route.sends).compile()
+
+    def __call__(self, outputs: Arrays) -> Arrays:
+        united = [
+            jax.make_array_from_single_device_arrays(
+                self._shape,
+                self._sharding,
+                [shard.data for shard in output.addressable_shards] + self._idle,
+                dtype=self.dtype,
+            )
+            for output in outputs
+        ]
+        return [
+            jax.make_array_from_single_device_arrays(
+                self.received_shape,
+                self.destination_sharding,
+                [s.data for s in array.addressable_shards if s.device in self._receivers],
+                dtype=self.dtype,
+            )
+            for array in self._permute(*united)
+        ]
+
+
+def _permute_pieces(route: Route, *outputs: jax.Array) -> tuple[jax.Array, ...]:
+    """Inside `shard_map` over senders then receivers: every round one `ppermute`."""
+    me = jax.lax.axis_index("devices")
+    inputs = [jnp.zeros_like(outputs[0])] * route.receives
+    for edges in rounds(route):
+        chosen = np.zeros(route.senders + route.receivers, np.int32)
+        slot = np.full(route.senders + route.receivers, -1, np.int32)
+        for edge in edges:
+            chosen[edge.source] = edge.output
+            slot[route.senders + edge.destination] = edge.input
+        payload = jax.lax.select_n(jnp.asarray(chosen)[me], *outputs)
+        pairs = [(edge.source, route.senders + edge.destination) for edge in edges]
+        arrived = jax.lax.ppermute(payload, "devices", pairs)
+        inputs = [jnp.where(jnp.asarray(slot)[me] == i, arrived, x) for i, x in enumerate(inputs)]
+    return tuple(inputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _absent(shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
+    """An array of which this process holds no shard: its part in a copy between others' devices."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+def public_copy(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A copy through JAX's public interface: about eight jitted calls' worth of host time."""
+    return jax.device_put(x, sharding)
+
+
+@functools.cache
+def fast_copy() -> Copy:
+    """The C++ copy under `device_put`, or `device_put` itself where it is not as expected.
+
+    Private to JAX, so it proves itself first: a copy to a local device must arrive unchanged.
+    """
+    device = jax.local_devices()[-1]
+    sharding = SingleDeviceSharding(device)
+    probe = jax.device_put(np.arange(7, dtype=np.int32), jax.local_devices()[0])
+    try:
+        copy = _private_copy()
+        arrived = copy(probe, sharding)
+        if arrived.sharding == sharding and np.array_equal(arrived, np.arange(7)):
+            return copy
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return public_copy
+
+
+def _private_copy() -> Copy:
+    from jax._src.lib import xla_client
+
+    batched = xla_client.batched_copy_array_to_devices_with_sharding
+    reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT]
+
+    def copy(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+        return batched([x], [sharding._internal_device_list], [sharding], reuse)[0]
+
+    return copy

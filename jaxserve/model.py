@@ -1,0 +1,158 @@
+"""The blocks of a decoder, cut where the link is: what the attention role runs of a layer, and what
+the ffn role runs of it. `programs.py` puts them on meshes.
+
+A block is an nnx module; inside a program it holds one device's slices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.attention.batch import RaggedBatch
+from jaxserve.attention.mfa import MFA, Pages
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.ffn.dense import DenseFFN
+from jaxserve.ffn.experts import Experts
+from jaxserve.ffn.router import Router
+from jaxserve.link.message import Message
+from jaxserve.mesh import Submeshes, axis_product
+from jaxserve.module import Template, rms_norm, scale, weight
+
+
+class AttentionBlock(nnx.Module):
+    """A layer's share of the attention role: norm, attention, residual, norm, router."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.input_norm = scale(dtype, d_model=config.d_model)
+        self.attention = MFA(config, dtype, rngs)
+        self.post_norm = scale(dtype, d_model=config.d_model)
+        self.router = Router(config, dtype, rngs) if kind == "moe" else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
+    ) -> tuple[Float[Array, "tokens d_model"], Message, Pages]:
+        """The residual stream after attention, what the ffn role gets, and the pages."""
+        epsilon = self.config.norm_epsilon
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.input_norm[...], epsilon)
+            mixed, pages = self.attention(normed, pages, batch)
+            x = x + jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
+        with jax.named_scope("router"):
+            normed = rms_norm(x, self.post_norm[...], epsilon)
+            if self.router is None:
+                return x, Message(normed, None, None), pages
+            return x, Message(normed, *self.router(normed, batch.position >= 0, sentinel)), pages
+
+
+class FFNBlock(nnx.Module):
+    """A layer's share of the ffn role: a dense FFN, or routed experts and the shared expert."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        ranks: tuple[int, int],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
+        shards = expert_ranks * tensor_ranks
+        self.experts: Experts | None = None
+        self.dense: DenseFFN | None = None
+        if kind == "moe":
+            self.experts = Experts(config, ranks, dtype, rngs)
+            d_ff = config.shared_d_ff
+        else:
+            d_ff = config.d_ff
+        if d_ff:
+            self.dense = DenseFFN(d_model, -(-d_ff // shards) * shards, dtype, rngs)
+
+    def __call__(
+        self, message: Message, rank: Int[Array, ""]
+    ) -> Float[Array, "tokens d_model"]:
+        """This device's share of the layer's output, FP32; `rank` is its ep coordinate."""
+        share = jnp.zeros(message.tokens.shape, jnp.float32)
+        if self.dense is not None:
+            with jax.named_scope("dense"):
+                share += self.dense(message.tokens)
+        if self.experts is not None:
+            with jax.named_scope("experts"):
+                share += self.experts(message.tokens, message.experts, message.gates, rank)
+        return share
+
+
+class Embedding(nnx.Module):
+    """Token embedding [vocab, d_model], columns split over tp."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.table = weight(rngs, dtype, rows=config.vocab, embedding=config.d_model)
+
+    def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
+        return jax.lax.all_gather(self.table[...][token_ids], "tp", axis=1, tiled=True)
+
+
+class Head(nnx.Module):
+    """Final norm and language-model head [d_model, vocab], vocab padded and split over tp."""
+
+    def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
+        self.norm = scale(dtype, d_model=config.d_model)
+        self.weight = weight(rngs, dtype, d_model=config.d_model, vocab=vocab)
+
+    def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
+        """FP32 logits."""
+        normed = rms_norm(x, self.norm[...], self.config.norm_epsilon)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        local = jnp.matmul(
+            normed, self.weight[...], precision=precision, preferred_element_type=jnp.float32
+        )
+        logits = jax.lax.all_gather(local, "tp", axis=1, tiled=True)
+        return logits[:, : self.config.vocab]
+
+
+class ModelTemplates:
+    """The templates of every block of a model on a deployment's meshes."""
+
+    def __init__(self, config: ModelConfig, deployment: Deployment, meshes: Submeshes):
+        check_layout(config, deployment)
+        dtype = jnp.dtype(deployment.dtype)
+        self.config = config
+        self.dtype = dtype
+        self.ranks = (meshes.ffn.shape[meshes.ffn_axes[0]], meshes.ffn.shape[meshes.ffn_axes[1]])
+        tensor_ranks = axis_product(meshes.attention, "tp")
+        kinds: list[LayerKind] = ["dense", "moe"]
+        present = [kind for kind in kinds if any(kind == run[0] for run in config.runs())]
+        self.embedding = Template(functools.partial(Embedding, config, dtype))
+        self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
+        self.attention = {
+            kind: Template(functools.partial(AttentionBlock, config, kind, dtype))
+            for kind in present
+        }
+        self.ffn = {
+            kind: Template(functools.partial(FFNBlock, config, kind, self.ranks, dtype))
+            for kind in present
+        }
+
+
+def check_layout(config: ModelConfig, deployment: Deployment) -> None:
+    """Raises ConfigError where the model cannot be cut as the deployment asks."""
+    tp = deployment.attention.tp
+    for name, size in (("query heads", config.q_heads), ("d_model", config.d_model)):
+        if size % tp:
+            raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
+    if deployment.scheduler.max_length > config.max_positions:
+        raise ConfigError(
+            f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
+            f"{config.max_positions} positions"
+        )
+    ep = deployment.ffn.ep if deployment.mode == "afd" else deployment.attention.dp
+    if config.experts and ep > config.experts:
+        raise ConfigError(f"expert parallelism {ep} is more than the model's {config.experts} experts")
+

@@ -1,0 +1,44 @@
+"""Activation formats of the wire: a row of values with one scale a token.
+
+`float32` and `bfloat16` are casts without scales; `fp8` (e4m3) and `int8` are symmetric with the
+row's largest magnitude as the scale (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: INT8).
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.quantize.api import dequantize_rows, quantize_rows
+
+RowFormat = Literal["float32", "bfloat16", "fp8", "int8"]
+
+STORAGE: dict[RowFormat, jnp.dtype] = {
+    "float32": jnp.dtype(jnp.float32),
+    "bfloat16": jnp.dtype(jnp.bfloat16),
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "int8": jnp.dtype(jnp.int8),
+}
+
+
+def has_scales(row_format: RowFormat) -> bool:
+    """Whether rows of this format travel with a scale each."""
+    return row_format in ("fp8", "int8")
+
+
+def encode_rows(
+    x: Float[Array, "tokens d_model"], row_format: RowFormat
+) -> tuple[Array, Float[Array, " tokens"] | None]:
+    """Values in the format's storage dtype and, for 8-bit formats, FP32 scales."""
+    if row_format in ("fp8", "int8"):
+        return quantize_rows(x, row_format)
+    return x.astype(STORAGE[row_format]), None
+
+
+def decode_rows(
+    values: Array, scales: Float[Array, " tokens"] | None, dtype: jnp.dtype
+) -> Float[Array, "tokens d_model"]:
+    """The rows that `encode_rows` stored, in `dtype`."""
+    if scales is None:
+        return values.astype(dtype)
+    return dequantize_rows(values, scales, dtype)

@@ -1,0 +1,70 @@
+"""From logits to a token, on the device. Called by the `leave` program; knows no requests.
+
+The noise of a draw is a function of the request's seed and the token's position alone, so a
+request's tokens depend neither on its neighbours in the batch nor on the layout.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt
+
+
+class SamplerState(NamedTuple):
+    """Sampling parameters, one row a slot."""
+
+    temperature: Float[Array, " slots"]
+    """0: greedy."""
+    top_k: Int[Array, " slots"]
+    """0: off."""
+    top_p: Float[Array, " slots"]
+    min_p: Float[Array, " slots"]
+    seed: UInt[Array, " slots"]
+    position: Int[Array, " slots"]
+    """Position that the drawn token will have."""
+
+
+def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Array, " slots"]:
+    """Greedy where temperature is 0; otherwise a draw from softmax(logits/temperature), cut to the
+    top_k most likely, the smallest set that holds top_p of the mass, and at least min_p times the
+    likeliest token's probability."""
+    logits = logits.astype(jnp.float32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    random = state.temperature > 0
+
+    def draw() -> Array:
+        scaled = logits / jnp.where(random, state.temperature, 1.0)[:, None]
+        threshold = _threshold(scaled, state)
+        kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+        noise = jax.vmap(_gumbel, (0, 0, None))(state.seed, state.position, logits.shape[1])
+        return jnp.where(random, jnp.argmax(kept + noise, axis=-1).astype(jnp.int32), greedy)
+
+    return jax.lax.cond(jnp.any(random), draw, lambda: greedy)
+
+
+def _gumbel(seed: Array, position: Array, vocab: int) -> Array:
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.gumbel(key, (vocab,), jnp.float32)
+
+
+def _threshold(scaled: Float[Array, "slots vocab"], state: SamplerState) -> Float[Array, " slots"]:
+    """The smallest scaled logit that may be drawn."""
+    vocab = scaled.shape[1]
+    top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
+    largest = jnp.max(scaled, axis=-1)
+    by_min_p = largest + jnp.log(jnp.maximum(state.min_p, 1e-38))
+
+    def cut() -> Array:
+        descending = -jnp.sort(-scaled, axis=-1)
+        by_top_k = jnp.take_along_axis(descending, (top_k - 1)[:, None], axis=1)[:, 0]
+        inside = jnp.where(descending >= by_top_k[:, None], descending, -jnp.inf)
+        probability = jax.nn.softmax(inside, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        last = jnp.maximum(jnp.sum(before < state.top_p[:, None], axis=-1) - 1, 0)
+        by_top_p = jnp.take_along_axis(descending, last[:, None], axis=1)[:, 0]
+        return jnp.maximum(by_top_k, by_top_p)
+
+    active = jnp.any((top_k < vocab) | (state.top_p < 1.0))
+    by_mass = jax.lax.cond(active, cut, lambda: jnp.full_like(largest, -jnp.inf))
+    return jnp.maximum(by_min_p, by_mass)
