@@ -5,6 +5,7 @@ the terminal of process 0 it is one line that updates in place; elsewhere plain 
 one every two seconds and one at the end. It knows neither JAX nor what is being counted.
 """
 
+import io
 import logging
 import sys
 import threading
@@ -44,13 +45,13 @@ class Progress:
         *,
         total_bytes: int | None = None,
         process: int = 0,
-        stream: TextIO | None = None,
+        stream: io.TextIOBase | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what = what
         self._total = total
         self._total_bytes = total_bytes
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: TextIO | io.TextIOBase = sys.stderr if stream is None else stream
         self._on_terminal = process == 0 and self._stream.isatty()
         self._clock = clock
         self._lock = threading.Lock()

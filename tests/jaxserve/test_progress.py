@@ -1,0 +1,91 @@
+"""The progress line: in place on a terminal, seldom in a log."""
+
+import io
+import logging
+
+import pytest
+
+from jaxserve.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_line_updates_in_place_and_ends_once() -> None:
+    clock, terminal = Clock(), Terminal()
+    with Progress("compile", 3, stream=terminal, clock=clock) as progress:
+        for name in ("enter", "attend", "ffn"):
+            clock.now += 0.5
+            progress.advance(note=name)
+    assert terminal.getvalue() == (
+        "\r\x1b[2Kcompile: 1 of 3, enter"
+        "\r\x1b[2Kcompile: 2 of 3, attend"
+        "\r\x1b[2Kcompile: 3 of 3, ffn"
+        "\r\x1b[2Kcompile: 3 of 3, in 1.5 s\n"
+    )
+
+
+def test_a_terminal_is_not_redrawn_for_every_item() -> None:
+    clock, terminal = Clock(), Terminal()
+    with Progress("load", 1000, stream=terminal, clock=clock) as progress:
+        for _ in range(1000):
+            clock.now += 0.001
+            progress.advance()
+    assert terminal.getvalue().count("\r") <= 11
+
+
+@pytest.mark.parametrize(("process", "stream"), [(0, io.StringIO()), (1, Terminal())])
+def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(
+    process: int, stream: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.INFO, "jaxserve.progress"):
+        with Progress(
+            "load", 5, total_bytes=5_000_000_000, process=process, stream=stream, clock=clock
+        ) as progress:
+            for _ in range(5):
+                clock.now += 1.0
+                progress.advance(size=1_000_000_000, note="model.safetensors")
+    assert stream.getvalue() == ""
+    assert caplog.messages == [
+        "load: 2 of 5, 2.00 of 5.00 GB, 1.00 GB/s, 3 s left, model.safetensors",
+        "load: 4 of 5, 4.00 of 5.00 GB, 1.00 GB/s, 1 s left, model.safetensors",
+        "load: 5 of 5, 5.00 of 5.00 GB, 1.00 GB/s, in 5.0 s",
+    ]
+
+
+def test_an_error_leaves_a_line_that_says_where_it_stopped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.progress")
+    progress = Progress("load", 7, stream=io.StringIO(), clock=Clock())
+
+    def fail() -> None:
+        with progress:
+            progress.advance(2)
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert caplog.messages == ["load: 2 of 7, stopped"]
+
+
+def test_no_time_left_is_claimed_before_anything_arrived(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.progress")
+    clock = Clock()
+    with Progress("load", 2, total_bytes=10, stream=io.StringIO(), clock=clock) as progress:
+        clock.now += 3.0
+        progress.advance(0)
+    assert caplog.messages[0] == "load: 0 of 2, 0.00 of 0.00 GB, 0.00 GB/s"
