@@ -60,10 +60,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def validate(self) -> None:
         """Raises InvalidRequestError naming the first wrong field, its value and its range."""
         _check_integer("max_tokens", self.max_tokens, 1, MAX_INT32)
-        _check_number("temperature", self.temperature, 0, 2, "[0, 2] (0 is greedy)")
+        _check_number("temperature", self.temperature, 0.0, 2.0, "[0, 2] (0 is greedy)")
         _check_integer("top_k", self.top_k, 0, MAX_INT32, note=" (0 keeps all tokens)")
-        _check_number("top_p", self.top_p, 0, 1, "(0, 1]", above_low=True)
-        _check_number("min_p", self.min_p, 0, 1, "[0, 1]")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "(0, 1]", above_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0, "[0, 1]")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, MAX_UINT32)
         _check_tuple("stop", self.stop, MAX_STOP_STRINGS)

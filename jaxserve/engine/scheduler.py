@@ -1,0 +1,362 @@
+"""Decides what every lane does next: which tokens of which sequences, on which pages.
+
+Called by the engine's loop, on the leader's host, from one thread. Plain Python over ints and
+lists: it may not know JAX, devices, text or time. Its step plans are all that the pipeline sees.
+
+The policy:
+1. Requests are admitted in the order they came. One that does not fit yet holds the others back.
+2. A sequence is admitted when a DP group has a free slot, and pages for its tokens and one more,
+   with a page to spare for every sequence that lives there already (the watermark).
+   Of several groups the one with the fewest pages in use takes it, there the emptiest lane.
+3. A step holds one token of every decoding sequence, then prefill chunks, oldest first, as far as
+   the token budget goes. Prompt pages are taken at admission, so only decoding runs out of pages.
+4. A decoding sequence without a page preempts the youngest sequence of its group, maybe itself.
+   The youngest goes back to its place at the head of the queue, and later recomputes its cache.
+5. What is in flight stays untouched until it lands: a preempted, ended or cancelled sequence keeps
+   its slot and pages until then, and who needs them misses a step rather than preempt another.
+   Pages that come back go to the oldest who missed a step.
+So the oldest sequence of a group always advances, and everything ends.
+"""
+
+import bisect
+from collections import abc, deque
+from dataclasses import dataclass
+
+from jaxserve.engine.request import FinishReason, Request, TokenOutput
+from jaxserve.engine.sequence import DPGroup, Sequence, pages_for
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
+
+MAX_STEPS_IN_FLIGHT = 2
+"""Steps of a lane that are issued and not completed: one runs while the next is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """An issued step: its number, and who is in it, with whether it samples a token for them."""
+
+    number: int
+    passengers: list[tuple[Sequence, bool]]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over all lanes and DP groups of one domain.
+
+    Args:
+      groups: DP groups; each has its own pages.
+      lanes: lanes that share each group's pages.
+      slots: sequences a DP group and lane.
+      pages: pages a DP group.
+      page_size: tokens a page.
+      max_length: longest sequence, prompt and output together, in tokens.
+      token_budget: most tokens a DP group and step.
+      token_buckets: padded step sizes, ascending, ending at token_budget.
+      page_buckets: padded pages a sequence, ascending, the last one covering max_length.
+      max_waiting: requests that may wait before new ones are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: int,
+        lanes: int,
+        slots: int,
+        pages: int,
+        page_size: int,
+        max_length: int,
+        token_budget: int,
+        token_buckets: abc.Sequence[int],
+        page_buckets: abc.Sequence[int],
+        max_waiting: int,
+    ):
+        if token_budget < slots:
+            raise ValueError(f"token_budget = {token_budget} is below slots = {slots}")
+        if token_buckets[-1] != token_budget:
+            raise ValueError(f"token_buckets {token_buckets} do not end at {token_budget}")
+        if page_buckets[-1] * page_size < max_length:
+            raise ValueError(f"page_buckets {page_buckets} do not cover {max_length} tokens")
+        self._page_size = page_size
+        self._max_length = max_length
+        self._token_budget = token_budget
+        self._token_buckets = sorted(token_buckets)
+        self._page_buckets = sorted(page_buckets)
+        self._max_waiting = max_waiting
+        self._groups = [
+            DPGroup(index, lanes=lanes, slots=slots, pages=pages) for index in range(groups)
+        ]
+        self._flights: list[deque[_Flight]] = [deque() for _ in range(lanes)]
+        self._waiting: list[Sequence] = []  # oldest first
+        self._live: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._requests_seen = 0
+        self._steps_issued = 0
+        self._preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          InvalidRequestError: it could never run; the message has the numbers.
+          OverloadedError: too many requests wait.
+        """
+        prompt_length = len(request.prompt)
+        if request.request_id in self._live:
+            raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
+        if prompt_length == 0:
+            raise InvalidRequestError("prompt", "is empty")
+        if min(request.prompt) < 0:
+            raise InvalidRequestError("prompt", f"{min(request.prompt)} is no token id")
+        if prompt_length + 1 > self._max_length:
+            raise InvalidRequestError(
+                "prompt",
+                f"{prompt_length} tokens leave no room for an output: prompt and output together "
+                f"have at most {self._max_length} tokens",
+            )
+        max_generated = min(request.params.max_tokens, self._max_length - prompt_length)
+        sequence = Sequence(request, self._requests_seen, max_generated, list(request.prompt))
+        pages, pool = self._pages_for(sequence.longest_cache), self._groups[0].pool.pages
+        if pages > pool:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{prompt_length} prompt tokens and up to {max_generated} generated ones take "
+                f"{pages} pages of {self._page_size} tokens, and a DP group has {pool}",
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests wait already")
+        self._requests_seen += 1
+        self._live[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def cancel(
+        self, request_id: str, finish_reason: FinishReason = "cancelled"
+    ) -> list[TokenOutput]:
+        """Ends a request now, wherever it is; its tokens in flight are dropped.
+
+        Returns the request's last output, or nothing if it is unknown or has ended already.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return []
+        self._end(sequence)
+        self._release_if_landed(sequence)
+        return [TokenOutput(request_id=request_id, finish_reason=finish_reason)]
+
+    def plan(self, lane: int) -> StepPlan | None:
+        """Issues the lane's next step, usually while its last one is still in flight.
+
+        Returns None if the lane has nothing to do before another step lands, or has two in flight.
+        """
+        if len(self._flights[lane]) >= MAX_STEPS_IN_FLIGHT:
+            return None
+        chunks: list[tuple[Sequence, int]] = []  # sequences and how many tokens of theirs
+        budget = [self._token_budget] * len(self._groups)
+
+        # Step 1: one token of every decoding sequence that has, or gets, a page for it.
+        for sequence in self._oldest_first(lane):
+            # asked in the loop's course: an older one may just have preempted this one
+            if sequence.wants_step and sequence.decodes and self._has_page(sequence):
+                chunks.append((sequence, 1))
+                budget[_group_of(sequence)] -= 1
+
+        # Step 2: let in who waits, into what decoding left.
+        self._admit()
+
+        # Step 3: prefill chunks, whose pages are there already.
+        for sequence in self._oldest_first(lane):
+            count = min(sequence.unfed, budget[_group_of(sequence)])
+            if sequence.wants_step and not sequence.decodes and count:
+                chunks.append((sequence, count))
+                budget[_group_of(sequence)] -= count
+
+        return self._issue(lane, chunks) if chunks else None
+
+    def complete(
+        self, plan: StepPlan, sampled: abc.Sequence[abc.Sequence[int]]
+    ) -> list[TokenOutput]:
+        """Takes the result of the oldest step of a lane that is in flight.
+
+        Args:
+          plan: the step; a lane's steps are completed in the order they were issued.
+          sampled: `sampled[group][slot]`, read only where the plan samples.
+
+        Returns the news of every request that got a token it may keep.
+        """
+        flights = self._flights[plan.lane]
+        if not flights or flights[0].number != plan.number:
+            expected = flights[0].number if flights else "none"
+            raise ValueError(f"lane {plan.lane}: step {plan.number} landed, expected {expected}")
+        outputs = []
+        for sequence, samples in flights.popleft().passengers:
+            assert sequence.home is not None
+            group, _, slot = sequence.home
+            sequence.in_flight -= 1
+            sequence.pending -= samples
+            if samples and sequence.status != "ended":
+                outputs.append(self._append(sequence, int(sampled[group][slot])))
+            self._release_if_landed(sequence)
+        return outputs
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that get steps."""
+        return len(self._live) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages and a slot, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence lost its pages to an older one, since the start."""
+        return self._preemptions
+
+    @property
+    def kv_usage(self) -> list[float]:
+        """The part of its pages that each DP group uses, 0 … 1."""
+        return [group.pool.usage for group in self._groups]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, or a step is in flight."""
+        return bool(self._live) or any(self._flights)
+
+    def waiting_ids(self) -> list[str]:
+        """The requests that wait, the next one first."""
+        return [sequence.request.request_id for sequence in self._waiting]
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if pages, slots, the queue or the steps in flight do not add up."""
+        in_flight = [p for flights in self._flights for f in flights for p, _ in f.passengers]
+        residents = [sequence for group in self._groups for sequence in group.residents()]
+        for group in self._groups:
+            group.check_integrity()
+        for sequence in {*self._live.values(), *residents}:
+            waits = sequence.status == "waiting"
+            problems = {
+                "is counted in the wrong number of steps": sequence.in_flight
+                != in_flight.count(sequence),
+                "has no home but runs": sequence.status == "running" and not sequence.home,
+                "keeps its home, with nothing in flight": sequence.status != "running"
+                and sequence.home is not None
+                and not sequence.in_flight,
+                "is queued or not, against its status": waits != (sequence in self._waiting),
+                "has too few pages": len(sequence.page_ids) < self._pages_for(sequence.cached),
+            }
+            for problem, found in problems.items():
+                if found:
+                    raise RuntimeError(f"request {sequence.request.request_id!r} {problem}")
+        if any(not passenger.home for passenger in in_flight):
+            raise RuntimeError("a sequence lost its home with a step in flight")
+        if [s.ordinal for s in self._waiting] != sorted(s.ordinal for s in self._waiting):
+            raise RuntimeError("the queue is out of order")
+
+    def _pages_for(self, tokens: int) -> int:
+        return pages_for(tokens, self._page_size)
+
+    def _oldest_first(self, lane: int) -> list[Sequence]:
+        residents = [sequence for group in self._groups for sequence in group.residents(lane)]
+        return sorted(residents, key=_age)
+
+    def _has_page(self, sequence: Sequence) -> bool:
+        """Whether a decoding sequence has the page its token goes to, by preemption if need be."""
+        if self._pages_for(sequence.cached + 1) <= len(sequence.page_ids):
+            return True
+        group = self._groups[_group_of(sequence)]
+        owed = sum(other.stalled and _age(other) < _age(sequence) for other in group.residents())
+        sequence.stalled = True
+        while group.pool.free_pages <= owed:
+            if group.leaving:
+                return False
+            youngest = max(group.residents(), key=_age)
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.page_ids += group.pool.allocate(1) or []
+        sequence.stalled = False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the queue, to recompute its cache some day."""
+        self._preemptions += 1
+        sequence.status = "waiting"
+        sequence.stalled = False
+        bisect.insort(self._waiting, sequence, key=_age)
+        self._release_if_landed(sequence)
+
+    def _admit(self) -> None:
+        """Lets in from the head of the queue, as long as the first one fits a group."""
+        while self._waiting and not self._waiting[0].in_flight:  # a preempted one may still land
+            sequence = self._waiting[0]
+            tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
+            pages = self._pages_for(tokens)
+            for group in sorted(self._groups, key=lambda group: group.pool.usage):
+                watermark = sum(1 for _ in group.residents())
+                lane = group.emptiest_lane()
+                if lane is not None and pages + watermark <= group.pool.free_pages:
+                    break
+            else:
+                return
+            del self._waiting[0]
+            sequence.status = "running"
+            group.settle(sequence, lane, group.pool.allocate(pages) or [])
+
+    def _issue(self, lane: int, chunks: list[tuple[Sequence, int]]) -> StepPlan:
+        """Turns the chosen chunks into a step plan in flight."""
+        rows: list[list[SequenceRow]] = [[] for _ in self._groups]
+        passengers = []
+        for sequence, count in chunks:
+            row = sequence.row(count, self._page_size)
+            rows[_group_of(sequence)].append(row)
+            passengers.append((sequence, row.sample))
+            sequence.cached += count
+            sequence.pending += row.sample
+            sequence.in_flight += 1
+        for group_rows in rows:
+            group_rows.sort(key=lambda row: row.slot)
+        tokens = max(sum(len(row.token_ids) for row in group_rows) for group_rows in rows)
+        pages = max(len(row.page_ids) for group_rows in rows for row in group_rows)
+        bucket = Bucket(
+            tokens=self._token_buckets[bisect.bisect_left(self._token_buckets, tokens)],
+            pages=self._page_buckets[bisect.bisect_left(self._page_buckets, pages)],
+        )
+        plan = StepPlan(lane=lane, number=self._steps_issued, bucket=bucket, groups=rows)
+        self._steps_issued += 1
+        self._flights[lane].append(_Flight(plan.number, passengers))
+        return plan
+
+    def _append(self, sequence: Sequence, token_id: int) -> TokenOutput:
+        """Adds a sampled token, which may be the sequence's last, and tells of it."""
+        request = sequence.request
+        if request.ends_at(token_id, sequence.generated):
+            self._end(sequence)
+            return TokenOutput(
+                request_id=request.request_id, finish_reason="stop", stop_token_id=token_id
+            )
+        sequence.tokens.append(token_id)
+        finish_reason: FinishReason | None = None
+        if sequence.generated == sequence.max_generated:
+            self._end(sequence)
+            finish_reason = "length"
+        return TokenOutput(
+            request_id=request.request_id, token_ids=[token_id], finish_reason=finish_reason
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.status == "waiting":
+            self._waiting.remove(sequence)
+        sequence.status = "ended"
+        sequence.stalled = False
+        del self._live[sequence.request.request_id]
+
+    def _release_if_landed(self, sequence: Sequence) -> None:
+        if sequence.home and sequence.status != "running" and not sequence.in_flight:
+            self._groups[sequence.home.group].release(sequence)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.ordinal
+
+
+def _group_of(sequence: Sequence) -> int:
+    assert sequence.home is not None
+    return sequence.home.group

@@ -1,0 +1,114 @@
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from jaxserve.engine.pages import PageAllocator
+
+
+def test_hands_out_low_pages_first_and_freed_ones_again():
+    pool = PageAllocator(5)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.allocate(1) == [3]
+    pool.free([1, 2])
+    assert pool.allocate(2) == [1, 2]
+    assert pool.free_pages == 1
+
+
+def test_all_or_nothing():
+    pool = PageAllocator(3)
+    assert pool.allocate(2) == [0, 1]
+    assert pool.allocate(2) is None
+    assert pool.free_pages == 1
+    assert pool.allocate(0) == []
+
+
+def test_usage_is_the_taken_part():
+    pool = PageAllocator(4)
+    assert pool.usage == 0.0
+    pool.allocate(3)
+    assert pool.usage == 0.75
+    pool.free([0, 1, 2])
+    assert pool.usage == 0.0
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "message"),
+    [
+        ([0, 4], "page 4 is not in the pool of 4 pages"),
+        ([-1], "page -1 is not in the pool of 4 pages"),
+        ([0, 3], "page 3 is freed twice"),
+        ([1, 0, 1], "page 1 is freed twice"),
+    ],
+)
+def test_wrong_frees_raise_and_change_nothing(page_ids, message):
+    pool = PageAllocator(4)
+    pool.allocate(3)
+    with pytest.raises(ValueError, match=message):
+        pool.free(page_ids)
+    assert pool.free_pages == 1
+    pool.check_integrity([[0, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("owned", "message"),
+    [
+        ([[0, 1]], r"lost pages \[2\], pages claimed more than once \[\], foreign pages \[\]"),
+        ([[0, 1], [1, 2]], r"lost pages \[\], pages claimed more than once \[1\]"),
+        ([[0, 1, 2, 3]], r"pages claimed more than once \[3\]"),
+        ([[0, 1, 2], [9]], r"foreign pages \[9\]"),
+    ],
+)
+def test_integrity_names_the_pages_at_fault(owned, message):
+    pool = PageAllocator(4)
+    pool.allocate(3)
+    with pytest.raises(RuntimeError, match=message):
+        pool.check_integrity(owned)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_empty_pools_and_no_negative_requests(count):
+    with pytest.raises(ValueError, match="page pool"):
+        PageAllocator(count)
+    with pytest.raises(ValueError, match="cannot allocate -1 pages"):
+        PageAllocator(1).allocate(-1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of allocations and frees, against lists of owned pages."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = PageAllocator(13)
+        self.owned: list[list[int]] = []
+
+    @rule(count=st.integers(0, 14))
+    def allocate(self, count):
+        free = 13 - sum(map(len, self.owned))
+        page_ids = self.pool.allocate(count)
+        if count > free:
+            assert page_ids is None
+        else:
+            assert page_ids is not None
+            assert len(page_ids) == count
+            self.owned.append(page_ids)
+
+    @rule(data=st.data())
+    def free(self, data):
+        if self.owned:
+            self.pool.free(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
+
+    @rule(data=st.data())
+    def free_in_parts(self, data):
+        if self.owned:
+            page_ids = self.owned.pop()
+            middle = data.draw(st.integers(0, len(page_ids)))
+            self.pool.free(page_ids[middle:])
+            self.owned.append(page_ids[:middle])
+
+    @invariant()
+    def adds_up(self):
+        self.pool.check_integrity(self.owned)
+        assert self.pool.free_pages == 13 - sum(map(len, self.owned))
+
+
+TestPool = PoolMachine.TestCase
