@@ -1,0 +1,80 @@
+"""Grouped matrix products: checks the call, then runs the backend.
+
+Called by the expert layers of a model. Knows nothing of routing: its rows come sorted by group.
+Group g owns the rows from `sum(group_sizes[:g])` on, `group_sizes[g]` of them; rows past
+`sum(group_sizes)` are padding, give zeros and cost nothing. Groups may be empty. The sum of the
+group sizes, which only the device knows, must not exceed the number of rows.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.grouped_matmul import reference
+
+
+def grouped_matmul(
+    rows: Float[Array, "rows d_in"],
+    weights: Float[Array, "groups d_in d_out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Float[Array, "rows d_out"]:
+    """Multiply every row by the weights of its group.
+
+    Returns:
+      the products in the dtype of `rows`, accumulated in FP32.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    _check_rows(rows, group_sizes)
+    _check_weights("weights", weights, rows, (group_sizes.shape[0], rows.shape[1], None))
+    return reference.grouped_matmul(rows, weights, group_sizes)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "rows d_model"],
+    gate_weights: Float[Array, "groups d_model d_ff"],
+    up_weights: Float[Array, "groups d_model d_ff"],
+    down_weights: Float[Array, "groups d_ff d_out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Float[Array, "rows d_out"]:
+    """Run every row through the SwiGLU network of its group: `(silu(x Wg) * (x Wu)) Wd`.
+
+    Products are accumulated in FP32; silu and its product with the up projection are FP32 and
+    rounded once, to the dtype of `rows`, before the down projection.
+
+    Returns:
+      the outputs in the dtype of `rows`.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    _check_rows(rows, group_sizes)
+    groups, d_model = group_sizes.shape[0], rows.shape[1]
+    _check_weights("gate_weights", gate_weights, rows, (groups, d_model, None))
+    d_ff = gate_weights.shape[2]
+    _check_weights("up_weights", up_weights, rows, (groups, d_model, d_ff))
+    _check_weights("down_weights", down_weights, rows, (groups, d_ff, None))
+    return reference.grouped_swiglu(rows, gate_weights, up_weights, down_weights, group_sizes)
+
+
+def _check_rows(rows: Array, group_sizes: Array) -> None:
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"rows is {rows.dtype}{rows.shape}, needs floats [rows, d_in]")
+    if group_sizes.ndim != 1 or group_sizes.dtype != jnp.int32 or group_sizes.shape[0] == 0:
+        raise ValueError(
+            f"group_sizes is {group_sizes.dtype}{group_sizes.shape}, needs int32 [groups]"
+        )
+
+
+def _check_weights(
+    name: str, weights: Array, rows: Array, expected: tuple[int, int, int | None]
+) -> None:
+    """Check shape (None: any size) and dtype of one weight array."""
+    fits = weights.ndim == 3 and all(
+        size in (None, actual) for size, actual in zip(expected, weights.shape, strict=True)
+    )
+    if not fits:
+        wanted = tuple("any" if size is None else size for size in expected)
+        raise ValueError(f"{name} has shape {weights.shape}, needs {wanted}")
+    if weights.dtype != rows.dtype:
+        raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")

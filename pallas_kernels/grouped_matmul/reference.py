@@ -1,0 +1,94 @@
+"""What grouped products mean, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+
+Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
+with any kernel.
+
+The rows are cut into blocks of `BLOCK_ROWS` that never cross a group, and a loop runs over the
+blocks that exist. So the time follows the rows and not the groups, and the weights of a group are
+read once for every `BLOCK_ROWS` of its rows. On CPU, at decode sizes, this is 2 to 10 times faster
+than `jax.lax.ragged_dot` and than multiplying all rows by all groups.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+BLOCK_ROWS = 8
+
+
+def grouped_matmul(
+    rows: Float[Array, "rows d_in"],
+    weights: Float[Array, "groups d_in d_out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Float[Array, "rows d_out"]:
+    """Multiply every row by the weights of its group."""
+
+    def product(block: Array, weights: Array) -> Array:
+        return _matmul(block, weights).astype(rows.dtype)
+
+    return _map_blocks(product, rows, (weights,), group_sizes)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "rows d_model"],
+    gate_weights: Float[Array, "groups d_model d_ff"],
+    up_weights: Float[Array, "groups d_model d_ff"],
+    down_weights: Float[Array, "groups d_ff d_out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Float[Array, "rows d_out"]:
+    """Run every row through the SwiGLU network of its group."""
+
+    def swiglu(block: Array, gate: Array, up: Array, down: Array) -> Array:
+        hidden = jax.nn.silu(_matmul(block, gate)) * _matmul(block, up)
+        return _matmul(hidden.astype(rows.dtype), down).astype(rows.dtype)
+
+    return _map_blocks(swiglu, rows, (gate_weights, up_weights, down_weights), group_sizes)
+
+
+def _matmul(left: Array, right: Array) -> Array:
+    return jnp.matmul(
+        left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _map_blocks(
+    function: Callable[..., Array],
+    rows: Array,
+    weights: tuple[Array, ...],
+    group_sizes: Array,
+) -> Array:
+    """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
+    count = rows.shape[0]
+    row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
+    row_start = row_end - group_sizes
+    blocks_of_group = -(-group_sizes // BLOCK_ROWS)
+    block_end = jnp.cumsum(blocks_of_group)  # [groups]: where a group's blocks end
+    block_start = block_end - blocks_of_group
+    # The last block may reach past the last row.
+    padded_rows = jnp.pad(rows, ((0, BLOCK_ROWS), (0, 0)))
+
+    def run_block(index: Array, output: Array) -> Array:
+        group = jnp.sum(block_end <= index)
+        start = row_start[group] + (index - block_start[group]) * BLOCK_ROWS
+        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, BLOCK_ROWS)
+        result = function(block, *(array[group] for array in weights))
+        # A block that reaches into the next group must leave that group's rows alone.
+        owned = start + jnp.arange(BLOCK_ROWS) < row_end[group]
+        before = jax.lax.dynamic_slice_in_dim(output, start, BLOCK_ROWS)
+        result = jnp.where(owned[:, None], result, before)
+        return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
+
+    output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-1]), rows.dtype)
+    output = _vary_like(output, (rows, *weights, group_sizes))
+    return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]
+
+
+def _vary_like(array: Array, others: tuple[Array, ...]) -> Array:
+    """Inside `shard_map`, say that `array` differs along every mesh axis along which others do.
+
+    A loop needs it: what it carries must vary from the beginning as it does in the end.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
