@@ -2,13 +2,15 @@
 
 No accelerator is touched: JAX is told so before anything imports it. Warnings are errors
 (`filterwarnings` in pyproject.toml), and the functions of both packages are checked against their
-jaxtyping annotations by beartype (`--jaxtyping-packages`).
+annotations (`--jaxtyping-packages`, `typechecker.py`).
 """
 
 import os
 from pathlib import Path
 
 import hypothesis
+
+import tests.typechecker  # noqa: F401  (the import hook finds it by its name, already loaded)
 
 SIMULATED_DEVICES = 8
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -1,0 +1,26 @@
+"""How the tests check annotations at run time: beartype, set up by `--jaxtyping-packages`.
+
+Every function of both packages is decorated with `check`, so that a wrong shape, dtype or type is
+an error where it is passed and not three layers further down.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from beartype import BeartypeConf, beartype
+from beartype.roar import BeartypeDecorHintPep673Exception, BeartypeDecorHintPep3119Exception
+
+# An int is accepted where a float is annotated, as mypy does (PEP 484).
+_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks a function's arguments and result on every call.
+
+    Two kinds of annotation cannot be checked on a lone function, `typing.Self` and a protocol that
+    is not `runtime_checkable`; functions that have one are left to mypy.
+    """
+    try:
+        return _beartype(function)
+    except (BeartypeDecorHintPep673Exception, BeartypeDecorHintPep3119Exception):
+        return function
