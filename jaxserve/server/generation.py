@@ -1,0 +1,403 @@
+"""Between the engine, which knows token ids, and the faces, which want text.
+
+`TextGenerator` submits prompts to the engine and hands back text deltas: it detokenises, looks for
+stop strings and ends the engine's request when one came. All of that happens on one thread of its
+own, because the engine's callbacks have to return at once. Called by the gRPC service and by
+`LLM`; sending, coalescing and protocols are theirs.
+Knows no network, no event loop, and of the engine only what `TokenEngine` says.
+"""
+
+import logging
+import operator
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
+
+MAX_REQUEST_ID_CHARACTERS = 128
+CLOSE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class TokenEngine(Protocol):
+    """What the faces need of an engine; `jaxserve.engine.engine.Engine` is one."""
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "draining", "failed" or "closed"."""
+
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the status is "failed"."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: Callable[[TokenOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Queues a prompt; `on_output` is called on the engine's thread."""
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request, from any thread; an unknown one is fine."""
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        """Calls back once, from any thread, when the engine fails."""
+
+    def model_info(self) -> Mapping[str, Any]:
+        """At least `vocab_size` and `max_length` (prompt and output, in tokens)."""
+
+
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one request. Texts and token ids of all outputs join to the whole.
+
+    Attributes:
+      request_id: whose news.
+      text: the new text; may lag behind the tokens, and comes without the stop string.
+      token_ids: the new tokens, the one that completed a stop string included, an end id not.
+      finish_reason: set in the last output, which comes exactly once.
+      stop_string, stop_token_id: what ended it, where `finish_reason` is "stop".
+      error: what went wrong, where `finish_reason` is "error" or "cancelled".
+      prompt_token_count: tokens of the prompt, bos included.
+      completion_token_count: all tokens handed out so far.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    prompt_token_count: int = 0
+    completion_token_count: int = 0
+
+
+def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """Joins consecutive outputs of one request, at least one, into one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return msgspec.structs.replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+    )
+
+
+class Generation:
+    """One request on its way through a `TextGenerator`; made by `TextGenerator.submit`.
+
+    The consumer may `cancel()` it at any time, and calls `consumed()` if it set a limit.
+
+    Attributes:
+      request_id: unique among the live requests.
+      prompt_token_count: tokens of the prompt.
+      overflowed: whether it was ended because its consumer was too slow.
+      ended_by_engine: whether the engine has said its last about it.
+    """
+
+    def __init__(
+        self,
+        generator: "TextGenerator",
+        request_id: str,
+        prompt_token_count: int,
+        params: SamplingParams,
+        on_text: Callable[[GenerationOutput], None],
+        max_pending_tokens: int | None,
+    ):
+        self.request_id = request_id
+        self.prompt_token_count = prompt_token_count
+        self.overflowed = False
+        self._generator = generator
+        self._on_text = on_text
+        self._limit = max_pending_tokens
+        self._consumed = 0  # tokens; written by the consumer alone
+        # Written by the engine's thread alone.
+        self._produced = 0  # tokens
+        self.ended_by_engine = False
+        # The rest belongs to the generator's thread.
+        self._min_tokens = params.min_tokens
+        self._has_stops = bool(params.stop)
+        self._detokenizer = IncrementalDetokenizer(generator.tokenizer)
+        self._matcher = StopMatcher(params.stop)
+        self._completion_token_count = 0
+        self._finished = False
+
+    def cancel(self) -> None:
+        """Gives the request up; a last output "cancelled" follows if none came yet."""
+        self._generator.cancel(self)
+
+    def consumed(self, tokens: int) -> None:
+        """Says that the consumer has passed on so many more tokens."""
+        self._consumed += tokens
+
+    def receive(self, output: TokenOutput) -> None:
+        """Takes the engine's news, on the engine's thread."""
+        if self.overflowed:
+            return
+        self._produced += len(output.token_ids)
+        self.ended_by_engine = output.finish_reason is not None
+        waiting = self._produced - self._consumed
+        if self._limit is not None and waiting > self._limit:
+            self.overflowed = True
+            output = TokenOutput(
+                request_id=self.request_id,
+                finish_reason="cancelled",
+                error=f"the reader is too slow: more than {self._limit} tokens wait for it",
+            )
+        self._generator.post(self, output)
+
+    def advance(self, news: TokenOutput) -> None:
+        """Turns tokens into text and hands it on, on the generator's thread.
+
+        Whatever goes wrong here or in the consumer ends this request and no other.
+        """
+        if self._finished:
+            return
+        try:
+            output = self._output(news)
+        except Exception:
+            logger.exception("request %s: detokenising failed", self.request_id)
+            output = GenerationOutput(
+                request_id=self.request_id, finish_reason="error", error="internal error"
+            )
+        if output.finish_reason is not None:
+            self._end()
+        try:
+            self._on_text(output)
+        except Exception:
+            logger.exception("request %s: its consumer failed", self.request_id)
+            self._end()
+
+    def _end(self) -> None:
+        self._finished = True
+        self._generator.release(self)
+
+    def _output(self, news: TokenOutput) -> GenerationOutput:
+        text, token_ids, stop = self._text_of(news.token_ids)
+        self._completion_token_count += len(token_ids)
+        if stop is None and news.finish_reason is not None:
+            rest, stop = self._matcher.push(self._detokenizer.finish())
+            text += rest + self._matcher.finish()
+        return GenerationOutput(
+            request_id=self.request_id,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=news.finish_reason if stop is None else "stop",
+            stop_string=stop,
+            stop_token_id=news.stop_token_id if stop is None else None,
+            error=news.error if stop is None else None,
+            prompt_token_count=self.prompt_token_count,
+            completion_token_count=self._completion_token_count,
+        )
+
+    def _text_of(self, token_ids: list[int]) -> tuple[str, list[int], str | None]:
+        """Text of new tokens, the tokens it took, and the stop string that cut them."""
+        if not self._has_stops:
+            return self._detokenizer.push(token_ids), token_ids, None
+        # One by one: which tokens belong to the completion must not depend on how they arrived.
+        parts = []
+        for count, token_id in enumerate(token_ids, start=1):
+            text, stop = self._detokenizer.push([token_id]), None
+            if self._completion_token_count + count >= self._min_tokens:
+                text, stop = self._matcher.push(text)
+            parts.append(text)
+            if stop is not None:
+                return "".join(parts), token_ids[:count], stop
+        return "".join(parts), token_ids, None
+
+
+class TextGenerator:
+    """Prompts in, text deltas out. One an engine; any thread may submit.
+
+    Attributes:
+      engine: where tokens come from.
+      tokenizer: of the engine's model.
+    """
+
+    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        info = engine.model_info()
+        self._vocab_size: int = info["vocab_size"]
+        self._max_length: int = info["max_length"]
+        self._closed = False
+        self._live: dict[str, Generation] = {}
+        self._lock = threading.Lock()
+        # Unbounded itself: each request has its own limit, and what overflows is not posted.
+        self._mailbox: queue.SimpleQueue[tuple[Generation, TokenOutput] | None]
+        self._mailbox = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="text-generator", daemon=True)
+        self._thread.start()
+        engine.add_failure_callback(self._engine_failed)
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
+
+        Raises:
+          InvalidRequestError: the prompt is empty or too long, or has an id out of range.
+        """
+        if isinstance(prompt, str):
+            longest = self._max_length * self.tokenizer.longest_token
+            if len(prompt) > longest:
+                raise InvalidRequestError(
+                    "prompt",
+                    f"{len(prompt)} characters are more than {self._max_length} tokens hold",
+                )
+            if not prompt:
+                raise InvalidRequestError("prompt", "is empty")
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise InvalidRequestError("prompt", str(error)) from None
+        else:
+            token_ids = _checked_ids(prompt, self._vocab_size)
+        if not token_ids:
+            raise InvalidRequestError("prompt", "is empty")
+        if len(token_ids) >= self._max_length:
+            raise InvalidRequestError(
+                "prompt",
+                f"{len(token_ids)} tokens leave no room for an output: prompt and output together "
+                f"have at most {self._max_length} tokens",
+            )
+        return token_ids
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        on_text: Callable[[GenerationOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        max_pending_tokens: int | None = None,
+    ) -> Generation:
+        """Starts a request.
+
+        Args:
+          prompt: text, or token ids (`encode` gives them; checking them again is cheap).
+          params: how to generate; validated here.
+          on_text: gets every output in order, on the generator's thread; must return at once.
+            May be called before `submit` returns.
+          request_id: at most 128 printable ASCII characters, unique among the live; None: made up.
+          deadline: seconds of `time.monotonic` at which the engine gives the request up.
+          max_pending_tokens: end the request ("cancelled") when so many tokens were generated and
+            not yet `consumed()`. None: no limit.
+
+        Raises:
+          InvalidRequestError: names the field.
+          OverloadedError, DrainingError, EngineFailedError: from the engine.
+        """
+        params.validate()
+        token_ids = self.encode(prompt)
+        request_id = _checked_request_id(request_id)
+        generation = Generation(
+            self, request_id, len(token_ids), params, on_text, max_pending_tokens
+        )
+        with self._lock:
+            if self._closed:
+                raise DrainingError("closed")
+            if request_id in self._live:
+                raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+            self._live[request_id] = generation
+        try:
+            self.engine.submit(
+                token_ids, params, generation.receive, request_id=request_id, deadline=deadline
+            )
+        except BaseException:
+            self._forget(generation)
+            raise
+        return generation
+
+    def close(self) -> None:
+        """Ends what is live as "cancelled" and stops the thread. The engine stays as it is."""
+        with self._lock:
+            self._closed = True
+        self._end_all("cancelled", "the server shuts down")
+        self._mailbox.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def post(self, generation: Generation, output: TokenOutput) -> None:
+        """Leaves news of a request for the generator's thread."""
+        self._mailbox.put((generation, output))
+
+    def cancel(self, generation: Generation) -> None:
+        """Has the engine end a request, unless it ended already (its id may be another's now)."""
+        with self._lock:
+            live = self._live.get(generation.request_id) is generation
+        if live:
+            self.engine.cancel(generation.request_id)
+
+    def release(self, generation: Generation) -> None:
+        """Frees the id of an ended request, and its place in the engine if it still has one."""
+        if not generation.ended_by_engine:
+            self.cancel(generation)
+        self._forget(generation)
+
+    def _run(self) -> None:
+        while (item := self._mailbox.get()) is not None:
+            generation, news = item
+            generation.advance(news)
+
+    def _forget(self, generation: Generation) -> None:
+        with self._lock:
+            if self._live.get(generation.request_id) is generation:
+                del self._live[generation.request_id]
+
+    def _engine_failed(self, failure: EngineFailedError) -> None:
+        """Ends every live request: the engine may no longer be able to."""
+        self._end_all("error", str(failure))
+
+    def _end_all(self, reason: FinishReason, error: str) -> None:
+        with self._lock:
+            live = list(self._live.values())
+        for generation in live:
+            self.post(
+                generation,
+                TokenOutput(request_id=generation.request_id, finish_reason=reason, error=error),
+            )
+
+
+def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of ints in [0, vocab_size)."""
+    token_ids = []
+    for index, value in enumerate(prompt):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            token_id = operator.index(value)
+        except TypeError:
+            raise InvalidRequestError(f"prompt[{index}]", f"{value!r} is no token id") from None
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"prompt[{index}]", f"token id {token_id} is not in [0, {vocab_size - 1}]"
+            )
+        token_ids.append(token_id)
+    return token_ids
+
+
+def _checked_request_id(request_id: str | None) -> str:
+    if request_id is None:
+        return uuid.uuid4().hex
+    printable = request_id.isascii() and request_id.isprintable()
+    if not printable or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
+        raise InvalidRequestError(
+            "request_id", f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters"
+        )
+    return request_id

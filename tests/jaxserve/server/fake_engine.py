@@ -1,0 +1,165 @@
+"""An engine without a model: what the tests of the faces run against.
+
+It answers every prompt with the same script of token ids, on a thread of its own, as the real one
+does: callbacks come from that thread, cancellation and deadlines are seen between two steps.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+
+EOS = 1
+
+
+@dataclass
+class _Running:
+    params: SamplingParams
+    on_output: Callable[[TokenOutput], None]
+    deadline: float | None
+    sent: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Plays `script` to every request, `chunk` tokens a step, a step every `pace` seconds.
+
+    The script ends with EOS, unless max_tokens ends it before. `allowed` tokens a request are
+    played at most until it is raised (None: all).
+    """
+
+    script: list[int]
+    chunk: int = 1
+    pace: float = 0.0
+    allowed: int | None = None
+    refusal: Exception | None = None
+    vocab_size: int = 300
+    max_length: int = 100
+    status: str = "ready"
+    failure: EngineFailedError | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[str, _Running] = {}
+        self._callbacks: list[Callable[[EngineFailedError], None]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the interface
+
+    def start(self) -> None:
+        self.status = "ready"
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: Callable[[TokenOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.failure is not None:
+            raise self.failure
+        if self.status != "ready":
+            raise DrainingError(f"the server is {self.status}")
+        assert request_id is not None
+        with self._lock:
+            if request_id in self._running:
+                raise InvalidRequestError("request_id", "is already running")
+            self.prompts.append(prompt)
+            self.params.append(params)
+            self._running[request_id] = _Running(params, on_output, deadline)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._running:
+                self.cancelled.append(request_id)
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        self._callbacks.append(callback)
+
+    def model_info(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "max_length": self.max_length, "model": "fake"}
+
+    def drain(self, timeout: float) -> bool:
+        self.status = "draining"
+        finished = self.wait_until_idle(timeout)
+        for request_id in list(self._running):
+            self.cancel(request_id)
+        return finished
+
+    def close(self) -> None:
+        self.status = "closed"
+        self._thread.join(5)
+
+    # ---------------------------------------------------------------------- for tests
+
+    @property
+    def running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._running)
+
+    def wait_until_idle(self, timeout: float = 5.0) -> bool:
+        """Whether no request holds pages any more, within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while self._running and time.monotonic() < end:
+            time.sleep(0.002)
+        return not self._running
+
+    def fail(self, message: str) -> None:
+        """A follower is gone: no request gets another output from the engine itself."""
+        self.failure = EngineFailedError(message)
+        self.status = "failed"
+        with self._lock:
+            self._running.clear()
+        for callback in self._callbacks:
+            callback(self.failure)
+
+    def _run(self) -> None:
+        while self.status != "closed":
+            with self._lock:
+                running = list(self._running.items())
+            for request_id, request in running:
+                output = self._step(request_id, request)
+                if output is None:
+                    continue
+                if output.finish_reason is not None:
+                    with self._lock:
+                        self._running.pop(request_id, None)
+                if self.status != "failed":
+                    request.on_output(output)
+            time.sleep(self.pace or 0.0005)
+
+    def _step(self, request_id: str, request: _Running) -> TokenOutput | None:
+        late = request.deadline is not None and time.monotonic() > request.deadline
+        if late or request_id in self.cancelled:
+            return TokenOutput(request_id=request_id, finish_reason="cancelled")
+        end = min(request.sent + self.chunk, len(self.script), request.params.max_tokens)
+        if self.allowed is not None:
+            end = min(end, self.allowed)
+        token_ids = self.script[request.sent : end]
+        request.sent = end
+        reason: FinishReason | None = None
+        if end == request.params.max_tokens:
+            reason = "length"
+        elif end == len(self.script):
+            reason = "stop"
+        if not token_ids and reason is None:
+            return None
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_token_id=EOS if reason == "stop" else None,
+        )
