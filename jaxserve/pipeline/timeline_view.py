@@ -208,7 +208,7 @@ def _axis(milliseconds: float, bottom: int) -> list[str]:
         text = f"{index * tick:.{digits}f}"
         parts.append(_words(x, bottom + 22, text, size=12, fill=_MUTED, anchor="middle"))
     middle = _LEFT + width / 2
-    note = "time in ms · in a bar: its layer · on the right: share of the time that the row is busy"
+    note = "time in ms · number in a bar: its layer · on the right: the share of time a row is busy"
     parts.append(_words(middle, bottom + 44, note, size=12, fill=_MUTED, anchor="middle"))
     return parts
 
