@@ -1,0 +1,582 @@
+"""Trains, exports, evaluates and samples the demo checkpoint: a small Step-3 on Python's library.
+
+    python launch/train_demo.py initialise             configs/demo with random weights
+    python launch/train_demo.py train --minutes 75     warm-up, constant rate, decay to zero
+    python launch/train_demo.py train --resume --minutes 75
+    python launch/train_demo.py train --resume --decay --minutes 12     decay from here, 12 minutes
+    python launch/train_demo.py export                 the latest state, as it is
+    python launch/train_demo.py evaluate               held-out bits a byte, next to xz
+    python launch/train_demo.py sample --prompt 'def fibonacci(n):'
+
+Runs on two CPU cores; needs the `train` extra (flax, optax, tokenizers, safetensors). The schedule
+counts minutes, not steps, because it is the minutes that are given. Progress lies in a state
+folder, written every few minutes and on SIGINT or SIGTERM, from which `--resume` continues.
+"""
+
+import argparse
+import functools
+import json
+import lzma
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import demo_data
+import demo_model
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from demo_model import DemoConfig, DemoModel
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, muon
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEMO_FOLDER = REPOSITORY / "configs" / "demo"
+STATE_FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "jaxserve-demo-state"
+
+SIZE_LIMIT = 16_000_000  # bytes of the whole folder
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How the rows look from a share `begin` of the minutes on.
+
+    Short windows first: the attention's scores are a quarter of the time at 256 tokens, and there
+    is enough to learn that is local. `prediction_share` is the share of the rows on which the
+    prediction module is trained: it costs as much as a layer and a head, and learns fast.
+    """
+
+    begin: float
+    length: int
+    prediction_share: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result, next to the minutes."""
+
+    seed: int = 0
+    tokens_per_step: int = 2048
+    phases: tuple[Phase, ...] = (
+        Phase(0.0, 128, 0.25),
+        Phase(0.35, 256, 0.25),
+        Phase(0.7, 512, 0.5),
+        Phase(0.92, 1024, 0.5),
+    )
+    matrix_rate: float = 0.016  # Muon
+    other_rate: float = 0.003  # AdamW: head, norms, routers
+    embedding_rate: float = 0.015  # AdamW
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.3
+    # Rows of CPython's tests, before and during the decay.
+    test_share: float = 0.1
+    test_share_in_decay: float = 0.0
+    prediction_weight: float = 0.2
+    balance_weight: float = 0.01
+
+    def phase(self, progress: float) -> Phase:
+        """The phase that holds when a share `progress` of the minutes is over."""
+        return [phase for phase in self.phases if progress >= phase.begin][-1]
+
+
+@dataclass
+class Progress:
+    """The part of the training state that is not arrays."""
+
+    step: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+    decay_begin: float | None = None
+    library: list[int] = field(default_factory=lambda: [0, 0])  # epoch, cursor
+    test: list[int] = field(default_factory=lambda: [0, 0])
+
+
+# --- parameters and optimiser ---------------------------------------------------------------
+
+Parameters = dict[str, jax.Array]
+
+
+def split_model(model: DemoModel) -> tuple[nnx.GraphDef, Parameters]:
+    """The model's structure, and its parameters by dotted path."""
+    graph, state = nnx.split(model, nnx.Param)
+    return graph, {".".join(map(str, path)): value[...] for path, value in nnx.to_flat_state(state)}
+
+
+def join_model(graph: nnx.GraphDef, parameters: Parameters) -> DemoModel:
+    """The inverse of `split_model`."""
+    flat: dict = {
+        tuple(int(part) if part.isdigit() else part for part in name.split(".")): nnx.Param(value)
+        for name, value in parameters.items()
+    }
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for matrices and stacked experts, AdamW for the rest; rates are the peak rates."""
+
+    def matrices(parameters: Parameters) -> dict:
+        return {name: _matrix_axes(name, value) for name, value in parameters.items()}
+
+    def embedding(parameters: Parameters) -> dict:
+        return {name: name == "embed_tokens" for name in parameters}
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            recipe.matrix_rate,
+            weight_decay=recipe.weight_decay,
+            adam_learning_rate=recipe.other_rate,
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        ),
+        optax.masked(optax.scale(recipe.embedding_rate / recipe.other_rate), embedding),
+    )
+
+
+def _matrix_axes(name: str, value: object) -> MuonDimensionNumbers | None:
+    is_router = name.endswith("moe.gate.weight")
+    dimensions = getattr(value, "ndim", 0)  # optax also asks about its placeholders
+    if dimensions < 2 or is_router or name in ("embed_tokens", "lm_head.weight"):
+        return None
+    return MuonDimensionNumbers(reduction_axis=dimensions - 2, output_axis=dimensions - 1)
+
+
+# --- one step -------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log likelihood in nats: [batch, tokens, vocab], [batch, tokens] → same."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def losses(
+    model: DemoModel, windows: jax.Array, recipe: Recipe, phase: Phase
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Total loss of windows [batch, length + 2], and its parts."""
+    length = windows.shape[1] - 2
+    hidden, routings = model.hidden(windows[:, :length])
+    main = cross_entropy(model.lm_head(hidden), windows[:, 1 : length + 1]).mean()
+    rows = max(1, round(len(windows) * phase.prediction_share))
+    ahead, routing = model.predict(windows[:rows, 1 : length + 1], hidden[:rows])
+    prediction = cross_entropy(model.lm_head(ahead), windows[:rows, 2:]).mean()
+    routings = [*routings, routing]
+    balance = sum(routing.balance for routing in routings)
+    loss = main + recipe.prediction_weight * prediction + recipe.balance_weight * balance
+    imbalance = jnp.stack([r.load.max() * len(r.load) for r in routings])
+    return loss, {"main": main, "prediction": prediction, "imbalance": imbalance}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
+def train_step(
+    graph: nnx.GraphDef,
+    recipe: Recipe,
+    phase: Phase,
+    parameters: Parameters,
+    optimizer_state: optax.OptState,
+    windows: jax.Array,
+    multiplier: float,
+) -> tuple[Parameters, optax.OptState, dict[str, jax.Array]]:
+    """One update at `multiplier` times the peak rates. Returns parameters, state and the losses."""
+
+    def loss_of(parameters: Parameters) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return losses(join_model(graph, parameters), windows, recipe, phase)
+
+    (_, parts), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
+    updates, optimizer_state = make_optimizer(recipe).update(gradients, optimizer_state, parameters)
+    updates = jax.tree.map(lambda update: update * multiplier, updates)
+    return optax.apply_updates(parameters, updates), optimizer_state, parts
+
+
+# --- the training state on disk -------------------------------------------------------------
+
+
+def save_state(
+    folder: Path, parameters: Parameters, optimizer_state: optax.OptState, progress: Progress
+) -> None:
+    """Writes everything a resumed run needs, replacing the previous state in one step."""
+    tensors = {f"parameter.{name}": np.asarray(value) for name, value in parameters.items()}
+    for index, leaf in enumerate(jax.tree.leaves(optimizer_state)):
+        tensors[f"optimizer.{index}"] = np.asarray(leaf)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / "state.safetensors.new"
+    save_file(tensors, temporary, metadata={"progress": json.dumps(asdict(progress))})
+    os.replace(temporary, folder / "state.safetensors")
+
+
+def load_state(folder: Path, recipe: Recipe) -> tuple[Parameters, optax.OptState, Progress]:
+    """Reads what `save_state` wrote. Raises FileNotFoundError if there is none."""
+    path = folder / "state.safetensors"
+    if not path.exists():
+        raise FileNotFoundError(f"no training state at {path}; run `train` without --resume")
+    tensors = load_file(path)
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    progress = Progress(**json.loads(header["__metadata__"]["progress"]))
+    prefix = "parameter."
+    parameters = {
+        name.removeprefix(prefix): jnp.asarray(value)
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+    leaves, structure = jax.tree.flatten(jax.eval_shape(make_optimizer(recipe).init, parameters))
+    leaves = [jnp.asarray(tensors[f"optimizer.{index}"]) for index in range(len(leaves))]
+    return parameters, jax.tree.unflatten(structure, leaves), progress
+
+
+# --- training -------------------------------------------------------------------------------
+
+
+class Batches:
+    """Draws the rows of each step from the library and from the tests."""
+
+    def __init__(self, library: np.ndarray, test: np.ndarray, recipe: Recipe, progress: Progress):
+        self.recipe, self.progress = recipe, progress
+        self.library = demo_data.WindowStream(library, recipe.seed, *progress.library)
+        self.test = demo_data.WindowStream(test, recipe.seed + 1, *progress.test)
+
+    def next_batch(self, length: int, test_share: float) -> np.ndarray:
+        """Returns int32 [rows, length + 2]."""
+        rows = self.recipe.tokens_per_step // length
+        random = np.random.default_rng([self.recipe.seed, self.progress.step])
+        from_test = random.random(rows) < test_share
+        windows = [
+            (self.test if choice else self.library).next_window(length, extra=2)
+            for choice in from_test
+        ]
+        self.progress.library = [self.library.epoch, self.library.cursor]
+        self.progress.test = [self.test.epoch, self.test.cursor]
+        return np.stack(windows)
+
+
+def rate_multiplier(recipe: Recipe, progress: Progress, end: float) -> float:
+    """Warm-up by steps, then 1, then linear in the minutes from `decay_begin` to 0 at `end`."""
+    warmup = (progress.step + 1) / recipe.warmup_steps
+    if progress.decay_begin is None:
+        return min(1.0, warmup)
+    left = (end - progress.minutes) / max(end - progress.decay_begin, 1e-6)
+    return max(0.0, min(1.0, warmup, left))
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Trains until the minutes are used up, then writes the state and the checkpoint folder."""
+    recipe = Recipe()
+    tokenizer = demo_tokenizer(arguments.folder)
+    corpus = demo_data.load_corpus()
+    library = demo_data.pack(corpus.library, tokenizer)
+    test = demo_data.pack(corpus.test, tokenizer)
+    graph, parameters = split_model(DemoModel(DemoConfig(), nnx.Rngs(recipe.seed)))
+    if arguments.resume:
+        parameters, optimizer_state, progress = load_state(arguments.state, recipe)
+    else:
+        optimizer_state, progress = make_optimizer(recipe).init(parameters), Progress()
+    end = arguments.minutes
+    if arguments.decay:
+        progress.decay_begin, end = progress.minutes, progress.minutes + arguments.minutes
+    print(f"{len(library):,} library and {len(test):,} test tokens; until minute {end:.1f}")
+    batches = Batches(library, test, recipe, progress)
+    stop = stop_on_signal()
+    begin = time.monotonic() - 60 * progress.minutes
+    saved = reported = time.monotonic()
+    while progress.minutes < end and not stop():
+        if progress.decay_begin is None and progress.minutes >= end * (1 - recipe.decay_share):
+            progress.decay_begin = progress.minutes
+        decaying = progress.decay_begin is not None
+        phase = recipe.phase(progress.minutes / end)
+        share = recipe.test_share_in_decay if decaying else recipe.test_share
+        windows = batches.next_batch(phase.length, share)
+        multiplier = rate_multiplier(recipe, progress, end)
+        parameters, optimizer_state, parts = train_step(
+            graph, recipe, phase, parameters, optimizer_state, windows, multiplier
+        )
+        jax.block_until_ready(parts)
+        progress.step += 1
+        progress.tokens += windows.shape[0] * phase.length
+        now = time.monotonic()
+        progress.minutes = (now - begin) / 60
+        if progress.step % arguments.report_every == 0:
+            report(progress, phase.length, multiplier, parts, now - reported)
+            reported = now
+        if now - saved > 60 * arguments.save_every:
+            save_state(arguments.state, parameters, optimizer_state, progress)
+            saved = now
+    save_state(arguments.state, parameters, optimizer_state, progress)
+    export(arguments)
+
+
+def report(progress: Progress, length: int, multiplier: float, parts: dict, seconds: float) -> None:
+    """Prints one line on the last step."""
+    imbalance = " ".join(f"{value:.2f}" for value in np.asarray(parts["imbalance"]))
+    print(
+        f"minute {progress.minutes:6.2f}  step {progress.step:5d}  tokens {progress.tokens:9,d}"
+        f"  window {length}  rate {multiplier:.3f}  main {parts['main']:.3f}"
+        f"  prediction {parts['prediction']:.3f}  imbalance {imbalance}  ({seconds:.1f} s)",
+        flush=True,
+    )
+
+
+def stop_on_signal() -> Callable[[], bool]:
+    """Returns a function that says whether SIGINT or SIGTERM has come."""
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+    return lambda: bool(received)
+
+
+# --- the checkpoint folder ------------------------------------------------------------------
+
+
+def demo_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no {path}; run `train_demo.py initialise` first")
+    return Tokenizer.from_file(str(path))
+
+
+def initialise(arguments: argparse.Namespace) -> None:
+    """Writes the whole folder: tokenizer, configuration and random weights."""
+    config = DemoConfig()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = demo_data.load_corpus()
+    tokenizer = demo_data.train_tokenizer((f.text for f in corpus.library), config.vocab_size)
+    if tokenizer.get_vocab_size() != config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} entries")
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    begin, end = demo_data.special_ids(tokenizer)
+    contents = {
+        "config.json": demo_model.hugging_face_config(config, begin, end),
+        "generation_config.json": {"bos_token_id": begin, "eos_token_id": end},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": demo_data.BEGIN,
+            "eos_token": demo_data.END,
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.max_position_embedding,
+        },
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    demo_model.save_weights(DemoModel(config, nnx.Rngs(0)), folder / "model.safetensors")
+    print_size(folder)
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Writes the latest training state as BF16 weights."""
+    parameters, _, progress = load_state(arguments.state, Recipe())
+    graph, _ = split_model(DemoModel(DemoConfig(), nnx.Rngs(0)))
+    model = join_model(graph, parameters)
+    demo_model.save_weights(model, arguments.folder / "model.safetensors")
+    print(f"step {progress.step}, {demo_model.parameter_count(model):,} parameters")
+    print_size(arguments.folder)
+
+
+def print_size(folder: Path) -> None:
+    """Prints the folder's bytes. Raises ValueError if they are too many."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder}: {size:,} bytes")
+    if size > SIZE_LIMIT:
+        raise ValueError(f"{folder} has {size:,} bytes, more than {SIZE_LIMIT:,}")
+
+
+# --- evaluation -----------------------------------------------------------------------------
+
+WINDOW = 1024
+STRIDE = 512
+ROWS = 8
+
+
+@jax.jit
+def score(model: DemoModel, windows: jax.Array) -> dict[str, jax.Array]:
+    """Per position of windows [batch, length + 2]: nats, and whether each head's choice is right.
+
+    `agreement` is whether the prediction module's choice of t_{i+2} is what the main model would
+    choose itself one token later: the acceptance rate of one greedy draft.
+    """
+    length = windows.shape[1] - 2
+    hidden, routings = model.hidden(windows[:, :length])
+    logits = model.lm_head(hidden)
+    ahead, routing = model.predict(windows[:, 1 : length + 1], hidden)
+    choice = jnp.argmax(logits, axis=-1)
+    drafted = jnp.argmax(model.lm_head(ahead), axis=-1)
+    return {
+        "nats": cross_entropy(logits, windows[:, 1 : length + 1]),
+        "correct": choice == windows[:, 1 : length + 1],
+        "prediction": drafted == windows[:, 2:],
+        "agreement": drafted == jnp.roll(choice, -1, axis=1),
+        "load": jnp.stack([routing.load for routing in [*routings, routing]]),
+    }
+
+
+def held_out_windows(
+    files: list[demo_data.SourceFile], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Overlapping windows over every file.
+
+    Returns: windows int32 [n, WINDOW + 2], padded with `<|end|>`; and bool [n, WINDOW], true at
+    the positions whose next token counts. Every token of every file counts exactly once, with at
+    least WINDOW - STRIDE tokens of context, or the whole file so far.
+    """
+    begin, end = demo_data.special_ids(tokenizer)
+    windows, counted = [], []
+    for file in files:
+        ids = tokenizer.encode(file.text, add_special_tokens=False).ids
+        tokens = np.array([begin, *ids], np.int32)
+        done = 0  # positions whose next token has been counted
+        while done < len(ids):
+            start = max(0, done - (WINDOW - STRIDE))
+            window = np.full(WINDOW + 2, end, np.int32)
+            piece = tokens[start : start + WINDOW + 2]
+            window[: len(piece)] = piece
+            position = np.arange(start, start + WINDOW)
+            windows.append(window)
+            counted.append((position >= done) & (position < len(ids)))
+            done = start + WINDOW
+    return np.stack(windows), np.stack(counted)
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Prints held-out bits a byte of the exported checkpoint and of xz, and the routing."""
+    files = demo_data.load_corpus().held_out
+    model = demo_model.load_model(arguments.folder)
+    windows, counted = held_out_windows(files, demo_tokenizer(arguments.folder))
+    sums = dict.fromkeys(("nats", "correct", "prediction", "agreement"), 0.0)
+    loads = []
+    inner = counted & (np.arange(WINDOW) < WINDOW - 1)  # positions that see one token further
+    inner[:, :-1] &= counted[:, 1:]
+    for first in range(0, len(windows), ROWS):
+        rows = windows[first : first + ROWS]
+        padding = np.zeros((ROWS - len(rows), WINDOW + 2), np.int32)
+        scores = score(model, np.concatenate([rows, padding]))
+        for name in sums:
+            mask = counted if name in ("nats", "correct") else inner
+            values = np.asarray(scores[name], np.float64)[: len(rows)]
+            sums[name] += values[mask[first : first + ROWS]].sum()
+        if len(rows) == ROWS and counted[first : first + ROWS].mean() > 0.4:
+            loads.append(np.asarray(scores["load"]))
+    total = sum(len(file.text.encode()) for file in files)
+    load = np.mean(loads, axis=0)
+    imbalance = " ".join(f"{value:.2f}" for value in load.max(axis=1) * load.shape[1])
+    whole, separate = xz_bits(files)
+    print(f"held-out            {len(files)} files, {total:,} bytes, {int(counted.sum()):,} tokens")
+    print(f"model               {sums['nats'] / math.log(2) / total:.4f} bits/byte")
+    print(f"xz -9e, all at once {whole / total:.4f} bits/byte")
+    print(f"xz -9e, file by file {separate / total:.4f} bits/byte")
+    print(f"next token, top-1   {sums['correct'] / counted.sum():.4f}")
+    print(f"next-next token of the prediction module, top-1 {sums['prediction'] / inner.sum():.4f}")
+    print(f"the same against the main model's own choice    {sums['agreement'] / inner.sum():.4f}")
+    print(f"expert load, max/mean a layer (the last is the prediction module) {imbalance}")
+
+
+def xz_bits(files: list[demo_data.SourceFile]) -> tuple[int, int]:
+    """Bits of the files under `xz -9e`: concatenated, and summed over files."""
+    preset = 9 | lzma.PRESET_EXTREME
+    contents = [file.text.encode() for file in files]
+    whole = 8 * len(lzma.compress(b"".join(contents), preset=preset))
+    return whole, 8 * sum(len(lzma.compress(content, preset=preset)) for content in contents)
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+@jax.jit
+def next_logits(model: DemoModel, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Logits [vocab] after position `last` of one padded sequence [tokens]."""
+    hidden, _ = model.hidden(tokens[None])
+    return model.lm_head(hidden[0, last])
+
+
+def sample(arguments: argparse.Namespace) -> None:
+    """Continues the prompt, greedily or at a temperature, and prints all of it."""
+    tokenizer = demo_tokenizer(arguments.folder)
+    model = demo_model.load_model(arguments.folder)
+    _, end = demo_data.special_ids(tokenizer)
+    ids = tokenizer.encode(arguments.prompt).ids
+    padded = np.full(-(-(len(ids) + arguments.tokens) // 256) * 256, end, np.int32)
+    padded[: len(ids)] = ids
+    random = np.random.default_rng(arguments.seed)
+    for position in range(len(ids), len(ids) + arguments.tokens):
+        logits = np.asarray(next_logits(model, padded, position - 1), np.float64)
+        if arguments.temperature > 0:
+            logits = logits / arguments.temperature + random.gumbel(size=logits.shape)
+        token = int(logits.argmax())
+        if token == end:
+            break
+        padded[position] = token
+        ids.append(token)
+    print(tokenizer.decode(ids[1:]))
+
+
+# --- command line ---------------------------------------------------------------------------
+
+
+def positive(text: str) -> float:
+    """A number above zero; for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Reads the command line. Exits with a message on bad arguments."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--folder", type=Path, default=DEMO_FOLDER, help="checkpoint folder")
+    common.add_argument("--state", type=Path, default=STATE_FOLDER, help="training state folder")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, function: Callable) -> argparse.ArgumentParser:
+        description = (function.__doc__ or "").splitlines()[0]
+        added = commands.add_parser(
+            name, parents=[common], help=description, description=description
+        )
+        added.set_defaults(function=function)
+        return added
+
+    command("initialise", initialise)
+    training = command("train", train)
+    training.add_argument("--minutes", type=positive, default=75.0, help="minutes in all")
+    training.add_argument("--resume", action="store_true", help="continue from the state folder")
+    training.add_argument(
+        "--decay", action="store_true", help="begin the decay now; --minutes is its length"
+    )
+    training.add_argument("--save-every", type=positive, default=3.0, help="minutes between saves")
+    training.add_argument("--report-every", type=int, default=20, help="steps between lines")
+    command("export", export)
+    command("evaluate", evaluate)
+    sampling = command("sample", sample)
+    sampling.add_argument("--prompt", default="def fibonacci(n):")
+    sampling.add_argument("--tokens", type=int, default=120)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    sampling.add_argument("--seed", type=int, default=0)
+    parsed = parser.parse_args(arguments)
+    if parsed.function is train and parsed.decay and not parsed.resume:
+        parser.error("--decay needs --resume: there is nothing to decay from")
+    return parsed
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parse(sys.argv[1:])
+    try:
+        arguments.function(arguments)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"train_demo.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
