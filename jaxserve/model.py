@@ -63,15 +63,10 @@ class FFNBlock(nnx.Module):
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         shards = expert_ranks * tensor_ranks
-        self.experts: Experts | None = None
-        self.dense: DenseFFN | None = None
-        if kind == "moe":
-            self.experts = Experts(config, ranks, dtype, rngs)
-            d_ff = config.shared_d_ff
-        else:
-            d_ff = config.d_ff
-        if d_ff:
-            self.dense = DenseFFN(d_model, -(-d_ff // shards) * shards, dtype, rngs)
+        d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
+        d_ff = -(-d_ff // shards) * shards
+        self.experts = Experts(config, ranks, dtype, rngs) if kind == "moe" else None
+        self.dense = DenseFFN(d_model, d_ff, dtype, rngs) if d_ff else None
 
     def __call__(
         self, message: Message, rank: Int[Array, ""]

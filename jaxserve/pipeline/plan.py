@@ -8,21 +8,16 @@ step takes. Nothing here knows requests, queues or JAX devices.
 import msgspec
 import numpy as np
 
-FROM_DEVICE = -1
-"""Token id that stands for "the token this slot sampled last, still on the device"."""
+from jaxserve.step import FROM_DEVICE, BatchLayout, Bucket
 
-SAMPLER_FIELDS = 5
-"""Words a slot in the batch array's sampler block: temperature, top_k, top_p, min_p, seed."""
-
-
-class Bucket(msgspec.Struct, frozen=True):
-    """The padded size of a step: one compiled executable a bucket and kind."""
-
-    tokens: int
-    """Tokens a DP group, padding included."""
-    pages: int
-    """Pages a sequence, padding included."""
-
+__all__ = [
+    "FROM_DEVICE",
+    "Bucket",
+    "SequenceRow",
+    "StepPlan",
+    "batch_array",
+    "page_table_array",
+]
 
 class SequenceRow(msgspec.Struct, frozen=True):
     """The part of one sequence in one step."""
@@ -54,42 +49,6 @@ class StepPlan(msgspec.Struct, frozen=True):
     bucket: Bucket
     groups: list[list[SequenceRow]]
     """One list a DP group, sorted by slot. A group without work still takes part, all padding."""
-
-
-class BatchLayout(msgspec.Struct, frozen=True):
-    """Where each field of a step lies in a DP group's row of the batch array.
-
-    The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
-    `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
-    temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
-    Slots without tokens in this step have an empty query range.
-    """
-
-    tokens: int
-    slots: int
-
-    @property
-    def width(self) -> int:
-        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS) * self.slots
-
-    def fields[ArrayT](self, row: "ArrayT") -> dict[str, "ArrayT"]:
-        """Cuts one row (NumPy or JAX, shape `[width]`) into its named fields."""
-        sizes = {
-            "token_ids": self.tokens,
-            "query_start": self.slots + 1,
-            "kv_length": self.slots,
-            "sample": self.slots,
-            "temperature": self.slots,
-            "top_k": self.slots,
-            "top_p": self.slots,
-            "min_p": self.slots,
-            "seed": self.slots,
-        }
-        fields, start = {}, 0
-        for name, size in sizes.items():
-            fields[name] = row[start : start + size]  # type: ignore[index]
-            start += size
-        return fields
 
 
 def batch_array(plan: StepPlan, slots: int) -> np.ndarray:

@@ -1,0 +1,112 @@
+"""Every program of a deployment, compiled ahead of time: one a bucket and kind.
+
+Built at start-up, two compilations at a time; the driver only looks them up. A process compiles
+what runs on its own devices.
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.config.model import LayerKind
+from jaxserve.link.transport import TransportKind, _Transport, make_transport
+from jaxserve.mesh import has_local_devices
+from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program
+from jaxserve.step import Bucket
+
+Progress = Callable[[int, int], None]
+Kinds = dict[LayerKind, jax.stages.Compiled]
+
+
+class AFDExecutables(NamedTuple):
+    """What a step of one bucket runs. Programs of meshes elsewhere are None."""
+
+    enter: jax.stages.Compiled | None
+    attend: dict[LayerKind, jax.stages.Compiled | None]
+    leave: jax.stages.Compiled | None
+    ffn: dict[LayerKind, jax.stages.Compiled | None]
+    dispatch: dict[LayerKind, _Transport]
+    combine: _Transport
+
+
+def compile_all(
+    programs: dict[object, Program], progress: Progress, workers: int = 2
+) -> dict[object, jax.stages.Compiled | None]:
+    """Compiles each program that has a local device; None for the others."""
+    local = {key: p for key, p in programs.items() if has_local_devices(p.mesh)}
+    done: dict[object, jax.stages.Compiled | None] = dict.fromkeys(programs)
+    progress(0, len(local))
+    with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
+        futures = {pool.submit(program.compile): key for key, program in local.items()}
+        for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            done[futures[future]] = future.result()
+            progress(count, len(local))
+    return done
+
+
+def afd_executables(
+    programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind, progress: Progress
+) -> dict[Bucket, AFDExecutables]:
+    """Compiles all buckets. `ffn`, `leave` and transports are shared by buckets of equal tokens."""
+    first = programs.config.kind(0)
+    later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
+    wanted: dict[object, Program] = {}
+    for bucket in buckets:
+        wanted["enter", bucket] = programs.enter(bucket, first)
+        for kind in later:
+            wanted["attend", kind, bucket] = programs.attend(bucket, kind)
+        wanted["leave", bucket.tokens] = programs.leave(bucket)
+        for kind in programs.formats:
+            wanted["ffn", kind, bucket.tokens] = programs.ffn(bucket, kind)
+    compiled = compile_all(wanted, progress)
+    transports = {
+        tokens: _transports(programs, Bucket(tokens, 1), transport)
+        for tokens in sorted({bucket.tokens for bucket in buckets})
+    }
+    return {
+        bucket: AFDExecutables(
+            enter=compiled["enter", bucket],
+            attend={kind: compiled["attend", kind, bucket] for kind in later},
+            leave=compiled["leave", bucket.tokens],
+            ffn={kind: compiled["ffn", kind, bucket.tokens] for kind in programs.formats},
+            dispatch=transports[bucket.tokens][0],
+            combine=transports[bucket.tokens][1],
+        )
+        for bucket in buckets
+    }
+
+
+def _transports(
+    programs: AFDPrograms, bucket: Bucket, kind: TransportKind
+) -> tuple[dict[LayerKind, _Transport], _Transport]:
+    rows, meshes = programs.piece_rows(bucket), programs.meshes
+    dispatch = {
+        layer_kind: make_transport(
+            kind,
+            programs.dispatch,
+            meshes.attention,
+            meshes.ffn,
+            (rows, message.width),
+            message.word,
+        )
+        for layer_kind, message in programs.formats.items()
+    }
+    combine = make_transport(
+        kind,
+        programs.combine,
+        meshes.ffn,
+        meshes.attention,
+        (rows, programs.config.d_model),
+        programs.dtype,
+    )
+    return dispatch, combine
+
+
+def colocated_executables(
+    programs: ColocatedPrograms, buckets: list[Bucket], progress: Progress
+) -> dict[Bucket, jax.stages.Compiled]:
+    """One program a bucket."""
+    compiled = compile_all({bucket: programs.step(bucket) for bucket in buckets}, progress)
+    return {bucket: executable for bucket, executable in compiled.items()}  # type: ignore[misc]

@@ -1,0 +1,134 @@
+"""All weights and KV pages of a deployment, as the driver passes them: flat tuples of sharded arrays.
+
+Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for benches; a process
+loads the blocks of the roles it has devices of. Colocated mode stacks the layers of a run.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.attention.kv_cache import PAGES_SPEC, zeros
+from jaxserve.checkpoint.families import CheckpointNames, Sources
+from jaxserve.mesh import ATTENTION_RULES, Rules, cached_sharding, has_local_devices
+from jaxserve.module import Template
+from jaxserve.programs import AFDPrograms, ColocatedPrograms
+
+Leaves = tuple[jax.Array, ...]
+
+
+class LeafSource(Protocol):
+    """Where leaves come from."""
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
+    ) -> list[jax.Array]:
+        """One block's leaves on their devices."""
+        ...
+
+
+class RandomLeaves:
+    """Random weights, the same on every process, for benches without a checkpoint."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
+    ) -> list[jax.Array]:
+        """Normal values of the modules' own scale."""
+        self._seed += 1
+        values = [np.asarray(value) for value in template.random(self._seed)]
+        return [
+            jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+            for value, sharding in zip(values, shardings, strict=True)
+        ]
+
+
+def _load(
+    source: LeafSource, template: Template, sources: Sources, mesh: Mesh, rules: Rules
+) -> Leaves:
+    if not has_local_devices(mesh):
+        return ()
+    shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
+    return tuple(source.leaves(template, sources, shardings))
+
+
+class AFDWeights:
+    """Per layer, one tuple a role. Blocks of a mesh elsewhere are empty tuples."""
+
+    def __init__(self, source: LeafSource, names: CheckpointNames, programs: AFDPrograms):
+        templates, meshes, config = programs.templates, programs.meshes, programs.config
+        attention = meshes.attention
+        self.embedding = _load(
+            source, templates.embedding, names.embedding, attention, ATTENTION_RULES
+        )
+        self.head = _load(source, templates.head, names.head, attention, ATTENTION_RULES)
+        self.attention: list[Leaves] = []
+        self.ffn: list[Leaves] = []
+        for layer in range(config.layers):
+            kind = config.kind(layer)
+            block = _load(
+                source, templates.attention[kind], names.attention[layer], attention, ATTENTION_RULES
+            )
+            self.attention.append(block)
+            block = _load(
+                source, templates.ffn[kind], names.ffn[layer], meshes.ffn, meshes.ffn_rules
+            )
+            self.ffn.append(block)
+
+
+class ColocatedWeights:
+    """Embedding, head, and per run of equal layers the stacked leaves of both roles, flat."""
+
+    def __init__(self, source: LeafSource, names: CheckpointNames, programs: ColocatedPrograms):
+        templates, mesh = programs.templates, programs.meshes.attention
+        flat = _load(source, templates.embedding, names.embedding, mesh, ATTENTION_RULES)
+        flat += _load(source, templates.head, names.head, mesh, ATTENTION_RULES)
+        for kind, start, stop in programs.stacked():
+            for template, tables, rules in (
+                (templates.attention[kind], names.attention, ATTENTION_RULES),
+                (templates.ffn[kind], names.ffn, programs.meshes.ffn_rules),
+            ):
+                flat += _stack(source, template, tables[start:stop], mesh, rules)
+        self.flat: Leaves = flat
+
+
+def _stack(
+    source: LeafSource, template: Template, layers: Sequence[Sources], mesh: Mesh, rules: Rules
+) -> Leaves:
+    """The layers' leaves along a new first axis, filled in place: one layer more than what stays."""
+    shardings = [
+        cached_sharding(mesh, PartitionSpec(None, *spec)) for spec in template.specs(rules)
+    ]
+    stacks = [
+        zeros((len(layers), *leaf.shape), leaf.dtype, sharding)
+        for leaf, sharding in zip(template.leaves, shardings, strict=True)
+    ]
+    fill = jax.jit(lambda stack, leaf, i: stack.at[i].set(leaf), donate_argnums=0)
+    for index, sources in enumerate(layers):
+        leaves = _load(source, template, sources, mesh, rules)
+        stacks = [fill(stack, leaf, index) for stack, leaf in zip(stacks, leaves, strict=True)]
+        jax.block_until_ready(stacks)
+    return tuple(stacks)
+
+
+def layer_pages(programs: AFDPrograms) -> list[tuple[jax.Array, jax.Array]]:
+    """Zeroed K and V pages of every layer; none where the attention mesh is elsewhere."""
+    mesh = programs.meshes.attention
+    if not has_local_devices(mesh):
+        return []
+    sharding = cached_sharding(mesh, PAGES_SPEC)
+    make = zeros_maker(programs.page_shape, programs.dtype, sharding)
+    return [(make(), make()) for _ in range(programs.config.layers)]
+
+
+def zeros_maker(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
+) -> "jax.stages.Wrapped":
+    """A compiled function that makes one more zeroed array each call."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

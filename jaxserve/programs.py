@@ -1,0 +1,393 @@
+"""The programs of a step, as functions over one device's slices, with the shapes they take.
+
+AFD (design, decision 1): `enter` (embed, first attend), `attend`, `leave` (last combine, head,
+sample) on the attention mesh, `ffn` on the ffn mesh; every layer of a kind shares one of each.
+Colocated (decision 2): the whole step in one program that scans over stacked layers. Both are the
+same blocks (`model.py`) and differ only in what happens at the link. `pipeline/executables.py`
+compiles them, `pipeline/driver.py` runs them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.attention.batch import RaggedBatch, ragged_batch
+from jaxserve.attention.kv_cache import PAGES_SPEC, page_shape
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind
+from jaxserve.ffn.placement import physical_experts
+from jaxserve.link.message import MessageFormat, row_multiple
+from jaxserve.link.route import Route, combine_route, dispatch_route
+from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
+from jaxserve.model import ModelTemplates
+from jaxserve.sampler import SamplerState, sample
+from jaxserve.step import FROM_DEVICE, BatchLayout, Bucket
+
+ROWS = PartitionSpec("dp")
+PIECES = PartitionSpec(("dp", "tp"))
+REPLICATED = PartitionSpec()
+
+
+class Program(NamedTuple):
+    """A function over device slices, ready to be compiled for its mesh."""
+
+    name: str
+    body: Callable[..., Any]
+    mesh: Mesh
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    donated: tuple[int, ...]
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles ahead of time for the shapes and shardings above."""
+        mapped = jax.shard_map(
+            self.body,
+            mesh=self.mesh,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            check_vma=False,
+        )
+        mapped.__name__ = self.name  # type: ignore[attr-defined]
+        arguments = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
+            for a, spec in zip(self.arguments, self.in_specs, strict=True)
+        ]
+        return jax.jit(mapped, donate_argnums=self.donated).lower(*arguments).compile()
+
+
+class StepContext(NamedTuple):
+    """What a step's attention-side layers share; built from its arrays inside each program."""
+
+    batch: RaggedBatch
+    fields: dict[str, Array]
+
+
+class _Programs:
+    """What AFD and colocated programs share: shapes, the step's entrance and its exit."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
+        self.templates = templates
+        self.config = templates.config
+        self.dtype = templates.dtype
+        self.deployment = deployment
+        self.meshes = meshes
+        self.slots = deployment.scheduler.slots
+        self.groups = deployment.attention.dp
+        self.sentinel = physical_experts(self.config.experts, templates.ranks[0])
+        self.page_shape = page_shape(self.config, deployment)
+        self.formats: dict[LayerKind, MessageFormat] = {
+            kind: MessageFormat(
+                self.config.d_model,
+                self.config.top_k if kind == "moe" else 0,
+                deployment.dispatch_format,
+            )
+            for kind in templates.attention
+        }
+
+    def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
+        """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+        fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+        ragged = ragged_batch(
+            fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
+        )
+        return StepContext(ragged, fields)
+
+    def embed(
+        self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
+    ) -> Float[Array, "tokens d_model"]:
+        """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
+        ids = context.fields["token_ids"]
+        ids = jnp.where(
+            ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids
+        )
+        with jax.named_scope("embed"):
+            return self.templates.embedding.merge(leaves)(ids)
+
+    def sample_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
+        """Head and sampler on every slot's last token.
+
+        Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
+        role can read them), and the logits.
+        """
+        row = jnp.maximum(fields["query_start"][1:] - 1, 0)
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row])
+        with jax.named_scope("sample"):
+            bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+            state = SamplerState(
+                temperature=bits(fields["temperature"]),
+                top_k=fields["top_k"],
+                top_p=bits(fields["top_p"]),
+                min_p=bits(fields["min_p"]),
+                seed=fields["seed"].astype(jnp.uint32),
+                position=fields["kv_length"],
+            )
+            drawn = sample(logits, state)
+        last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp"), logits
+
+    def _shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def _step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """last_tokens, batch, page_table."""
+        width = BatchLayout(bucket.tokens, self.slots).width
+        return (
+            self._shape(self.groups, self.slots),
+            self._shape(self.groups, width),
+            self._shape(self.groups, self.slots, bucket.pages),
+        )
+
+
+class AFDPrograms(_Programs):
+    """The programs of attention-FFN disaggregation and the routes between them."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
+        super().__init__(templates, deployment, meshes)
+        attention, ffn = meshes.attention.size, meshes.ffn.size
+        self.broadcast = deployment.link.route == "broadcast"
+        self.dispatch: Route = dispatch_route(attention, ffn, deployment.link.route)
+        self.combine: Route = combine_route(attention, ffn, deployment.link.route)
+
+    def piece_rows(self, bucket: Bucket) -> int:
+        """Rows of one piece, in both directions."""
+        rows = self.groups * bucket.tokens
+        attention = self.meshes.attention.size
+        return rows // (attention if self.broadcast else row_multiple(attention, self.meshes.ffn.size))
+
+    def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
+        """(last_tokens, batch, page_table, k, v, embedding…, layer…) → (x, pieces…, k, v)."""
+        embedding, layer = self.templates.embedding, self.templates.attention[kind]
+        split = len(embedding.leaves)
+
+        def body(last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array):
+            context = self.step_context(bucket, batch, table)
+            x = self.embed(context, last, leaves[:split])
+            return self._attend(kind, x, (k, v), context.batch, leaves[split:])
+
+        pages = self._shape(*self.page_shape, dtype=self.dtype)
+        return Program(
+            f"enter_{kind}",
+            body,
+            self.meshes.attention,
+            (*self._step_shapes(bucket), pages, pages, *embedding.leaves, *layer.leaves),
+            (
+                *(ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC),
+                *embedding.specs(ATTENTION_RULES),
+                *layer.specs(ATTENTION_RULES),
+            ),
+            (ROWS, *[PIECES] * self.dispatch.sends, PAGES_SPEC, PAGES_SPEC),
+            donated=(3, 4),
+        )
+
+    def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
+        """(x, batch, page_table, k, v, combined…, layer…) → (x, pieces…, k, v)."""
+        layer, received = self.templates.attention[kind], self.combine.receives
+
+        def body(x: Array, batch: Array, table: Array, k: Array, v: Array, *rest: Array):
+            context = self.step_context(bucket, batch, table)
+            x = self._add_combined(x, rest[:received])
+            return self._attend(kind, x, (k, v), context.batch, rest[received:])
+
+        pages = self._shape(*self.page_shape, dtype=self.dtype)
+        return Program(
+            f"attend_{kind}",
+            body,
+            self.meshes.attention,
+            (
+                self._stream_shape(bucket),
+                *self._step_shapes(bucket)[1:],
+                *(pages, pages),
+                *self._combined_shapes(bucket),
+                *layer.leaves,
+            ),
+            (
+                *(ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC),
+                *[PIECES] * received,
+                *layer.specs(ATTENTION_RULES),
+            ),
+            (ROWS, *[PIECES] * self.dispatch.sends, PAGES_SPEC, PAGES_SPEC),
+            donated=(0, 3, 4),
+        )
+
+    def ffn(self, bucket: Bucket, kind: LayerKind) -> Program:
+        """(received pieces…, layer…) → (pieces of the result…)."""
+        layer, received = self.templates.ffn[kind], self.dispatch.receives
+        axes, message = self.meshes.ffn_axes, self.formats[kind]
+
+        def body(*arguments: Array):
+            packed = jnp.concatenate(arguments[:received])
+            if not self.broadcast:
+                packed = jax.lax.all_gather(packed, axes, axis=0, tiled=True)
+            block = layer.merge(arguments[received:])
+            share = block(message.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]))
+            if not self.broadcast:
+                share = jax.lax.psum_scatter(share, axes, scatter_dimension=0, tiled=True)
+            return tuple(jnp.split(share.astype(self.dtype), self.combine.sends))
+
+        pieces = PartitionSpec(axes)
+        shape = self._shape(
+            self.meshes.ffn.size * self.piece_rows(bucket), message.width, dtype=message.word
+        )
+        return Program(
+            f"ffn_{kind}",
+            body,
+            self.meshes.ffn,
+            (*[shape] * received, *layer.leaves),
+            (*[pieces] * received, *layer.specs(self.meshes.ffn_rules)),
+            (pieces,) * self.combine.sends,
+            donated=(),
+        )
+
+    def leave(self, bucket: Bucket) -> Program:
+        """(x, last_tokens, batch, combined…, head…) → (last_tokens, sampled, logits)."""
+        head, received = self.templates.head, self.combine.receives
+
+        def body(x: Array, last: Array, batch: Array, *rest: Array):
+            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+            x = self._add_combined(x, rest[:received])
+            return self.sample_step(x, last, fields, rest[received:])
+
+        return Program(
+            "leave",
+            body,
+            self.meshes.attention,
+            (
+                self._stream_shape(bucket),
+                *self._step_shapes(bucket)[:2],
+                *self._combined_shapes(bucket),
+                *head.leaves,
+            ),
+            (ROWS, ROWS, ROWS, *[PIECES] * received, *head.specs(ATTENTION_RULES)),
+            (ROWS, REPLICATED, ROWS),
+            donated=(1,),
+        )
+
+    def _attend(
+        self, kind: LayerKind, x: Array, pages: Any, batch: RaggedBatch, leaves: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """One layer on the attention mesh; the message leaves in this device's pieces."""
+        block = self.templates.attention[kind].merge(leaves)
+        x, message, pages = block(x, pages, batch, self.sentinel)
+        with jax.named_scope("pack"):
+            packed = self.formats[kind].pack(_share(message, "tp"))
+        return x, *jnp.split(packed, self.dispatch.sends), *pages
+
+    def _add_combined(self, x: Array, combined: Sequence[Array]) -> Array:
+        """Adds the ffn role's output: rows in pieces, or everybody's share of the same rows."""
+        with jax.named_scope("combine"):
+            if self.broadcast:
+                rows = sum(piece.astype(jnp.float32) for piece in combined).astype(x.dtype)
+            else:
+                rows = jnp.concatenate(list(combined))
+            return x + jax.lax.all_gather(rows, "tp", axis=0, tiled=True)
+
+    def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        rows = self.groups * bucket.tokens
+        return self._shape(rows, self.config.d_model, dtype=self.dtype)
+
+    def _combined_shapes(self, bucket: Bucket) -> list[jax.ShapeDtypeStruct]:
+        rows = self.meshes.attention.size * self.piece_rows(bucket)
+        return [self._shape(rows, self.config.d_model, dtype=self.dtype)] * self.combine.receives
+
+
+class ColocatedPrograms(_Programs):
+    """The whole step in one program: the oracle of every AFD layout, and a product."""
+
+    def stacked(self) -> list[tuple[LayerKind, int, int]]:
+        """Runs of equal layers, whose leaves are stacked along a new first axis."""
+        return self.config.runs()
+
+    def step(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, page_table, k, v, embedding…, head…, stacked runs…) →
+        (last_tokens, sampled, logits, k, v); k and v hold all layers, `[layers, pages, …]`."""
+        templates = self.templates
+        parts = [len(templates.embedding.leaves), len(templates.head.leaves)]
+        for kind, _, _ in self.stacked():
+            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind].leaves)]
+
+        def body(last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array):
+            context = self.step_context(bucket, batch, table)
+            embedding, head, *stacks = _cut(leaves, parts)
+            x = self.embed(context, last, embedding)
+            flat = tuple(p.reshape(-1, *p.shape[2:]) for p in (k, v))
+            for index, (kind, start, stop) in enumerate(self.stacked()):
+                layers = jnp.arange(start, stop, dtype=jnp.int32)
+                scanned = (layers, *stacks[2 * index : 2 * index + 2])
+                layer = functools.partial(self._layer, kind, context.batch, k.shape[1])
+                (x, flat), _ = jax.lax.scan(layer, (x, flat), scanned)
+            last, sampled, logits = self.sample_step(x, last, context.fields, head)
+            return last, sampled, logits, *(p.reshape(k.shape) for p in flat)
+
+        arguments, specs = [*templates.embedding.leaves, *templates.head.leaves], []
+        specs += templates.embedding.specs(ATTENTION_RULES) + templates.head.specs(ATTENTION_RULES)
+        for kind, start, stop in self.stacked():
+            for template, rules in (
+                (templates.attention[kind], ATTENTION_RULES),
+                (templates.ffn[kind], self.meshes.ffn_rules),
+            ):
+                arguments += [
+                    jax.ShapeDtypeStruct((stop - start, *leaf.shape), leaf.dtype)
+                    for leaf in template.leaves
+                ]
+                specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+        pages_spec = PartitionSpec(None, *PAGES_SPEC)
+        pages = self._shape(self.config.layers, *self.page_shape, dtype=self.dtype)
+        return Program(
+            "step",
+            body,
+            self.meshes.attention,
+            (*self._step_shapes(bucket), pages, pages, *arguments),
+            (ROWS, ROWS, ROWS, pages_spec, pages_spec, *specs),
+            (ROWS, REPLICATED, ROWS, pages_spec, pages_spec),
+            donated=(0, 3, 4),
+        )
+
+    def _layer(
+        self, kind: LayerKind, batch: RaggedBatch, pages_a_layer: int, carry: Any, scanned: Any
+    ) -> tuple[Any, None]:
+        (x, pages), (layer, attention, ffn) = carry, scanned
+        shifted = batch._replace(page_table=batch.page_table + layer * pages_a_layer)
+        block = self.templates.attention[kind].merge(attention)
+        x, message, pages = block(x, pages, shifted, self.sentinel)
+        formats, axes = self.formats[kind], self.meshes.ffn_axes
+        packed = jax.lax.all_gather(formats.pack(message), axes[0], axis=0, tiled=True)
+        ffn_block = self.templates.ffn[kind].merge(ffn)
+        share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]))
+        share = jax.lax.psum(share, axes[1])
+        rows = jax.lax.psum_scatter(share, axes[0], scatter_dimension=0, tiled=True)
+        return (x + rows.astype(x.dtype), pages), None
+
+
+def _share(message: Any, axis: str) -> Any:
+    """This device's equal share of a message that all devices of `axis` hold."""
+    ranks, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    if ranks == 1:
+        return message
+
+    def cut(rows: Array) -> Array:
+        size = rows.shape[0] // ranks
+        return jax.lax.dynamic_slice_in_dim(rows, me * size, size)
+
+    return jax.tree.map(cut, message)
+
+
+def _cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(leaves[start : start + size]))
+        start += size
+    return parts
+

@@ -1,0 +1,60 @@
+"""The size of a step and the layout of its int32 batch array.
+
+Shared by the programs that read the array (`programs.py`) and by the plan that fills it
+(`pipeline/plan.py`). Pure shapes: no JAX.
+"""
+
+from typing import Any
+
+import msgspec
+
+FROM_DEVICE = -1
+"""Token id that stands for "the token this slot sampled last, still on the device"."""
+
+SAMPLER_FIELDS = 5
+"""Words a slot in the batch array's sampler block: temperature, top_k, top_p, min_p, seed."""
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """The padded size of a step: one compiled executable a bucket and kind."""
+
+    tokens: int
+    """Tokens a DP group, padding included."""
+    pages: int
+    """Pages a sequence, padding included."""
+
+
+class BatchLayout(msgspec.Struct, frozen=True):
+    """Where each field of a step lies in a DP group's row of the batch array.
+
+    The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
+    `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
+    temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
+    Slots without tokens in this step have an empty query range.
+    """
+
+    tokens: int
+    slots: int
+
+    @property
+    def width(self) -> int:
+        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS) * self.slots
+
+    def fields(self, row: Any) -> dict[str, Any]:
+        """Cuts one row (NumPy or JAX, shape `[width]`) into its named fields."""
+        sizes = {
+            "token_ids": self.tokens,
+            "query_start": self.slots + 1,
+            "kv_length": self.slots,
+            "sample": self.slots,
+            "temperature": self.slots,
+            "top_k": self.slots,
+            "top_p": self.slots,
+            "min_p": self.slots,
+            "seed": self.slots,
+        }
+        fields, start = {}, 0
+        for name, size in sizes.items():
+            fields[name] = row[start : start + size]
+            start += size
+        return fields
