@@ -1,0 +1,217 @@
+"""Writes tiny random Step-3 checkpoints for tests, in Hugging Face layout.
+
+The weights are large enough for the routing to spread and the norms to matter: what a library draws
+at initialisation would hide a wrong router or a forgotten norm.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+
+@dataclass(frozen=True)
+class TinyStep3:
+    """The sizes of a tiny model, named as in config.json where Step-3 has a name for them."""
+
+    hidden_size: int = 64
+    num_hidden_layers: int = 4
+    moe_layers: tuple[int, ...] = (1, 2)
+    num_attention_heads: int = 4
+    head_dim: int = 32
+    share_q_dim: int = 48
+    intermediate_size: int = 96
+    moe_intermediate_size: int = 32
+    share_expert_dim: int = 40
+    moe_num_experts: int = 8
+    moe_top_k: int = 3
+    norm_expert_weight: bool = False
+    vocab_size: int = 160
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    mtp: bool = False
+    mtp_repeats_head: bool = False
+    """The MTP module brings its own copies of embedding and head, as DeepSeek-V3's does."""
+
+    def config(
+        self,
+        *,
+        dtype: str = "float32",
+        vision: bool = False,
+        moe_layers_as: type[str] | type[list] = str,
+    ) -> dict:
+        """The content of config.json.
+
+        Args:
+          dtype: what `torch_dtype` says.
+          vision: the `step3_vl` form, with the language model's entries under `text_config`.
+          moe_layers_as: `moe_layers_enum` as a comma string or as a list.
+        """
+        layers = list(self.moe_layers)
+        text = {
+            "model_type": "step3_text",
+            "architectures": ["Step3ForCausalLM"],
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_attention_groups": 1,
+            "num_hidden_layers": self.num_hidden_layers,
+            "max_seq_len": 2048,
+            "max_position_embedding": 2048,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "moe_num_experts": self.moe_num_experts,
+            "moe_top_k": self.moe_top_k,
+            "moe_layers_enum": ",".join(map(str, layers)) if moe_layers_as is str else layers,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "head_dim": self.head_dim,
+            "share_q_dim": self.share_q_dim,
+            "share_expert_dim": self.share_expert_dim,
+            "norm_expert_weight": self.norm_expert_weight,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "torch_dtype": dtype,
+        }
+        if self.mtp:
+            text["num_nextn_predict_layers"] = 1
+        if not vision:
+            return text
+        return {
+            "model_type": "step3_vl",
+            "architectures": ["Step3VLForConditionalGeneration"],
+            "text_config": text,
+            "vision_config": {"hidden_size": 8},
+            "image_token_id": self.vocab_size - 1,
+            "torch_dtype": dtype,
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens": (self.vocab_size, self.hidden_size),
+            "model.norm": (self.hidden_size,),
+            "lm_head": (self.vocab_size, self.hidden_size),
+        }
+        for layer in range(self.num_hidden_layers):
+            shapes |= self._layer_shapes(layer, moe=layer in self.moe_layers)
+        if self.mtp:
+            name = f"model.layers.{self.num_hidden_layers}"
+            shapes |= self._layer_shapes(self.num_hidden_layers, moe=True)
+            shapes |= {
+                f"{name}.enorm": (self.hidden_size,),
+                f"{name}.hnorm": (self.hidden_size,),
+                f"{name}.eh_proj": (self.hidden_size, 2 * self.hidden_size),
+                f"{name}.shared_head.norm": (self.hidden_size,),
+            }
+            if self.mtp_repeats_head:
+                shapes[f"{name}.embed_tokens"] = shapes["model.embed_tokens"]
+                shapes[f"{name}.shared_head.head"] = shapes["lm_head"]
+        return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+    def _layer_shapes(self, layer: int, *, moe: bool) -> dict[str, tuple[int, ...]]:
+        hidden = self.hidden_size
+        heads = self.num_attention_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (self.share_q_dim, hidden),
+            "self_attn.k_proj": (self.head_dim, hidden),
+            "self_attn.v_proj": (self.head_dim, hidden),
+            "self_attn.inter_norm": (self.share_q_dim,),
+            "self_attn.wq": (heads, self.share_q_dim),
+            "self_attn.o_proj": (hidden, heads),
+        }
+        if moe:
+            experts, width = self.moe_num_experts, self.moe_intermediate_size
+            shapes |= {
+                "moe.gate": (experts, hidden),
+                "moe.gate_proj": (experts, width, hidden),
+                "moe.up_proj": (experts, width, hidden),
+                "moe.down_proj": (experts, hidden, width),
+            }
+        block = "share_expert" if moe else "mlp"
+        width = self.share_expert_dim if moe else self.intermediate_size
+        shapes |= {
+            f"{block}.gate_proj": (width, hidden),
+            f"{block}.up_proj": (width, hidden),
+            f"{block}.down_proj": (hidden, width),
+        }
+        return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+    def tensors(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Random float32 weights: norms 1 ± 0.2, all else with a standard deviation of 0.15."""
+        rng = np.random.default_rng(seed)
+        tensors = {}
+        for name, shape in self.shapes().items():
+            if len(shape) == 1:
+                tensor = rng.uniform(0.8, 1.2, shape)
+            else:
+                tensor = rng.normal(scale=0.15, size=shape)
+            tensors[name] = tensor.astype(np.float32)
+        for name in tensors:  # the MTP module's copies of embedding and head
+            for copy, original in (
+                (".embed_tokens.weight", "model.embed_tokens.weight"),
+                (".shared_head.head.weight", "lm_head.weight"),
+            ):
+                if name.endswith(copy):
+                    tensors[name] = tensors[original].copy()
+        return tensors
+
+
+def write_tiny_step3(
+    folder: str | Path,
+    sizes: TinyStep3 | None = None,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    seed: int = 0,
+    vision: bool = False,
+    moe_layers_as: type[str] | type[list] = str,
+    shards: int = 1,
+) -> Path:
+    """Write config.json and the safetensors files of a tiny random model; returns the folder.
+
+    Args:
+      folder: is created if it does not exist.
+      sizes: TinyStep3() if None.
+      dtype: of the file's tensors.
+      seed: of the weights.
+      vision: write the `step3_vl` form, with tensors of a vision model that a reader has to skip.
+      moe_layers_as: write `moe_layers_enum` as a comma string or as a list.
+      shards: the number of files; if more than one, there is a `model.safetensors.index.json` too.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = sizes or TinyStep3()
+    config = sizes.config(dtype=dtype, vision=vision, moe_layers_as=moe_layers_as)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = sizes.tensors(seed)
+    if vision:
+        tensors["vision_model.embeddings.class_embedding"] = np.ones(8, np.float32)
+        tensors["vit_downsampler.weight"] = np.ones((8, 8), np.float32)
+    if dtype == "bfloat16":
+        tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    _write_safetensors(folder, tensors, shards)
+    return folder
+
+
+def _write_safetensors(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[shard::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
