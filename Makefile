@@ -35,7 +35,7 @@ ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
 .PHONY: $(BIN)/python
 endif
 $(BIN)/python:
-	PYTHON="$(PYTHON)" .ci/create-venv $(VENV)
+	@PYTHON="$(PYTHON)" .ci/create-venv $(VENV)
 
 # Installed again only after pyproject.toml changed.
 $(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
@@ -54,11 +54,11 @@ serve: $(VENV)/.installed-serve
 test: $(VENV)/.installed-all
 	$(PYTEST) $(TESTS)
 
+# All four run, so that one round shows everything.
 check: $(VENV)/.installed-all
-	$(BIN)/ruff format --check
-	$(BIN)/ruff check
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
+	@failed=0; for tool in 'ruff format --check --quiet' 'ruff check' mypy 'lint-imports --no-cache'; do \
+	  echo "$$tool"; $(BIN)/$$tool || failed=1; \
+	done; exit $$failed
 
 format: $(VENV)/.installed-all
 	$(BIN)/ruff format
