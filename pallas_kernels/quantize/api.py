@@ -20,9 +20,8 @@ def quantize_rows(
     """Quantise every row symmetrically, by its largest magnitude, so that `x ≈ values * scales`.
 
     "fp8" is float8_e4m3fn (largest value 448, saturating), "int8" uses -127..127 and rounds half to
-    even. A row of zeros, or one so small that its scale would not be a normal float32 (below
-    6e-36), gives zeros and the scale 1. A row with a NaN or an infinity dequantises to NaN
-    wherever it is not finite, and maybe elsewhere.
+    even. A row of zeros, or one so small that its scale would be below 2^-100 (8e-31), gives zeros
+    and the scale 1. A NaN or an infinity makes NaN of its whole row, once it is dequantised.
 
     Raises:
       ValueError: x is not a float array of rank 2, or the format is unknown.

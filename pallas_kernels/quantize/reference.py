@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 INT8_LARGEST = 127.0
 FP8_LARGEST = 448.0
+SMALLEST_SCALE = 2.0**-100
 
 
 def quantize_rows(
@@ -22,8 +23,9 @@ def quantize_rows(
     largest = FP8_LARGEST if format == "fp8" else INT8_LARGEST
     # Times the reciprocal: compilers turn a division by a constant into that, but not always.
     scales = jnp.max(jnp.abs(x), axis=1) * jnp.float32(1.0 / largest)
-    # Whether smaller numbers than this are zero depends on the hardware; so, here they are.
-    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
+    # Some hardware takes subnormal numbers for zeros. With this limit they are zeros on all, as
+    # part of a larger row too.
+    scales = jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
     # The division may round to just above the largest value, and float8_e4m3fn has no infinity:
     # too large would become NaN.
     scaled = jnp.clip(x / scales[:, None], -largest, largest)

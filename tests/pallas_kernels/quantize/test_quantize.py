@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from pallas_kernels.quantize import dequantize_rows, quantize_rows
+
+compiled_quantize_rows = jax.jit(quantize_rows, static_argnums=1)
 
 
 class TestLiteral:
@@ -80,18 +85,87 @@ class TestBadCalls:
             inspect.unwrap(dequantize_rows)(values, scales, dtype)
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_matches_numpy(format, dtype):
-    x = np.random.default_rng(0).normal(size=(16, 300)).astype(dtype)
-    values, scales = jax.jit(quantize_rows, static_argnums=1)(jnp.asarray(x), format)
+def quantize_numpy(x, format):
+    """The definition, in NumPy: values and scales, both float32."""
     rows = x.astype(np.float32)
     largest = np.float32(448 if format == "fp8" else 127)
-    expected_scales = np.abs(rows).max(axis=1) * (np.float32(1) / largest)
-    scaled = np.clip(rows / expected_scales[:, None], -largest, largest)
+    scales = np.abs(rows).max(axis=1) * (np.float32(1) / largest)
+    scales = np.where(scales < np.float32(2.0**-100), np.float32(1), scales)
+    scaled = np.clip(rows / scales[:, None], -largest, largest)
     if format == "fp8":
-        expected = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    else:
-        expected = np.rint(scaled)
-    np.testing.assert_array_equal(scales, expected_scales)
-    np.testing.assert_array_equal(np.asarray(values, np.float32), expected)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32), scales
+    return np.rint(scaled), scales
+
+
+@st.composite
+def finite_rows(draw, dtype):
+    """Rows [4, 8] of any finite bit patterns: zeros, subnormals and the largest ones too."""
+    bits = np.uint16 if dtype == jnp.bfloat16 else np.uint32
+    rows = draw(arrays(bits, (4, 8))).view(dtype)
+    # Bit patterns are of all sizes, and a row is as large as its largest entry: in some rows the
+    # entries are near each other.
+    for row in range(4):
+        if draw(st.booleans()):
+            largest = draw(st.floats(-149, 126))
+            spread = draw(arrays(np.float32, 8, elements=st.floats(-1.875, 1.875, width=32)))
+            rows[row] = (spread.astype(np.float64) * 2.0**largest).astype(dtype)
+    return np.where(np.isfinite(rows), rows, np.asarray(0, dtype))
+
+
+class TestAllFiniteInputs:
+    """The same as NumPy's, bit for bit, compiled or not, and never further off than it must be."""
+
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @given(data=st.data())
+    def test_matches_numpy(self, format, dtype, data):
+        x = data.draw(finite_rows(dtype))
+        expected_values, expected_scales = quantize_numpy(x, format)
+        for function in (quantize_rows, compiled_quantize_rows):
+            values, scales = function(jnp.asarray(x), format)
+            np.testing.assert_array_equal(scales, expected_scales)
+            np.testing.assert_array_equal(np.asarray(values, np.float32), expected_values)
+
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @given(data=st.data())
+    def test_error(self, format, dtype, data):
+        x = data.draw(finite_rows(dtype))
+        values, scales = compiled_quantize_rows(jnp.asarray(x), format)
+        back = np.asarray(dequantize_rows(values, scales, jnp.float32), np.float64)
+        assert np.isfinite(back).all()
+        exact = x.astype(np.float64)
+        scale = np.asarray(scales, np.float64)[:, None]
+        # int8: half a step. fp8: half a step of a 3-bit mantissa, or of the subnormal numbers.
+        if format == "int8":
+            bound = scale * 0.5
+        else:
+            bound = np.maximum(np.abs(exact) * 2.0**-4, scale * 2.0**-10)
+        assert (np.abs(back - exact) <= bound * (1 + 1e-5)).all()
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    def test_the_largest_number_stays_finite(self, format, dtype):
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.asarray([[largest, -largest, 0, 1]], dtype)
+        output = dequantize_rows(*quantize_rows(x, format), dtype).astype(jnp.float32)
+        np.testing.assert_allclose(output[0], [largest, -largest, 0, 0], rtol=2e-7)
+
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_a_row_that_is_not_finite_shows_it(self, format, bad):
+        x = jnp.asarray([[1.0, bad, 2.0], [1.0, 1.0, 1.0]])
+        output = dequantize_rows(*quantize_rows(x, format), jnp.float32)
+        assert np.isnan(output[0]).all()
+        np.testing.assert_allclose(output[1], [1.0, 1.0, 1.0], rtol=1e-6)
+
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    def test_every_8_bit_value_comes_back(self, format):
+        """Dequantised rows, quantised again, are the same rows."""
+        bits = np.arange(256, dtype=np.uint8)
+        values = bits.view(ml_dtypes.float8_e4m3fn if format == "fp8" else np.int8)
+        values = values[np.isfinite(values.astype(np.float32)) & (values != np.asarray(-128))]
+        x = dequantize_rows(jnp.asarray(values[None]), jnp.asarray([0.25]), jnp.float32)
+        again, scales = quantize_rows(x, format)
+        np.testing.assert_array_equal(scales, [0.25])
+        np.testing.assert_array_equal(np.asarray(again[0], np.float32), values.astype(np.float32))
