@@ -56,7 +56,8 @@ class TokenEngine(Protocol):
         """Calls back once, from any thread, when the engine fails."""
 
     def model_info(self) -> Mapping[str, Any]:
-        """At least `vocab_size` and `max_length` (prompt and output, in tokens)."""
+        """What is served: `model` (a name), `vocab_size`, `max_length` (prompt and output, in
+        tokens), `dtype`, `mode`, `attention` and `ffn` (their axes), `lanes`."""
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +104,7 @@ class Generation:
     Attributes:
       request_id: unique among the live requests.
       prompt_token_count: tokens of the prompt.
+      deadline: seconds of `time.monotonic` after which the engine ends it.
       overflowed: whether it was ended because its consumer was too slow.
       ended_by_engine: whether the engine has said its last about it.
     """
@@ -114,10 +116,12 @@ class Generation:
         prompt_token_count: int,
         params: SamplingParams,
         on_text: Callable[[GenerationOutput], None],
+        deadline: float | None,
         max_pending_tokens: int | None,
     ):
         self.request_id = request_id
         self.prompt_token_count = prompt_token_count
+        self.deadline = deadline
         self.overflowed = False
         self._generator = generator
         self._on_text = on_text
@@ -133,6 +137,11 @@ class Generation:
         self._matcher = StopMatcher(params.stop)
         self._completion_token_count = 0
         self._finished = False
+
+    @property
+    def engine(self) -> TokenEngine:
+        """Who generates its tokens."""
+        return self._generator.engine
 
     def cancel(self) -> None:
         """Gives the request up; a last output "cancelled" follows if none came yet."""
@@ -306,9 +315,9 @@ class TextGenerator:
         """
         params.validate()
         token_ids = self.encode(prompt)
-        request_id = _checked_request_id(request_id)
+        request_id = new_request_id() if request_id is None else _checked_request_id(request_id)
         generation = Generation(
-            self, request_id, len(token_ids), params, on_text, max_pending_tokens
+            self, request_id, len(token_ids), params, on_text, deadline, max_pending_tokens
         )
         with self._lock:
             if self._closed:
@@ -376,25 +385,28 @@ class TextGenerator:
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """The prompt as a list of ints in [0, vocab_size)."""
-    token_ids = []
-    for index, value in enumerate(prompt):
+    token_ids = list(prompt)
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return token_ids
+    for index, value in enumerate(prompt):  # NumPy's ints, or something wrong
+        field = f"prompt[{index}]"
         try:
             if isinstance(value, bool):
                 raise TypeError
-            token_id = operator.index(value)
+            token_ids[index] = operator.index(value)
         except TypeError:
-            raise InvalidRequestError(f"prompt[{index}]", f"{value!r} is no token id") from None
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"prompt[{index}]", f"token id {token_id} is not in [0, {vocab_size - 1}]"
-            )
-        token_ids.append(token_id)
+            raise InvalidRequestError(field, f"{value!r} is no token id") from None
+        if not 0 <= token_ids[index] < vocab_size:
+            raise InvalidRequestError(field, f"token id {value} is not in [0, {vocab_size - 1}]")
     return token_ids
 
 
-def _checked_request_id(request_id: str | None) -> str:
-    if request_id is None:
-        return uuid.uuid4().hex
+def new_request_id() -> str:
+    """An id for a request whose client gave none."""
+    return uuid.uuid4().hex
+
+
+def _checked_request_id(request_id: str) -> str:
     printable = request_id.isascii() and request_id.isprintable()
     if not printable or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
         raise InvalidRequestError(

@@ -115,7 +115,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "jaxserve_version", "vocab_size", "max_length", "eos_token_ids", "dtype", "mode", "attention_devices", "ffn_devices", "lanes")
+    __slots__ = ("model", "jaxserve_version", "vocab_size", "max_length", "eos_token_ids", "dtype", "mode", "attention", "ffn", "lanes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     JAXSERVE_VERSION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -123,8 +123,8 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
-    ATTENTION_DEVICES_FIELD_NUMBER: _ClassVar[int]
-    FFN_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    FFN_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
     model: str
     jaxserve_version: str
@@ -133,7 +133,7 @@ class GetModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     mode: str
-    attention_devices: int
-    ffn_devices: int
+    attention: str
+    ffn: str
     lanes: int
-    def __init__(self, model: _Optional[str] = ..., jaxserve_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., attention_devices: _Optional[int] = ..., ffn_devices: _Optional[int] = ..., lanes: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., jaxserve_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., attention: _Optional[str] = ..., ffn: _Optional[str] = ..., lanes: _Optional[int] = ...) -> None: ...

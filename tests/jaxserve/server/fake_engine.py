@@ -90,7 +90,17 @@ class FakeEngine:
         self._callbacks.append(callback)
 
     def model_info(self) -> dict[str, Any]:
-        return {"vocab_size": self.vocab_size, "max_length": self.max_length, "model": "fake"}
+        return {
+            "model": "fake",
+            "vocab_size": self.vocab_size,
+            "max_length": self.max_length,
+            "dtype": "float32",
+            "mode": "afd",
+            "attention": "dp 2 x tp 1",
+            "ffn": "ep 2 x tp 1",
+            "lanes": 3,
+            "layers": 5,
+        }
 
     def drain(self, timeout: float) -> bool:
         self.status = "draining"

@@ -3,33 +3,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import tokenizers
 from hypothesis import given, strategies
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.server.generation import GenerationOutput, TextGenerator, merge
-from jaxserve.server.tokenizer import Tokenizer
 from tests.jaxserve.server.fake_engine import FakeEngine
-
-
-def letters() -> Tokenizer:
-    """One token a byte: <s> = 0, </s> = 1, and the byte's own letter from 2 on."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: index for index, letter in enumerate(["<s>", "</s>", *alphabet])}
-    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(raw, bos_token_id=0, eos_token_ids=[1], add_bos=True)
-
-
-TOKENIZER = letters()
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text)[1:]
+from tests.jaxserve.server.letters import LETTERS, ids_of
 
 
 class Consumer:
@@ -58,7 +38,7 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def generator(engine: FakeEngine) -> Iterator[TextGenerator]:
-    generator = TextGenerator(engine, TOKENIZER)
+    generator = TextGenerator(engine, LETTERS)
     yield generator
     generator.close()
 
@@ -151,7 +131,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> 
         def add_failure_callback(self, callback) -> None:  # type: ignore[no-untyped-def]
             pass
 
-    generator = TextGenerator(NoEngine([]), TOKENIZER)
+    generator = TextGenerator(NoEngine([]), LETTERS)
     consumer = Consumer()
     generator.submit("hi", SamplingParams(stop=("bb", "a€a")), consumer)
     result = consumer.wait()
@@ -237,7 +217,7 @@ def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGene
 
 def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> None:
     engine.allowed = 3
-    generator = TextGenerator(engine, TOKENIZER)
+    generator = TextGenerator(engine, LETTERS)
     consumer = Consumer()
     generator.submit("hi", SamplingParams(), consumer)
     generator.close()

@@ -1,0 +1,181 @@
+"""The gRPC server: `jaxserve.v1.Inference`, health and reflection, on a thread of its own.
+
+So an entry point can bind its port before the model is loaded, open it when the engine is ready,
+and drain it at the end. Called by `serve.py`; on processes without a scheduler it only answers
+health. The RPCs are in `inference.py`.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.errors import ConfigError
+from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.inference import InferenceService
+
+SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+MAX_PENDING_TOKENS = 4096
+"""Tokens that may wait for a slow reader before its request is ended."""
+MAX_CONCURRENT_RPCS = 4096
+MAX_REQUEST_BYTES = 4 * 2**20
+START_SECONDS = 10.0
+LAST_WORDS_SECONDS = 0.5
+"""How long statuses may take to leave after the last request ended."""
+
+OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_metadata_size", 16 * 2**10),
+    # Clients may ping idle connections; this server pings too, to notice peers that vanished.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+logger = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """The server on its thread. `start`, `open`, `refuse`, `stop`, each once and in this order.
+
+    Args:
+      host: an address of this machine; anything but loopback needs `insecure_bind`, because
+        there is neither TLS nor a key.
+      port: 0 picks a free one.
+      insecure_bind: whether to serve strangers all the same.
+      max_pending_tokens: tokens that may wait for a slow reader.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 50051,
+        *,
+        insecure_bind: bool = False,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
+    ):
+        check_bind(host, insecure_bind)
+        self._host = f"[{host}]" if ":" in host else host
+        self._port = port
+        self._max_pending_tokens = max_pending_tokens
+        self._started: Future[str] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._thread = threading.Thread(target=self._run, name="grpc-server", daemon=True)
+
+    def start(self) -> str:
+        """Binds and answers: health says NOT_SERVING, requests get UNAVAILABLE.
+
+        Returns:
+          the address, as "host:port".
+
+        Raises:
+          ConfigError: the address cannot be bound.
+        """
+        self._thread.start()
+        return self._started.result(START_SECONDS)
+
+    def open(self, generator: TextGenerator) -> None:
+        """Takes requests from now on; health says SERVING until the engine fails or drains."""
+        self._call(self._open(generator))
+        generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
+
+    def refuse(self) -> None:
+        """Takes no new requests; health says NOT_SERVING. What runs goes on."""
+        self._call(self._refuse())
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for answers on their way, then ends every connection."""
+        if self._thread.is_alive():
+            self._call(self._stop(grace), grace)
+            self._thread.join(START_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            if self._started.done():
+                logger.exception("the gRPC server died")
+            else:
+                self._started.set_exception(error)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self._service = InferenceService(self._max_pending_tokens)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        jaxserve_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        for name in ("", SERVICE):
+            await self._health.set(name, NOT_SERVING)
+        try:
+            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError:
+            raise ConfigError(
+                f"server.grpc_port: cannot listen on {self._host}:{self._port}; is it in use?"
+            ) from None
+        await self._server.start()
+        self._started.set_result(f"{self._host}:{port}")
+        await self._stopped.wait()
+
+    async def _health_off(self) -> None:
+        await self._health.enter_graceful_shutdown()
+
+    async def _open(self, generator: TextGenerator) -> None:
+        self._service.generator = generator
+        if generator.engine.status == "ready":
+            for name in ("", SERVICE):
+                await self._health.set(name, SERVING)
+
+    async def _refuse(self) -> None:
+        self._service.draining = True
+        await self._health_off()
+
+    async def _stop(self, grace: float) -> None:
+        await self._refuse()
+        if not await self._service.wait_until_idle(grace):
+            logger.warning("requests were still running after %g s and are cut", grace)
+        await self._server.stop(LAST_WORDS_SECONDS)
+        self._service.close()
+        self._stopped.set()
+
+    def _post(self, coroutine: Coroutine[object, object, None]) -> None:
+        """Runs a coroutine on the server's loop, soon."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, coroutine: Coroutine[object, object, None], seconds: float = 0.0) -> None:
+        """Runs a coroutine on the server's loop and waits for it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.result(seconds + START_SECONDS)
+
+
+def check_bind(host: str, insecure_bind: bool) -> None:
+    """Refuses an address that others can reach, unless told otherwise.
+
+    Raises:
+      ConfigError: `host` is no loopback address, and `insecure_bind` is not set.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not insecure_bind:
+        raise ConfigError(
+            f"server.host = {host!r} can be reached from elsewhere, and there is neither TLS nor a "
+            "key; use 127.0.0.1 behind a proxy, or say --insecure-bind"
+        )

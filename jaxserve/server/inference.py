@@ -1,0 +1,245 @@
+"""The RPCs of `jaxserve.v1.Inference`: prompts in, messages and statuses out.
+
+Everything between a prompt and its text is `generation.py`'s; here are messages, statuses and the
+life of a stream: a cancelled, late or slow one gives its pages back. Lives on the event loop of
+the server in `grpc.py`, and knows nothing of ports and threads.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+import jaxserve
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import DrainingError, InvalidRequestError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server import jaxserve_pb2_grpc
+from jaxserve.server.generation import (
+    Generation,
+    GenerationOutput,
+    TextGenerator,
+    new_request_id,
+)
+from jaxserve.server.status import StatusError, status_error
+from jaxserve.server.stream import StreamBuffer
+
+FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+MODEL_INFO = ("model", "vocab_size", "max_length", "dtype", "mode", "attention", "ffn", "lanes")
+"""What the engine's `model_info` says and clients may know."""
+
+TOKENISING_THREADS = 2
+STALL_CHECK_SECONDS = 0.5
+
+Context = grpc.aio.ServicerContext
+
+logger = logging.getLogger(__name__)
+
+
+class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
+    """The RPCs of `jaxserve.v1.Inference`. Lives on the server's event loop.
+
+    Attributes:
+      generator: None until the engine is ready.
+      draining: whether new requests are refused.
+    """
+
+    def __init__(self, max_pending_tokens: int):
+        self.generator: TextGenerator | None = None
+        self.draining = False
+        self._max_pending_tokens = max_pending_tokens
+        self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Whether every request has been answered within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """The whole completion in one message."""
+        response = pb.GenerateResponse()
+        async with self._answering(request, context):
+            async with self._generation(request, context) as (generation, buffer):
+                response.request_id = generation.request_id
+                texts: list[str] = []
+                while True:
+                    output = await buffer.take()
+                    generation.consumed(len(output.token_ids))
+                    texts.append(output.text)
+                    response.token_ids.extend(output.token_ids)
+                    if output.finish_reason is not None:
+                        break
+                response.text = "".join(texts)
+                response.finish.CopyFrom(self._finish_info(output, generation))
+        return response
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Prompt info, deltas, finish info."""
+        async with self._answering(request, context):
+            async with self._generation(request, context) as (generation, buffer):
+                info = pb.PromptInfo(
+                    request_id=generation.request_id,
+                    prompt_tokens=generation.prompt_token_count,
+                )
+                await _write(context, generation, pb.GenerateStreamResponse(prompt=info))
+                finish_reason = None
+                while finish_reason is None:
+                    output = await buffer.take()
+                    finish_reason = output.finish_reason
+                    if output.token_ids or output.text:
+                        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
+                        await _write(context, generation, pb.GenerateStreamResponse(delta=delta))
+                        generation.consumed(len(output.token_ids))
+                finish = self._finish_info(output, generation)
+                await _write(context, generation, pb.GenerateStreamResponse(finish=finish))
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """What is served, and with which limits."""
+        response = pb.GetModelInfoResponse(jaxserve_version=jaxserve.__version__)
+        async with self._answering(None, context):
+            generator = self._ready_generator()
+            response.eos_token_ids.extend(sorted(generator.tokenizer.eos_token_ids))
+            for name, value in generator.engine.model_info().items():
+                if name in MODEL_INFO:
+                    setattr(response, name, value)
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self, request: pb.GenerateRequest | None, context: Context
+    ) -> AsyncIterator[None]:
+        """Counts an RPC, and turns its errors into statuses."""
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        except Exception as error:
+            answer = status_error(error)
+            if answer is None:
+                request_id = request.request_id if request is not None else ""
+                logger.exception("request %s failed", request_id or "without an id")
+                answer = StatusError(
+                    grpc.StatusCode.INTERNAL, f"internal error; request {request_id or '-'}"
+                )
+            status = answer.rich_status()
+            await context.abort(status.code, status.details, status.trailing_metadata)
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _generation(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[tuple[Generation, StreamBuffer]]:
+        """A submitted request; leaving, for whatever reason, cancels what has not ended."""
+        generator = self._ready_generator()
+        if not request.request_id:
+            request.request_id = new_request_id()
+        params = _sampling_params(request)
+        params.validate()
+        loop = asyncio.get_running_loop()
+        token_ids = await loop.run_in_executor(self._tokenising, generator.encode, _prompt(request))
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            raise StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        buffer = StreamBuffer()
+        generation = generator.submit(
+            token_ids,
+            params,
+            buffer.put,
+            request_id=request.request_id,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            max_pending_tokens=self._max_pending_tokens,
+        )
+        try:
+            yield generation, buffer
+        finally:
+            generation.cancel()
+
+    def _ready_generator(self) -> TextGenerator:
+        if self.draining:
+            raise DrainingError("the server shuts down and takes no new requests")
+        if self.generator is None:
+            raise StatusError(grpc.StatusCode.UNAVAILABLE, "the server is starting")
+        return self.generator
+
+    def _finish_info(self, output: GenerationOutput, generation: Generation) -> pb.FinishInfo:
+        """The end of a request as a message; an end that is no completion raises its status."""
+        if output.finish_reason not in FINISH_REASONS:
+            raise self._end_status(output, generation)
+        finish = pb.FinishInfo(
+            reason=FINISH_REASONS[output.finish_reason],
+            usage=pb.Usage(
+                prompt_tokens=output.prompt_token_count,
+                completion_tokens=output.completion_token_count,
+            ),
+        )
+        if output.stop_string is not None:
+            finish.stop_string = output.stop_string
+        elif output.stop_token_id is not None:
+            finish.stop_token_id = output.stop_token_id
+        return finish
+
+    def _end_status(self, output: GenerationOutput, generation: Generation) -> Exception:
+        """Why a request ended that neither stopped nor ran to its length."""
+        engine = generation.engine
+        if generation.overflowed:
+            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, output.error or "too slow")
+        if engine.failure is not None:
+            return engine.failure
+        if generation.deadline is not None and time.monotonic() >= generation.deadline:
+            return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        if self.draining or engine.status != "ready":
+            return DrainingError("the server shut down before the request was complete")
+        return RuntimeError(f"ended as {output.finish_reason}: {output.error}")
+
+
+async def _write(
+    context: Context, generation: Generation, message: pb.GenerateStreamResponse
+) -> None:
+    """Sends a message; gives up when the reader stalls so long that its request was ended."""
+    write = asyncio.ensure_future(context.write(message))
+    try:
+        while not (await asyncio.wait({write}, timeout=STALL_CHECK_SECONDS))[0]:
+            if generation.overflowed:
+                raise StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the reader is too slow")
+        await write
+    finally:
+        write.cancel()
+
+
+def _prompt(request: pb.GenerateRequest) -> str | list[int]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("prompt", "neither text nor token_ids is set")
+    return request.text if kind == "text" else list(request.token_ids.ids)
+
+
+def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
+    """The request's sampling fields; what it does not set has SamplingParams' default."""
+    optional = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    return SamplingParams(
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        min_tokens=request.min_tokens,
+        **{name: getattr(request, name) for name in optional if request.HasField(name)},
+    )

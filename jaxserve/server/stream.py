@@ -1,0 +1,85 @@
+"""From the text generator's thread to one coroutine, in portions worth a message.
+
+A message costs far more than a token, so a `StreamBuffer` gathers: the first token goes out at
+once, later ones when enough came together or enough time passed since the last message. A stream
+slower than that interval is never delayed. Called by the network faces; knows no protocol.
+"""
+
+import asyncio
+import threading
+import time
+
+from jaxserve.server.generation import GenerationOutput, merge
+
+COALESCE_TOKENS = 16
+COALESCE_SECONDS = 0.03
+
+
+class StreamBuffer:
+    """Outputs of one request: `put` from any thread, `take` from one coroutine.
+
+    Bounded by its producer: a `Generation` with `max_pending_tokens` stops putting.
+
+    Args:
+      tokens: a portion of so many tokens goes out without waiting for the interval.
+      seconds: the interval between two portions.
+    """
+
+    def __init__(self, tokens: int = COALESCE_TOKENS, seconds: float = COALESCE_SECONDS):
+        self._portion = tokens
+        self._interval = seconds
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._next_portion = 0.0  # time.monotonic
+        self._lock = threading.Lock()
+        # Under the lock:
+        self._outputs: list[GenerationOutput] = []
+        self._tokens = 0
+        self._ended = False
+        self._wanted: int | None = None  # tokens that the waiting coroutine waits for
+
+    def put(self, output: GenerationOutput) -> None:
+        """Adds an output; wakes the coroutine only if it has what it waits for."""
+        with self._lock:
+            self._outputs.append(output)
+            self._tokens += len(output.token_ids)
+            self._ended |= output.finish_reason is not None
+            wake = self._wanted is not None and self._has(self._wanted)
+            if wake:
+                self._wanted = None
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:  # the loop is closed, and nobody waits
+                return
+
+    async def take(self) -> GenerationOutput:
+        """Waits for the next portion; the last one has a finish reason, and none follows it."""
+        while not await self._wait(1):
+            pass
+        pause = self._next_portion - time.monotonic()
+        if pause > 0:
+            try:
+                async with asyncio.timeout(pause):
+                    while not await self._wait(self._portion):
+                        pass
+            except TimeoutError:
+                pass
+        self._next_portion = time.monotonic() + self._interval
+        with self._lock:
+            outputs, self._outputs, self._tokens = self._outputs, [], 0
+            self._wanted = None
+        return merge(outputs)
+
+    def _has(self, tokens: int) -> bool:
+        return self._tokens >= tokens or self._ended
+
+    async def _wait(self, tokens: int) -> bool:
+        """Waits once for `tokens`; whether they are there (an old wake-up may come between)."""
+        with self._lock:
+            if self._has(tokens):
+                return True
+            self._wanted = tokens
+            self._wake.clear()
+        await self._wake.wait()
+        return False

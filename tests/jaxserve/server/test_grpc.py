@@ -1,0 +1,476 @@
+"""Real clients over loopback against the server, with a fake engine behind it."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from grpc_status import rpc_status
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import ConfigError, DrainingError, OverloadedError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.grpc import GrpcServer, check_bind
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.tokenizer import Tokenizer
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SECONDS = 20
+"""No client of these tests waits longer."""
+
+
+class Rig:
+    """A server with everything around it, opened."""
+
+    def __init__(self, tokenizer: Tokenizer = LETTERS, **server: int):
+        self.engine = FakeEngine(ids_of("one two three"))
+        self.generator = TextGenerator(self.engine, tokenizer)
+        self.server = GrpcServer(port=0, **server)
+        self.address = self.server.start()
+        self.server.open(self.generator)
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub = InferenceStub(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.server.stop(0)
+        self.generator.close()
+        self.engine.close()
+
+    def health(self, service: str = "") -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status
+
+    def generate(self, **fields: object) -> pb.GenerateResponse:
+        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=SECONDS)
+
+    def stream(self, seconds: float = SECONDS, **fields: object) -> grpc.Call:
+        return self.stub.GenerateStream(pb.GenerateRequest(**fields), timeout=seconds)
+
+    def refused(self, **fields: object) -> grpc.RpcError:
+        with pytest.raises(grpc.RpcError) as caught:
+            self.generate(**fields)
+        return caught.value
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+# ----------------------------------------------------------------------------- completions
+
+
+def test_a_completion(rig: Rig) -> None:
+    response = rig.generate(text="hi", request_id="a")
+    assert response == pb.GenerateResponse(
+        request_id="a",
+        text="one two three",
+        token_ids=ids_of("one two three"),
+        finish=pb.FinishInfo(
+            reason=pb.FINISH_REASON_STOP,
+            stop_token_id=1,
+            usage=pb.Usage(prompt_tokens=3, completion_tokens=13),
+        ),
+    )
+
+
+def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Rig) -> None:
+    events = list(rig.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
+    assert events[0].prompt == pb.PromptInfo(request_id="a", prompt_tokens=2)
+    deltas = [event.delta for event in events[1:-1]]
+    assert "".join(delta.text for delta in deltas) == "one two"
+    assert [i for delta in deltas for i in delta.token_ids] == ids_of("one two")
+    assert events[-1].finish == pb.FinishInfo(
+        reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(prompt_tokens=2, completion_tokens=7)
+    )
+    assert rig.engine.prompts == [[5, 6]]
+
+
+def test_a_stop_string(rig: Rig) -> None:
+    events = list(rig.stream(text="hi", stop=["two", "x"]))
+    assert "".join(event.delta.text for event in events) == "one "
+    assert events[-1].finish.stop_string == "two"
+    assert rig.engine.wait_until_idle()
+
+
+def test_an_empty_completion(rig: Rig) -> None:
+    rig.engine.script = []
+    events = list(rig.stream(text="hi"))
+    assert [event.WhichOneof("event") for event in events] == ["prompt", "finish"]
+    assert events[0].prompt.request_id != ""
+
+
+def test_zero_is_not_the_same_as_unset(rig: Rig) -> None:
+    rig.generate(text="hi", temperature=0, top_k=3, seed=0, stop_token_ids=[7], max_tokens=2)
+    rig.generate(text="hi", top_p=0.5, min_p=0.1, ignore_eos=True, min_tokens=1)
+    assert rig.engine.params == [
+        SamplingParams(temperature=0, top_k=3, seed=0, stop_token_ids=(7,), max_tokens=2),
+        SamplingParams(top_p=0.5, min_p=0.1, ignore_eos=True, min_tokens=1),
+    ]
+
+
+def test_model_info(rig: Rig) -> None:
+    info = rig.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
+    assert info == pb.GetModelInfoResponse(
+        model="fake",
+        jaxserve_version="0.1.0",
+        vocab_size=300,
+        max_length=100,
+        eos_token_ids=[1],
+        dtype="float32",
+        mode="afd",
+        attention="dp 2 x tp 1",
+        ffn="ep 2 x tp 1",
+        lanes=3,
+    )
+
+
+def test_an_asyncio_client_with_many_streams(rig: Rig) -> None:
+    rig.engine.pace = 0.002
+
+    async def one(stub: InferenceStub) -> str:
+        request = pb.GenerateRequest(text="hi")
+        return "".join([e.delta.text async for e in stub.GenerateStream(request, timeout=SECONDS)])
+
+    async def many() -> list[str]:
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            stub = InferenceStub(channel)
+            return await asyncio.gather(*(one(stub) for _ in range(64)))
+
+    assert asyncio.run(many()) == ["one two three"] * 64
+
+
+# ------------------------------------------------------------------------------ coalescing
+
+
+def test_fast_tokens_share_messages_and_the_first_does_not_wait(rig: Rig) -> None:
+    rig.engine.script = ids_of("x" * 90)
+    rig.engine.pace = 0.001
+    deltas = [e.delta for e in rig.stream(text="hi") if e.HasField("delta")]
+    assert len(deltas[0].token_ids) <= 4
+    assert sum(len(delta.token_ids) for delta in deltas) == 90
+    assert len(deltas) <= 30
+
+
+def test_slow_tokens_go_one_by_one(rig: Rig) -> None:
+    rig.engine.pace = 0.06
+    deltas = [e.delta.text for e in rig.stream(text="hi", max_tokens=6) if e.HasField("delta")]
+    assert deltas == list("one tw")
+
+
+# --------------------------------------------------------------- clients that go, or are late
+
+
+def first_delta(call: grpc.Call) -> pb.GenerateStreamResponse:
+    return next(event for event in call if event.HasField("delta"))
+
+
+def test_cancelling_a_stream_returns_the_pages(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    call = rig.stream(text="hi", request_id="a")
+    first_delta(call)
+    assert rig.engine.running == 1
+    call.cancel()
+    assert rig.engine.wait_until_idle()
+    assert rig.engine.cancelled == ["a"]
+    rig.engine.allowed = None
+    assert rig.generate(text="hi").text == "one two three"  # nobody else noticed
+
+
+def test_cancelling_a_unary_call_returns_the_pages(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    call = rig.stub.Generate.future(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+    while not rig.engine.running:
+        time.sleep(0.002)
+    call.cancel()
+    assert rig.engine.wait_until_idle()
+
+
+def test_a_vanished_client_returns_the_pages(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    channel = grpc.insecure_channel(rig.address)
+    first_delta(InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi")))
+    channel.close()
+    assert rig.engine.wait_until_idle()
+
+
+@pytest.mark.parametrize("unary", [True, False])
+def test_the_deadline_reaches_the_engine(rig: Rig, unary: bool) -> None:
+    rig.engine.allowed = 3
+    start = time.monotonic()
+    method = rig.stub.Generate if unary else lambda *a, **k: list(rig.stub.GenerateStream(*a, **k))
+    with pytest.raises(grpc.RpcError) as caught:
+        method(pb.GenerateRequest(text="hi"), timeout=0.4)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0.3 < time.monotonic() - start < 3
+    assert rig.engine.wait_until_idle(1)
+
+
+def test_the_server_itself_says_deadline_exceeded(rig: Rig) -> None:
+    """Where the engine gives up before the client's clock does."""
+    rig.engine.allowed = 3
+    submit = rig.generator.submit
+
+    def hurried(*args, deadline, **kwargs):  # type: ignore[no-untyped-def]
+        return submit(*args, deadline=deadline - (SECONDS - 0.1), **kwargs)
+
+    rig.generator.submit = hurried  # type: ignore[method-assign]
+    error = rig.refused(text="hi")
+    assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert error.details() == "the deadline has passed"
+
+
+def test_a_reader_that_stalls_is_dropped() -> None:
+    """It blocks nobody, its pages come back, and what waits for it stays bounded."""
+    rig = Rig(_Verbose("y" * 200_000), max_pending_tokens=20)
+    rig.engine.script = ids_of("x" * 90)
+    rig.engine.pace = 0.001
+
+    async def read_to_end(call: grpc.aio.UnaryStreamCall) -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    async def stall() -> grpc.aio.AioRpcError:
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", 1 << 26)]
+        async with grpc.aio.insecure_channel(rig.address, options=options) as channel:
+            call = InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi"))
+            await call.read()
+            assert await asyncio.to_thread(rig.engine.wait_until_idle, 10)
+            assert rig.generator.live == 0
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_end(call)
+            return caught.value
+
+    error = asyncio.run(stall())
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "the reader is too slow" in (error.details() or "")
+    rig.close()
+
+
+class _Verbose(Tokenizer):
+    """A tokenizer whose every token is a novel."""
+
+    def __init__(self, text: str):
+        super().__init__(raw_letters())
+        self._text = text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._text * len(token_ids)
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "details"),
+    [
+        ({}, "prompt", "neither text nor token_ids is set"),
+        ({"text": ""}, "prompt", "is empty"),
+        ({"token_ids": pb.TokenIds()}, "prompt", "is empty"),
+        ({"token_ids": pb.TokenIds(ids=[3, 300])}, "prompt[1]", "token id 300 is not in [0, 299]"),
+        ({"text": "x" * 99}, "prompt", "100 tokens leave no room for an output"),
+        ({"text": "hi", "temperature": -1}, "temperature", "-1.0 is not in [0, 2]"),
+        ({"text": "hi", "temperature": float("nan")}, "temperature", "nan is not in"),
+        ({"text": "hi", "max_tokens": 0}, "max_tokens", "0 is not in [1, 2147483647]"),
+        ({"text": "hi", "top_p": 0}, "top_p", "0.0 is not in (0, 1]"),
+        ({"text": "hi", "stop": [""]}, "stop[0]", "0 characters, not in [1, 256]"),
+        ({"text": "hi", "stop": ["x"] * 17}, "stop", "17 entries, at most 16"),
+        ({"text": "hi", "request_id": "x" * 200}, "request_id", "must be 1 to 128 printable"),
+    ],
+)
+def test_a_bad_field_is_named(
+    rig: Rig, fields: dict[str, object], field: str, details: str
+) -> None:
+    error = rig.refused(**fields)
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith(f"{field}: {details}")
+    status = rpc_status.from_call(error)
+    request = error_details_pb2.BadRequest()
+    assert status is not None
+    assert status.details[0].Unpack(request)
+    assert request.field_violations[0].field == field
+    assert rig.engine.prompts == []
+
+
+def test_an_overloaded_engine_says_when_to_come_back(rig: Rig) -> None:
+    rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
+    error = rig.refused(text="hi")
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(error)
+    retry = error_details_pb2.RetryInfo()
+    assert status is not None
+    assert status.details[0].Unpack(retry)
+    assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
+
+
+def test_a_draining_engine_is_unavailable(rig: Rig) -> None:
+    rig.engine.refusal = DrainingError("the engine drains")
+    error = rig.refused(text="hi")
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine drains")
+
+
+def test_a_mistake_of_ours_is_opaque_to_clients_and_logged(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.engine.refusal = KeyError("a secret path")
+    error = rig.refused(text="hi", request_id="a1")
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert error.details() == "internal error; request a1"
+    assert "request a1 failed" in caplog.text
+    assert "a secret path" in caplog.text
+
+
+def test_a_failed_engine_is_unavailable_and_not_healthy(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    call = rig.stream(text="hi")
+    first_delta(call)
+    rig.engine.fail("process 1 (ffn) is gone in stage ffn of lane 0")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "process 1 (ffn) is gone in stage ffn of lane 0"
+    assert rig.refused(text="hi").code() == grpc.StatusCode.UNAVAILABLE
+    assert rig.health() == NOT_SERVING
+
+
+def test_a_request_as_large_as_a_book_is_refused(rig: Rig) -> None:
+    error = rig.refused(text="x" * (5 * 2**20))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# --------------------------------------------------------------------- a server's own life
+
+
+def test_health_over_a_life() -> None:
+    server = GrpcServer(port=0)
+    address = server.start()
+    engine = FakeEngine(ids_of("one"))
+    generator = TextGenerator(engine, LETTERS)
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def status(service: str) -> int:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return health.Check(request, timeout=SECONDS).status
+
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=""), timeout=SECONDS)
+        assert next(watch).status == NOT_SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "the server is starting"
+        server.open(generator)
+        assert next(watch).status == SERVING
+        assert status("jaxserve.v1.Inference") == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            status("nobody")
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        server.refuse()
+        assert next(watch).status == NOT_SERVING
+        assert status("jaxserve.v1.Inference") == NOT_SERVING
+        start = time.monotonic()
+        server.stop(10)  # a watcher does not hold the server up
+        assert time.monotonic() - start < 5
+    generator.close()
+    engine.close()
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest(rig: Rig) -> None:
+    rig.engine.pace = 0.03
+    call = rig.stream(text="hi")
+    first_delta(call)
+    rig.server.refuse()
+    error = rig.refused(text="late")
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "takes no new requests" in error.details()
+    drained: list[bool] = []
+    stopping = threading.Thread(
+        target=lambda: (drained.append(rig.engine.drain(10)), rig.server.stop(10))
+    )
+    stopping.start()
+    rest = list(call)
+    assert rest[-1].finish.reason == pb.FINISH_REASON_STOP
+    assert "".join(event.delta.text for event in rest) == "ne two three"
+    stopping.join(10)
+    assert not stopping.is_alive()
+    assert drained == [True]
+
+
+def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    call = rig.stream(text="hi")
+    first_delta(call)
+    rig.server.refuse()
+    assert rig.engine.drain(0.1) is False
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "shut down before the request was complete" in caught.value.details()
+
+
+def test_reflection_is_enough_for_a_client_without_stubs(rig: Rig) -> None:
+    """As grpcurl does it: ask for the services, build the messages, call."""
+    database = ProtoReflectionDescriptorDatabase(rig.channel)
+    assert set(database.get_services()) == {
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "jaxserve.v1.Inference",
+    }
+    pool = descriptor_pool.DescriptorPool(database)
+    service = pool.FindServiceByName("jaxserve.v1.Inference")
+    assert [method.name for method in service.methods] == [
+        "Generate",
+        "GenerateStream",
+        "GetModelInfo",
+    ]
+    method = service.FindMethodByName("Generate")
+    request = message_factory.GetMessageClass(method.input_type)(text="hi", max_tokens=3)
+    answer = message_factory.GetMessageClass(method.output_type)
+    call = rig.channel.unary_unary(
+        "/jaxserve.v1.Inference/Generate",
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=answer.FromString,
+    )
+    assert call(request, timeout=SECONDS).text == "one"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_an_open_address_needs_an_explicit_word(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.host = .* --insecure-bind"):
+        GrpcServer(host, 0)
+    check_bind(host, insecure_bind=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    check_bind(host, insecure_bind=False)
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            GrpcServer(port=port).start()
+
+
+def test_two_servers_do_not_share_a_port(rig: Rig) -> None:
+    with pytest.raises(ConfigError, match="is it in use"):
+        GrpcServer(port=int(rig.address.rpartition(":")[2])).start()
