@@ -56,7 +56,7 @@ test: $(VENV)/.installed-all
 
 # All four run, so that one round shows everything.
 check: $(VENV)/.installed-all
-	@failed=0; for tool in 'ruff format --check --quiet' 'ruff check' mypy 'lint-imports --no-cache'; do \
+	@failed=0; for tool in 'ruff format --check --quiet' 'ruff check' mypy 'lint-imports --no-cache --no-logo'; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed=1; \
 	done; exit $$failed
 
