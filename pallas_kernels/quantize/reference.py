@@ -18,17 +18,20 @@ SMALLEST_SCALE = 2.0**-100
 def quantize_rows(
     x: Float[Array, "tokens d"], format: Literal["fp8", "int8"]
 ) -> tuple[Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """Divide every row by its scale, the largest magnitude over the format's largest value."""
+    """Divide every row by its scale, the largest magnitude over the format's largest value.
+
+    Both divisions are products with a reciprocal: XLA turns them into that in some programs and not
+    in others, and a row has to give the same values in all of them.
+    """
     x = x.astype(jnp.float32)
     largest = FP8_LARGEST if format == "fp8" else INT8_LARGEST
-    # Times the reciprocal: compilers turn a division by a constant into that, but not always.
     scales = jnp.max(jnp.abs(x), axis=1) * jnp.float32(1.0 / largest)
     # Some hardware takes subnormal numbers for zeros. With this limit they are zeros on all, as
     # part of a larger row too.
     scales = jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
-    # The division may round to just above the largest value, and float8_e4m3fn has no infinity:
-    # too large would become NaN.
-    scaled = jnp.clip(x / scales[:, None], -largest, largest)
+    # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
+    # would become NaN.
+    scaled = jnp.clip(x * (1.0 / scales)[:, None], -largest, largest)
     if format == "fp8":
         return scaled.astype(jnp.float8_e4m3fn), scales
     return jnp.round(scaled).astype(jnp.int8), scales
