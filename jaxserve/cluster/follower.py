@@ -1,0 +1,296 @@
+"""A follower's end of the control plane: step plans in, heartbeats out.
+
+Made by `serve.py` on every process but 0; the driver iterates `boundaries()` and reports what it
+has completed. A thread of this module sends the heartbeats and watches the leader, so a driver
+that is stuck in a device call is still seen, and still ends when the leader is gone. Knows
+nothing of requests or device arrays.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from jaxserve.cluster.control import (
+    CHANNEL_OPTIONS,
+    PATH,
+    TOKEN_KEY,
+    AwakeClock,
+    Beat,
+    Boundary,
+    Collect,
+    Collected,
+    Failure,
+    Farewell,
+    Goodbye,
+    Heartbeat,
+    Identity,
+    Position,
+    Register,
+    Welcome,
+    decode_from_leader,
+    encode,
+    heartbeat_interval,
+    shapes_digest,
+)
+from jaxserve.config.deployment import Cluster
+from jaxserve.errors import ConfigError, EngineFailedError
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """Registers this process with the leader and receives its boundaries.
+
+    Args:
+      identity: of this process.
+      address: `host:port` of the leader's control plane.
+      token: the secret of the deployment.
+      cluster: deadlines.
+      on_failure: called once, from a thread of this object, when the leader is gone or has failed,
+        or sent what does not fit. The driver may be stuck in a device call by then, so this is the
+        place that ends the process (`bootstrap.abandon`).
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        address: str,
+        token: str,
+        cluster: Cluster,
+        on_failure: Callable[[EngineFailedError], None] = lambda error: None,
+    ):
+        self.identity = identity
+        self.address = address
+        self.failure: EngineFailedError | None = None
+        self.position: Callable[[], Position | None] = lambda: None
+        """Where the driver is; called by the heartbeat thread, so it must be quick."""
+        self._token = token
+        self._cluster = cluster
+        self._on_failure = on_failure
+        self._interval = heartbeat_interval(cluster)
+        self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
+        self._heard = 0.0
+        self._completed = -1
+        self._ready = False
+        self._next = 0
+        self._leader = f"the leader (process 0, {address})"
+        self._answers: dict[str, Callable[[], bytes]] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Boundary | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._welcomed = threading.Event()
+        self._refusal = ""
+        self._parting = False
+        """Whether the leader said goodbye or this end is closing: then a closed stream is well."""
+        self._closed = False
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._call: Any = None
+        self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
+
+    def register(self) -> None:
+        """Joins the deployment, waiting for the leader up to `cluster.start_seconds`.
+
+        Raises:
+          ConfigError: the leader refuses this process, and says why.
+          EngineFailedError: no leader answered in time.
+        """
+        attach: Any = self._channel.stream_stream(PATH)
+        self._outbox.put(encode(Register(self.identity)))
+        self._call = attach(
+            iter(self._outbox.get, None),
+            metadata=((TOKEN_KEY, self._token),),
+            wait_for_ready=True,
+        )
+        self._reader.start()
+        self._welcomed.wait(self._cluster.start_seconds)
+        if self._refusal:
+            self.close()
+            raise ConfigError(f"{self.identity}: refused by {self._leader}: {self._refusal}")
+        if not self._welcomed.is_set() or self.failure is not None:
+            self.close()
+            raise self.failure or EngineFailedError(
+                f"{self.identity}: {self._leader} did not answer within "
+                f"{self._cluster.start_seconds:g} s"
+            )
+        self._heard = self._clock.tick()
+        self._watcher.start()
+
+    def ready(self) -> None:
+        """Tells the leader that everything is loaded and compiled."""
+        self._ready = True
+        self._wake.set()
+
+    def boundaries(self) -> Iterator[Boundary]:
+        """The leader's boundaries in order, each checked; ends when the leader says goodbye.
+
+        Waits as long as the leader lives, with or without work for us.
+
+        Raises:
+          EngineFailedError: the leader is gone, ended because of a failure, or sent a boundary
+            that does not follow the last one or that has other shapes than ours.
+        """
+        while True:
+            try:
+                boundary = self._inbox.get(timeout=self._cluster.heartbeat_seconds)
+            except queue.Empty:
+                continue  # the watcher ends this wait when the leader is late
+            if self.failure is not None:
+                raise self.failure
+            if boundary is None:
+                return
+            yield boundary
+
+    def completed(self, number: int) -> None:
+        """Reports that all work of boundary `number` is done, on the devices too.
+
+        Call it for every boundary, also when no other follows: one that stays incomplete for
+        `cluster.step_seconds` is a failure.
+        """
+        self._completed = number
+
+    def answer(self, name: str, produce: Callable[[], bytes]) -> None:
+        """Sets what `Leader.collect(name)` gets; `produce` runs on the receiving thread."""
+        self._answers[name] = produce
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the leader that this process cannot go on."""
+        text = str(error) if isinstance(error, EngineFailedError) else _text(error)
+        self._outbox.put(encode(Failure(text, self._position())))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Says farewell and leaves; after it the leader may end. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._parting = True
+        self._wake.set()
+        here = threading.current_thread()
+        if self._watcher.ident is not None:
+            if here is not self._watcher:
+                self._watcher.join(timeout)
+            self._outbox.put(encode(Heartbeat(self._completed, self._ready, self._position())))
+            if self.failure is None:
+                self._outbox.put(encode(Farewell()))
+        self._outbox.put(None)
+        if self._watcher.ident is not None and here is not self._reader:
+            self._reader.join(timeout)
+        self._channel.close()
+
+    # ------------------------------------------------------------ receiving (own thread)
+    def _read(self) -> None:
+        try:
+            for data in self._call:
+                self._heard = self._clock.now
+                self._received(decode_from_leader(data))
+            problem = "ended the stream without a goodbye"
+        except grpc.RpcError:
+            problem = self._stream_error()
+        except Exception as error:
+            problem = f"sent what cannot be taken: {_text(error)}"
+        if not self._parting:
+            self._failed(f"{self._leader}: {problem}")
+        self._welcomed.set()
+
+    def _stream_error(self) -> str:
+        """What the end of the call means; a refusal is kept for `register`."""
+        code, details = self._call.code(), self._call.details()
+        if not self._welcomed.is_set() and code in (
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.FAILED_PRECONDITION,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ):
+            self._refusal = details
+        return f"its connection closed ({code.name}: {details})"
+
+    def _received(self, message: Any) -> None:
+        match message:
+            case Boundary():
+                self._take(message)
+            case Beat():
+                pass
+            case Welcome(leader, next_number):
+                self._leader = f"the leader ({leader}, {self.address})"
+                self._next = next_number
+                self._welcomed.set()
+            case Collect(name):
+                self._outbox.put(encode(self._produce(name)))
+            case Goodbye(failure):
+                self._parting = True
+                if failure:
+                    self._failed(f"{self._leader} ended the deployment: {failure}")
+                self._inbox.put(None)
+
+    def _take(self, boundary: Boundary) -> None:
+        """Checks a boundary and hands it to the driver."""
+        expected = shapes_digest(self.identity.digest, boundary.plans)
+        problem = ""
+        if boundary.number != self._next:
+            problem = f"boundary {boundary.number} arrived where {self._next} is next"
+        elif boundary.digest != expected:
+            problem = (
+                f"boundary {boundary.number} has shapes digest {boundary.digest} on the leader, "
+                f"{expected} here"
+            )
+        if problem:
+            self._outbox.put(encode(Failure(problem, self._position())))
+            self._failed(f"{self.identity}: {problem}")
+            return
+        self._next += 1
+        self._inbox.put(boundary)
+
+    def _produce(self, name: str) -> Collected:
+        produce = self._answers.get(name)
+        if produce is None:
+            return Collected(name, b"", "this process keeps nothing under that name")
+        try:
+            return Collected(name, produce())
+        except Exception as error:
+            logger.exception("collecting %r", name)
+            return Collected(name, b"", _text(error))
+
+    # ------------------------------------------------------------- watching (own thread)
+    def _watch(self) -> None:
+        """Sends heartbeats and fails when the leader has been silent for too long."""
+        tick = min(self._interval, 0.5)
+        sent, told_ready = -self._interval, False
+        while not self._closed:
+            now = self._clock.tick()
+            if now - sent >= self._interval or self._ready != told_ready:
+                sent, told_ready = now, self._ready
+                self._outbox.put(encode(Heartbeat(self._completed, told_ready, self._position())))
+            silent = now - self._heard
+            allowed = (
+                self._cluster.heartbeat_seconds * 2 if self._ready else self._cluster.start_seconds
+            )
+            if silent > allowed:
+                self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
+            self._wake.wait(tick)
+            self._wake.clear()
+
+    def _position(self) -> Position | None:
+        try:
+            return self.position()
+        except Exception:
+            logger.exception("position of the driver")
+            return None
+
+    def _failed(self, text: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._closed:
+                return
+            self.failure = EngineFailedError(text)
+        self._inbox.put(None)
+        if self._welcomed.is_set():
+            logger.error("%s", text)
+            self._on_failure(self.failure)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

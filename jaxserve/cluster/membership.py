@@ -1,0 +1,114 @@
+"""What each process of a deployment owns, and what it says of itself when it joins.
+
+Pure arithmetic and digests for `bootstrap.py` (devices) and the two ends of the control plane
+(`identity`). Knows nothing of JAX, sockets or command lines.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+import jaxserve
+from jaxserve.cluster.control import Identity
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+
+
+class ProcessShare(msgspec.Struct, frozen=True):
+    """The part of the deployment's devices that one process owns."""
+
+    attention: int
+    ffn: int
+
+    @property
+    def devices(self) -> int:
+        return self.attention + self.ffn
+
+    @property
+    def role(self) -> str:
+        """`attention`, `ffn`, or both."""
+        return " and ".join(name for name in ("attention", "ffn") if getattr(self, name))
+
+
+def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare, ...]:
+    """How the deployment's devices divide over its processes, in process order.
+
+    One process has all. Otherwise attention lives on the first a processes and ffn on the rest,
+    where a divides both evenly; of several such a, the one with the most equal processes.
+    A colocated deployment has its one mesh on all processes.
+
+    Raises:
+      ConfigError: nothing divides evenly; the message shows the arithmetic.
+    """
+    roles = deployment.attention, deployment.ffn
+    attention, ffn = (role.devices for role in roles)
+    sizes = (
+        f"attention dp {roles[0].dp} × tp {roles[0].tp} = {attention} devices",
+        f"ffn ep {roles[1].ep} × tp {roles[1].tp} = {ffn} devices",
+    )
+    if deployment.mode == "colocated":
+        if attention % processes:
+            raise ConfigError(f"{sizes[0]} do not divide evenly over {processes} processes")
+        return (ProcessShare(attention // processes, 0),) * processes
+    if processes == 1:
+        return (ProcessShare(attention, ffn),)
+    splits = [(first, processes - first) for first in range(1, processes)]
+    fitting = [(a, f) for a, f in splits if not attention % a and not ffn % f]
+    if not fitting:
+        tried = ", ".join(f"{attention}/{a} and {ffn}/{f}" for a, f in splits)
+        raise ConfigError(
+            f"{sizes[0]} and {sizes[1]} do not divide evenly over {processes} processes, the "
+            f"first for attention and the rest for ffn: {tried}"
+        )
+    a, f = min(fitting, key=lambda split: abs(attention / split[0] - ffn / split[1]))
+    return (ProcessShare(attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
+
+
+def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
+    """What this process says of itself when it joins (see `control.refusal`)."""
+    facts = deployment_facts(deployment)
+    text = "\n".join(f"{key} = {value}" for key, value in facts.items())
+    return Identity(
+        process_id=process_id,
+        processes=processes,
+        role=process_shares(deployment, processes)[process_id].role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions={
+            "jaxserve": jaxserve.__version__,
+            "jax": importlib.metadata.version("jax"),
+            "jaxlib": importlib.metadata.version("jaxlib"),
+        },
+        digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
+        facts=facts,
+    )
+
+
+def deployment_facts(deployment: Deployment) -> dict[str, str]:
+    """Everything that all processes must agree on, one dotted key a value.
+
+    The model counts by what its config.json says, not by the path, which may differ from host to
+    host; the addresses of the network faces concern the leader alone.
+    """
+    facts: dict[str, str] = {}
+
+    def flatten(tree: Mapping[str, object], prefix: str) -> None:
+        for name, value in tree.items():
+            if isinstance(value, Mapping):
+                flatten(value, f"{prefix}{name}.")
+            else:
+                facts[f"{prefix}{name}"] = str(value)
+
+    tree = msgspec.to_builtins(deployment)
+    del tree["server"]
+    config = Path(deployment.model) / "config.json"
+    tree["model"] = "no config.json"
+    if config.is_file():
+        tree["model"] = hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()
+    flatten(tree, "")
+    return facts
