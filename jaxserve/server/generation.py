@@ -13,13 +13,16 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex, cast
 
 import msgspec
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
+
+Prompt = str | Sequence[SupportsIndex]
+"""Text, or token ids (Python's ints or NumPy's)."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 CLOSE_SECONDS = 5.0
@@ -256,7 +259,7 @@ class TextGenerator:
         """Requests that have not ended."""
         return len(self._live)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
 
         Raises:
@@ -289,7 +292,7 @@ class TextGenerator:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         on_text: Callable[[GenerationOutput], None],
         *,
@@ -383,9 +386,9 @@ class TextGenerator:
             )
 
 
-def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+def _checked_ids(prompt: Sequence[SupportsIndex], vocab_size: int) -> list[int]:
     """The prompt as a list of ints in [0, vocab_size)."""
-    token_ids = list(prompt)
+    token_ids = cast(list[int], list(prompt))
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return token_ids
     for index, value in enumerate(prompt):  # NumPy's ints, or something wrong

@@ -1,0 +1,182 @@
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineFailedError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from jaxserve.llm import LLM, RequestOutput
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import ids_of, raw_letters
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
+    """What `LLM` builds instead of a real engine."""
+    engine = FakeEngine(ids_of("one two three"))
+    monkeypatch.setattr("jaxserve.cluster.bootstrap.initialise", lambda *_: None)
+    monkeypatch.setattr("jaxserve.engine.build.build_engine", lambda *_, **__: engine)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder, as far as the tokenizer is concerned."""
+    raw_letters().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    return tmp_path
+
+
+@pytest.fixture
+def llm(engine: FakeEngine, folder: Path) -> Iterator[LLM]:
+    with LLM(folder, overrides={"lanes": 2}) as llm:
+        yield llm
+
+
+def test_a_single_prompt(llm: LLM) -> None:
+    assert llm.generate("hi") == [
+        RequestOutput(
+            prompt="hi",
+            prompt_token_ids=[0, *ids_of("hi")],
+            text="one two three",
+            token_ids=ids_of("one two three"),
+            finish_reason="stop",
+            stop_token_id=1,
+        )
+    ]
+    assert llm.deployment.lanes == 2
+
+
+def test_texts_and_token_ids_in_their_order(llm: LLM, engine: FakeEngine) -> None:
+    params = [SamplingParams(max_tokens=n) for n in (5, 1, 3)]
+    outputs = llm.generate(["a", [7, 8], "b"], params)
+    assert [output.text for output in outputs] == ["one t", "o", "one"]
+    assert [output.prompt for output in outputs] == ["a", None, "b"]
+    assert [output.prompt_token_ids for output in outputs] == [
+        [0, *ids_of("a")],
+        [7, 8],
+        [0, *ids_of("b")],
+    ]
+    assert {output.finish_reason for output in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("prompt", [[7, 8], (7, 8), [np.int32(7), np.int64(8)]])
+def test_one_prompt_of_token_ids(llm: LLM, prompt: list[int]) -> None:
+    (output,) = llm.generate(prompt, SamplingParams(stop=("two",)))
+    assert output.prompt_token_ids == [7, 8]
+    assert (output.text, output.stop_string) == ("one ", "two")
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["a", ""], None, r"^prompts\[1\]\.prompt: is empty"),
+        (["a", [300]], None, r"^prompts\[1\]\.prompt\[0\]: token id 300"),
+        ("x" * 100, None, "^prompt: 101 tokens leave no room"),
+        (["a", "b"], [SamplingParams()], "^params: 1 of them for 2 prompts"),
+        (["a", "b"], [SamplingParams(), SamplingParams(top_p=0)], r"^prompts\[1\]\.top_p: 0 is"),
+    ],
+)
+def test_a_bad_prompt_stops_all_before_any_is_submitted(
+    llm: LLM,
+    engine: FakeEngine,
+    prompts: str | list[str],
+    params: list[SamplingParams] | None,
+    message: str,
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompts, params)
+    assert engine.prompts == []
+
+
+def test_more_prompts_than_the_engine_takes(llm: LLM, engine: FakeEngine) -> None:
+    submit = engine.submit
+
+    def crowded(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if engine.running >= 3:
+            raise OverloadedError("3 wait already")
+        return submit(*args, **kwargs)
+
+    engine.submit = crowded  # type: ignore[method-assign]
+    outputs = llm.generate([[i] for i in range(20)], SamplingParams(max_tokens=3))
+    assert [output.text for output in outputs] == ["one"] * 20
+    assert engine.prompts == [[i] for i in range(20)]
+
+
+def test_a_failing_engine_ends_the_call(llm: LLM, engine: FakeEngine) -> None:
+    engine.allowed = 3
+    threading.Timer(0.1, engine.fail, ["process 1 is gone"]).start()
+    with pytest.raises(EngineFailedError, match="process 1 is gone"):
+        llm.generate(["a", "b"])
+
+
+def test_an_interrupted_call_cancels_its_requests(
+    llm: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.allowed = 3
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxserve.llm.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("jaxserve.llm._check_alive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"])
+    assert engine.wait_until_idle()
+
+
+def test_streaming(llm: LLM) -> None:
+    pieces = list(llm.stream("hi", SamplingParams(max_tokens=7)))
+    assert "".join(piece.text for piece in pieces) == "one two"
+    assert pieces[-1].finish_reason == "length"
+    assert pieces[-1].completion_token_count == 7
+
+
+def test_leaving_a_stream_cancels_it(llm: LLM, engine: FakeEngine) -> None:
+    engine.allowed = 3
+    for piece in llm.stream("hi"):
+        assert piece.text == "o"
+        break
+    assert engine.wait_until_idle()
+
+
+def test_a_bad_prompt_of_a_stream_raises_at_once(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt: is empty"):
+        llm.stream("")
+
+
+def test_closing_from_another_thread_ends_a_call(llm: LLM, engine: FakeEngine) -> None:
+    engine.allowed = 3
+    threading.Timer(0.1, llm.close).start()
+    start = time.monotonic()
+    with pytest.raises(EngineFailedError, match="closed"):
+        llm.generate("hi")
+    assert time.monotonic() - start < 5
+
+
+def test_errors_of_construction(engine: FakeEngine, tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"deployment file .*nowhere"):
+        LLM(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean 'attention\.dp'"):
+        LLM(folder, overrides={"attention.dpp": 2})
+    with LLM(folder) as llm:
+        with pytest.raises(ConfigError, match="a Deployment is complete"):
+            LLM(llm.deployment, overrides={"lanes": 2})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no file tokenizer\.json"):
+        LLM(folder)
