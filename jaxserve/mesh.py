@@ -86,7 +86,9 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
       ValueError: two dimensions of one array would use the same mesh axis.
     """
     entries = [rules.get(name) if name else None for name in dimensions]
-    used = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    used = [
+        axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    ]
     if len(used) != len(set(used)):
         raise ValueError(f"dimensions {tuple(dimensions)} use a mesh axis twice: {used}")
     return PartitionSpec(*entries)

@@ -68,15 +68,15 @@ class FFNBlock(nnx.Module):
         self.experts = Experts(config, ranks, dtype, rngs) if kind == "moe" else None
         self.dense = DenseFFN(d_model, d_ff, dtype, rngs) if d_ff else None
 
-    def __call__(
-        self, message: Message, rank: Int[Array, ""]
-    ) -> Float[Array, "tokens d_model"]:
+    def __call__(self, message: Message, rank: Int[Array, ""]) -> Float[Array, "tokens d_model"]:
         """This device's share of the layer's output, FP32; `rank` is its ep coordinate."""
         share = jnp.zeros(message.tokens.shape, jnp.float32)
         if self.dense is not None:
             with jax.named_scope("dense"):
                 share += self.dense(message.tokens)
         if self.experts is not None:
+            assert message.experts is not None
+            assert message.gates is not None
             with jax.named_scope("experts"):
                 share += self.experts(message.tokens, message.experts, message.gates, rank)
         return share
@@ -149,5 +149,6 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
         )
     ep = deployment.ffn.ep if deployment.mode == "afd" else deployment.attention.dp
     if config.experts and ep > config.experts:
-        raise ConfigError(f"expert parallelism {ep} is more than the model's {config.experts} experts")
-
+        raise ConfigError(
+            f"expert parallelism {ep} is more than the model's {config.experts} experts"
+        )

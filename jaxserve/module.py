@@ -1,8 +1,8 @@
 """What the modules of both roles share: weights with named dimensions, linear maps, RMSNorm.
 
-Modules are `flax.nnx` modules that hold global (unsharded) shapes; a program gets the sharded leaves
-and `nnx.merge`s them inside `shard_map`, where every module sees its device's slices. Sits below
-`attention/` and `ffn/` and knows neither.
+Modules are `flax.nnx` modules that hold global (unsharded) shapes; a program gets the sharded
+leaves and `nnx.merge`s them inside `shard_map`, where every module sees its device's slices. Sits
+below `attention/` and `ffn/` and knows neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,7 @@ class Weight(nnx.Param):
     """A parameter whose metadata `dimensions` names its axes for the sharding rules."""
 
 
-def weight(
-    rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int
-) -> Weight:
+def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """A normal-initialised weight; keyword order gives the axes, `d_in` last but one scales it.
 
     A trailing underscore in a name keeps two equal dimensions apart (`d_model`, `d_model_`).
@@ -43,14 +41,18 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
     return tuple(name.rstrip("_") for name in dimensions)
 
 
-def linear(x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"]) -> Float[Array, "tokens d_out"]:
+def linear(
+    x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"]
+) -> Float[Array, "tokens d_out"]:
     """x · w with FP32 accumulation, in x's dtype (FP32 inputs: FP32 products on every platform)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "tokens d"]:
+def rms_norm(
+    x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "tokens d"]:
     """RMSNorm in FP32, cast back to x's dtype, times the weight."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
@@ -60,8 +62,8 @@ def rms_norm(x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: f
 class Template:
     """A module without arrays: its structure, and the name, shape and dimensions of every leaf.
 
-    Programs rebuild the module from flat leaves; the loader fills the leaves; the driver passes them.
-    All three use the same order.
+    Programs rebuild the module from flat leaves, the loader fills the leaves, the driver passes
+    them: all three in the same order.
 
     Attributes:
       names: dotted path of each leaf.

@@ -8,6 +8,7 @@ compiles them, `pipeline/driver.py` runs them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Program(NamedTuple):
             out_specs=self.out_specs,
             check_vma=False,
         )
-        mapped.__name__ = self.name  # type: ignore[attr-defined]
+        mapped.__name__ = self.name
         arguments = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
             for a, spec in zip(self.arguments, self.in_specs, strict=True)
@@ -103,9 +104,7 @@ class _Programs:
     ) -> Float[Array, "tokens d_model"]:
         """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
         ids = context.fields["token_ids"]
-        ids = jnp.where(
-            ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids
-        )
+        ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids)
         with jax.named_scope("embed"):
             return self.templates.embedding.merge(leaves)(ids)
 
@@ -161,18 +160,30 @@ class AFDPrograms(_Programs):
         self.dispatch: Route = dispatch_route(attention, ffn, deployment.link.route)
         self.combine: Route = combine_route(attention, ffn, deployment.link.route)
 
+    @property
+    def row_multiple(self) -> int:
+        """Tokens a DP group must be a multiple of this, so that all pieces are equal."""
+        multiple = self.meshes.attention.size
+        if not self.broadcast:
+            multiple = row_multiple(multiple, self.meshes.ffn.size)
+        return multiple // math.gcd(multiple, self.groups)
+
     def piece_rows(self, bucket: Bucket) -> int:
         """Rows of one piece, in both directions."""
         rows = self.groups * bucket.tokens
         attention = self.meshes.attention.size
-        return rows // (attention if self.broadcast else row_multiple(attention, self.meshes.ffn.size))
+        return rows // (
+            attention if self.broadcast else row_multiple(attention, self.meshes.ffn.size)
+        )
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
         """(last_tokens, batch, page_table, k, v, embedding…, layer…) → (x, pieces…, k, v)."""
         embedding, layer = self.templates.embedding, self.templates.attention[kind]
         split = len(embedding.leaves)
 
-        def body(last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array):
+        def body(
+            last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array
+        ) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
             x = self.embed(context, last, leaves[:split])
             return self._attend(kind, x, (k, v), context.batch, leaves[split:])
@@ -196,7 +207,9 @@ class AFDPrograms(_Programs):
         """(x, batch, page_table, k, v, combined…, layer…) → (x, pieces…, k, v)."""
         layer, received = self.templates.attention[kind], self.combine.receives
 
-        def body(x: Array, batch: Array, table: Array, k: Array, v: Array, *rest: Array):
+        def body(
+            x: Array, batch: Array, table: Array, k: Array, v: Array, *rest: Array
+        ) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
             x = self._add_combined(x, rest[:received])
             return self._attend(kind, x, (k, v), context.batch, rest[received:])
@@ -227,7 +240,7 @@ class AFDPrograms(_Programs):
         layer, received = self.templates.ffn[kind], self.dispatch.receives
         axes, message = self.meshes.ffn_axes, self.formats[kind]
 
-        def body(*arguments: Array):
+        def body(*arguments: Array) -> tuple[Array, ...]:
             packed = jnp.concatenate(arguments[:received])
             if not self.broadcast:
                 packed = jax.lax.all_gather(packed, axes, axis=0, tiled=True)
@@ -255,7 +268,7 @@ class AFDPrograms(_Programs):
         """(x, last_tokens, batch, combined…, head…) → (last_tokens, sampled, logits)."""
         head, received = self.templates.head, self.combine.receives
 
-        def body(x: Array, last: Array, batch: Array, *rest: Array):
+        def body(x: Array, last: Array, batch: Array, *rest: Array) -> tuple[Array, ...]:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
             x = self._add_combined(x, rest[:received])
             return self.sample_step(x, last, fields, rest[received:])
@@ -289,7 +302,8 @@ class AFDPrograms(_Programs):
         """Adds the ffn role's output: rows in pieces, or everybody's share of the same rows."""
         with jax.named_scope("combine"):
             if self.broadcast:
-                rows = sum(piece.astype(jnp.float32) for piece in combined).astype(x.dtype)
+                shares = jnp.stack(list(combined)).astype(jnp.float32)
+                rows = jnp.sum(shares, axis=0).astype(x.dtype)
             else:
                 rows = jnp.concatenate(list(combined))
             return x + jax.lax.all_gather(rows, "tp", axis=0, tiled=True)
@@ -306,6 +320,8 @@ class AFDPrograms(_Programs):
 class ColocatedPrograms(_Programs):
     """The whole step in one program: the oracle of every AFD layout, and a product."""
 
+    row_multiple = 1
+
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Runs of equal layers, whose leaves are stacked along a new first axis."""
         return self.config.runs()
@@ -318,7 +334,9 @@ class ColocatedPrograms(_Programs):
         for kind, _, _ in self.stacked():
             parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind].leaves)]
 
-        def body(last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array):
+        def body(
+            last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array
+        ) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
             embedding, head, *stacks = _cut(leaves, parts)
             x = self.embed(context, last, embedding)
@@ -331,8 +349,11 @@ class ColocatedPrograms(_Programs):
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
             return last, sampled, logits, *(p.reshape(k.shape) for p in flat)
 
-        arguments, specs = [*templates.embedding.leaves, *templates.head.leaves], []
-        specs += templates.embedding.specs(ATTENTION_RULES) + templates.head.specs(ATTENTION_RULES)
+        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        specs = [
+            *templates.embedding.specs(ATTENTION_RULES),
+            *templates.head.specs(ATTENTION_RULES),
+        ]
         for kind, start, stop in self.stacked():
             for template, rules in (
                 (templates.attention[kind], ATTENTION_RULES),
@@ -390,4 +411,3 @@ def _cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...
         parts.append(tuple(leaves[start : start + size]))
         start += size
     return parts
-

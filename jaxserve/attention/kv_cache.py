@@ -1,8 +1,8 @@
 """The paged KV cache of one layer: where it lies and how large it is.
 
 K and V have an array each, `[dp * pages, page_size, kv_heads, head_dim]`: every DP group owns its
-`pages` rows, and page ids in a page table count within the group. `pallas_kernels/attention` defines
-how tokens lie inside a page; `engine/pages.py` decides who owns which.
+`pages` rows, and page ids in a page table count within the group. `pallas_kernels/attention`
+defines how tokens lie inside a page; `engine/pages.py` decides who owns which.
 """
 
 import jax

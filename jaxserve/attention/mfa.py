@@ -35,7 +35,9 @@ class MFA(nnx.Module):
         self.config = config
         heads = config.q_heads * config.head_dim
         kv = config.kv_heads * config.head_dim
-        self.down = weight(rngs, dtype, d_model=config.d_model, latent_and_kv=config.latent + 2 * kv)
+        self.down = weight(
+            rngs, dtype, d_model=config.d_model, latent_and_kv=config.latent + 2 * kv
+        )
         self.inter_norm = scale(dtype, latent=config.latent)
         self.up = weight(rngs, dtype, latent=config.latent, q_heads=heads)
         self.out = weight(rngs, dtype, q_heads=heads, d_model=config.d_model)
@@ -62,7 +64,5 @@ class MFA(nnx.Module):
         with jax.named_scope("write_pages"):
             k_pages, v_pages = write_pages(*pages, key, value, *where)
         with jax.named_scope("paged_attention"):
-            mixed = paged_attention(
-                query, k_pages, v_pages, *where, scale=config.head_dim**-0.5
-            )
+            mixed = paged_attention(query, k_pages, v_pages, *where, scale=config.head_dim**-0.5)
         return linear(mixed.reshape(tokens, -1), self.out[...]), (k_pages, v_pages)

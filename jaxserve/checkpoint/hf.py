@@ -20,8 +20,6 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.module import Template
 
-Loaded = Callable[[int], None]
-
 
 def read_config(folder: str | Path) -> tuple[ModelConfig, CheckpointNames]:
     """The architecture in a folder's config.json, and its tensors' names.
@@ -52,18 +50,25 @@ class HFCheckpoint:
     Args:
       folder: the Hugging Face folder.
       names: what the architecture expects.
-      loaded: called with a number of bytes whenever so many were read.
+
+    Attributes:
+      on_read: called with a number of bytes whenever so many were read.
 
     Raises:
       CheckpointError: unreadable or truncated files; missing, unexpected and misshaped tensors,
         all of them in one message.
     """
 
-    def __init__(self, folder: str | Path, names: CheckpointNames, loaded: Loaded | None = None):
+    def __init__(self, folder: str | Path, names: CheckpointNames):
         self._folder = Path(folder)
-        self._loaded = loaded or (lambda size: None)
+        self.on_read: Callable[[int], None] = lambda size: None
         self._files = self._open()
         self._check(names)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(path.stat().st_size for path in self._folder.glob("*.safetensors"))
 
     def _open(self) -> dict[str, Any]:
         """Tensor name → open file."""
@@ -85,7 +90,9 @@ class HFCheckpoint:
             for source in sources.values():
                 expected |= dict(zip(source.names, source.shapes, strict=True))
         present = {n for n in self._files if not n.startswith(names.ignored)}
-        problems = [f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - present)]
+        problems = [
+            f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - present)
+        ]
         problems += [f"unexpected {name}" for name in sorted(present - expected.keys())]
         for name in sorted(present & expected.keys()):
             shape = tuple(self._files[name].get_slice(name).get_shape())
@@ -111,7 +118,8 @@ class HFCheckpoint:
     def _leaf(
         self, source: Source, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
     ) -> jax.Array:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             ranges = [s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True)]
             return self._read(source, ranges, leaf.dtype)
 
@@ -124,7 +132,9 @@ class HFCheckpoint:
         for name, shape in zip(source.names, source.shapes, strict=True):
             seen = (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
             offset, start = start, start + seen[-1]
-            wanted = [(low, min(high, size)) for (low, high), size in zip(ranges, seen, strict=True)]
+            wanted = [
+                (low, min(high, size)) for (low, high), size in zip(ranges, seen, strict=True)
+            ]
             low, high = max(ranges[-1][0] - offset, 0), min(ranges[-1][1] - offset, seen[-1])
             wanted[-1] = (low, high)
             if any(low >= high for low, high in wanted):
@@ -133,10 +143,12 @@ class HFCheckpoint:
             if source.transpose:
                 where[-2:] = where[-1], where[-2]
             values = self._files[name].get_slice(name)[tuple(where)]
-            self._loaded(values.nbytes)
+            self.on_read(values.nbytes)
             if source.transpose:
                 values = np.swapaxes(values, -1, -2)
-            target = [slice(low - r, high - r) for (low, high), (r, _) in zip(wanted, ranges, strict=True)]
+            target = [
+                slice(low - r, high - r) for (low, high), (r, _) in zip(wanted, ranges, strict=True)
+            ]
             target[-1] = slice(low + offset - ranges[-1][0], high + offset - ranges[-1][0])
             part[tuple(target)] = values
         return part

@@ -25,7 +25,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A part of the deployment file; unknown keys are errors."""
 
 
-class AttentionRole(_Section):
+class AttentionRole(_Section, frozen=True):
     """The attention mesh: embedding, attention, KV cache, router, head and sampler."""
 
     dp: Size = 1
@@ -38,7 +38,7 @@ class AttentionRole(_Section):
         return self.dp * self.tp
 
 
-class FFNRole(_Section):
+class FFNRole(_Section, frozen=True):
     """The ffn mesh: dense FFN, shared and routed experts."""
 
     ep: Size = 1
@@ -51,7 +51,7 @@ class FFNRole(_Section):
         return self.ep * self.tp
 
 
-class Link(_Section):
+class Link(_Section, frozen=True):
     """How messages cross between the meshes."""
 
     dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
@@ -63,7 +63,7 @@ class Link(_Section):
     transport: Literal["device_put", "ppermute"] = "device_put"
 
 
-class Cache(_Section):
+class Cache(_Section, frozen=True):
     """The paged KV cache of one DP group."""
 
     page_size: Size = 16
@@ -72,7 +72,7 @@ class Cache(_Section):
     """Pages a DP group, shared by its lanes."""
 
 
-class SchedulerLimits(_Section):
+class SchedulerLimits(_Section, frozen=True):
     """What a step may hold; these sizes fix the compiled buckets."""
 
     slots: Size = 8
@@ -89,7 +89,7 @@ class SchedulerLimits(_Section):
     """Requests that may wait for a slot before new ones are refused."""
 
 
-class Server(_Section):
+class Server(_Section, frozen=True):
     """Addresses and limits of the network faces."""
 
     host: str = "127.0.0.1"
@@ -99,7 +99,7 @@ class Server(_Section):
     """How long a SIGTERM waits for running requests."""
 
 
-class Cluster(_Section):
+class Cluster(_Section, frozen=True):
     """Deadlines between processes."""
 
     start_seconds: Seconds = 120.0
@@ -107,7 +107,7 @@ class Cluster(_Section):
     heartbeat_seconds: Seconds = 5.0
 
 
-class Deployment(_Section):
+class Deployment(_Section, frozen=True):
     """Everything that one `serve` command needs to know."""
 
     model: str
@@ -126,7 +126,7 @@ class Deployment(_Section):
     cluster: Cluster = Cluster()
 
     @property
-    def dispatch_format(self) -> str:
+    def dispatch_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
         """`link.dispatch` with `auto` resolved."""
         return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
 
@@ -250,8 +250,6 @@ def _complete(deployment: Deployment) -> Deployment:
             f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "
             f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}"
         )
-    if deployment.mode == "colocated" and deployment.lanes != 1:
-        deployment = msgspec.structs.replace(deployment, lanes=1)
     scheduler = msgspec.structs.replace(
         limits, token_buckets=token_buckets, page_buckets=page_buckets
     )

@@ -98,9 +98,20 @@ class Scheduler:
           InvalidRequestError: it could never run; the message has the numbers.
           OverloadedError: too many requests wait.
         """
-        prompt_length = len(request.prompt)
+        self.check(request)
         if request.request_id in self._live:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
+        if len(self._waiting) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests wait already")
+        max_generated = self._max_generated(request)
+        sequence = Sequence(request, self._requests_seen, max_generated, list(request.prompt))
+        self._requests_seen += 1
+        self._live[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError if the request could never run; from any thread."""
+        prompt_length = len(request.prompt)
         if prompt_length == 0:
             raise InvalidRequestError("prompt", "is empty")
         if min(request.prompt) < 0:
@@ -111,20 +122,19 @@ class Scheduler:
                 f"{prompt_length} tokens leave no room for an output: prompt and output together "
                 f"have at most {self._max_length} tokens",
             )
-        max_generated = min(request.params.max_tokens, self._max_length - prompt_length)
-        sequence = Sequence(request, self._requests_seen, max_generated, list(request.prompt))
-        pages, pool = self._pages_for(sequence.longest_cache), self._groups[0].pool.pages
+        max_generated = self._max_generated(request)
+        # The last token is never fed back, so the cache never holds it.
+        pages = self._pages_for(prompt_length + max_generated - 1)
+        pool = self._groups[0].pool.pages
         if pages > pool:
             raise InvalidRequestError(
                 "max_tokens",
                 f"{prompt_length} prompt tokens and up to {max_generated} generated ones take "
                 f"{pages} pages of {self._page_size} tokens, and a DP group has {pool}",
             )
-        if len(self._waiting) >= self._max_waiting:
-            raise OverloadedError(f"{len(self._waiting)} requests wait already")
-        self._requests_seen += 1
-        self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+
+    def _max_generated(self, request: Request) -> int:
+        return min(request.params.max_tokens, self._max_length - len(request.prompt))
 
     def cancel(
         self, request_id: str, finish_reason: FinishReason = "cancelled"

@@ -5,7 +5,6 @@ share of their d_ff, sees all tokens, and returns its share of the output. Dropl
 data, and rows of other devices' experts or of padding tokens fall behind the last group.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int

@@ -1,8 +1,8 @@
 """Exactly what crosses from attention to ffn, packed into one array a message.
 
 One row a token: its quantised values, its scale (8-bit formats), and in MoE layers its expert ids
-and gate weights, all as unsigned words of the values' width, side by side: a copy costs the host per
-array, not per byte. Knows nothing of attention and ffn.
+and gate weights, all as unsigned words of the values' width, side by side: a copy costs the host
+per array, not per byte. Knows nothing of attention and ffn.
 """
 
 import math
@@ -58,7 +58,8 @@ class MessageFormat(msgspec.Struct, frozen=True):
         if scales is not None:
             parts.append(scales[:, None])
         if self.top_k:
-            assert message.experts is not None and message.gates is not None
+            assert message.experts is not None
+            assert message.gates is not None
             parts += [message.experts.astype(jnp.int32), message.gates.astype(jnp.float32)]
         return jnp.concatenate([_to_words(part, self.word) for part in parts], axis=1)
 

@@ -1,11 +1,13 @@
 """How pieces move between meshes: two transports behind one call.
 
-A transport is built once per direction and message shape; `transport(outputs)` enqueues the copies of
-one message and returns the receiver's arrays at once. `device_put` copies device to device inside
-one JAX runtime, also between processes; `ppermute` runs one jitted collective on the union of both
-meshes. Processes that own no sender pass `placeholders()`. Knows nothing of attention and ffn.
+A transport is built once per direction and message shape; `transport(outputs)` enqueues the copies
+of one message and returns the receiver's arrays at once. `device_put` copies device to device
+inside one JAX runtime, also between processes; `ppermute` runs one jitted collective on the union
+of both meshes. Processes that own no sender pass `placeholders()`. Knows nothing of attention and
+ffn.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -35,17 +37,22 @@ def make_transport(
     destination: Mesh,
     piece: tuple[int, int],
     dtype: jnp.dtype,
-) -> "DevicePutTransport | PermuteTransport":
+) -> "Transport":
     """A transport for messages of `route.sends` arrays of one `piece` [rows, width] a device."""
-    cls = {"device_put": DevicePutTransport, "ppermute": PermuteTransport}[kind]
+    cls = DevicePutTransport if kind == "device_put" else PermuteTransport
     return cls(route, source, destination, piece, dtype)
 
 
-class _Transport:
-    """What both transports know of a message's two ends."""
+class Transport(abc.ABC):
+    """Moves messages of one shape in one direction."""
 
     def __init__(
-        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+        self,
+        route: Route,
+        source: Mesh,
+        destination: Mesh,
+        piece: tuple[int, int],
+        dtype: jnp.dtype,
     ):
         self.route = route
         self.dtype = dtype
@@ -57,12 +64,23 @@ class _Transport:
         self.sent_shape = (route.senders * piece[0], piece[1])
         self.received_shape = (route.receivers * piece[0], piece[1])
 
+    @abc.abstractmethod
+    def __call__(self, outputs: Arrays) -> Arrays:
+        """Enqueues one message's copies.
+
+        Args:
+          outputs: the sending program's `route.sends` arrays, one piece on each of its devices.
+
+        Returns:
+          the receiving program's `route.receives` arrays, likewise.
+        """
+
     def placeholders(self) -> list[jax.Array]:
         """What a process without sending devices passes; the same objects every time."""
         return [_absent(self.sent_shape, self.source_sharding, self.dtype)] * self.route.sends
 
 
-class DevicePutTransport(_Transport):
+class DevicePutTransport(Transport):
     """Copies piece by piece, or the whole sharded array where device i sends to device i.
 
     One copy a call: a list of arrays in one call is paired up wrongly between processes (seen with
@@ -70,7 +88,12 @@ class DevicePutTransport(_Transport):
     """
 
     def __init__(
-        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+        self,
+        route: Route,
+        source: Mesh,
+        destination: Mesh,
+        piece: tuple[int, int],
+        dtype: jnp.dtype,
     ):
         super().__init__(route, source, destination, piece, dtype)
         self.copy = fast_copy()
@@ -108,11 +131,16 @@ class DevicePutTransport(_Transport):
         )
 
 
-class PermuteTransport(_Transport):
+class PermuteTransport(Transport):
     """One collective program on the union of both meshes, a `ppermute` a round of the route."""
 
     def __init__(
-        self, route: Route, source: Mesh, destination: Mesh, piece: tuple[int, int], dtype: jnp.dtype
+        self,
+        route: Route,
+        source: Mesh,
+        destination: Mesh,
+        piece: tuple[int, int],
+        dtype: jnp.dtype,
     ):
         super().__init__(route, source, destination, piece, dtype)
         self._local = has_local_devices(source) or has_local_devices(destination)

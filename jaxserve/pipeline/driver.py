@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from jaxserve.link.transport import Arrays
 from jaxserve.mesh import cached_sharding, has_local_devices
 from jaxserve.pipeline.executables import AFDExecutables
 from jaxserve.pipeline.plan import StepPlan, batch_array, page_table_array
@@ -62,13 +63,13 @@ class _Lane:
     table: jax.Array
     x: jax.Array
     """The residual stream; every attend donates it to the next."""
-    pieces: list[jax.Array]
+    pieces: Arrays
     """attend's message, on the attention mesh."""
-    arrived: list[jax.Array]
+    arrived: Arrays
     """The same on the ffn mesh."""
-    results: list[jax.Array]
+    results: Arrays
     """ffn's output, on the ffn mesh."""
-    combined: list[jax.Array]
+    combined: Arrays
     """The same on the attention mesh."""
     last_tokens: jax.Array
 
@@ -197,7 +198,7 @@ class ColocatedDriver:
     def __init__(
         self,
         programs: ColocatedPrograms,
-        executables: dict[Bucket, jax.stages.Compiled],
+        executables: dict[Bucket, jax.stages.Compiled | None],
         weights: ColocatedWeights,
     ):
         self._executables = executables
@@ -230,7 +231,7 @@ class ColocatedDriver:
     def advance(self) -> Finished:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
-        last, sampled, logits, self._k, self._v = self._executables[plan.bucket](
+        last, sampled, logits, self._k, self._v = self._executables[plan.bucket](  # type: ignore[misc]
             *(self._last_tokens[plan.lane], batch, table, self._k, self._v), *self._weights.flat
         )
         self._last_tokens[plan.lane] = last

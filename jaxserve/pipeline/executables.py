@@ -5,18 +5,17 @@ what runs on its own devices.
 """
 
 import concurrent.futures
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
 from jaxserve.config.model import LayerKind
-from jaxserve.link.transport import TransportKind, _Transport, make_transport
+from jaxserve.link.transport import Transport, TransportKind, make_transport
 from jaxserve.mesh import has_local_devices
 from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program
+from jaxserve.progress import Progress
 from jaxserve.step import Bucket
 
-Progress = Callable[[int, int], None]
 Kinds = dict[LayerKind, jax.stages.Compiled]
 
 
@@ -27,27 +26,30 @@ class AFDExecutables(NamedTuple):
     attend: dict[LayerKind, jax.stages.Compiled | None]
     leave: jax.stages.Compiled | None
     ffn: dict[LayerKind, jax.stages.Compiled | None]
-    dispatch: dict[LayerKind, _Transport]
-    combine: _Transport
+    dispatch: dict[LayerKind, Transport]
+    combine: Transport
 
 
-def compile_all(
-    programs: dict[object, Program], progress: Progress, workers: int = 2
-) -> dict[object, jax.stages.Compiled | None]:
+def compile_all[Key](
+    programs: dict[Key, Program], workers: int = 2
+) -> dict[Key, jax.stages.Compiled | None]:
     """Compiles each program that has a local device; None for the others."""
     local = {key: p for key, p in programs.items() if has_local_devices(p.mesh)}
-    done: dict[object, jax.stages.Compiled | None] = dict.fromkeys(programs)
-    progress(0, len(local))
-    with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
+    done: dict[Key, jax.stages.Compiled | None] = dict.fromkeys(programs)
+    with (
+        Progress("compile", len(local), process=jax.process_index()) as progress,
+        concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool,
+    ):
         futures = {pool.submit(program.compile): key for key, program in local.items()}
-        for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            done[futures[future]] = future.result()
-            progress(count, len(local))
+        for future in concurrent.futures.as_completed(futures):
+            key = futures[future]
+            done[key] = future.result()
+            progress.advance(note=local[key].name)
     return done
 
 
 def afd_executables(
-    programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind, progress: Progress
+    programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind
 ) -> dict[Bucket, AFDExecutables]:
     """Compiles all buckets. `ffn`, `leave` and transports are shared by buckets of equal tokens."""
     first = programs.config.kind(0)
@@ -60,7 +62,7 @@ def afd_executables(
         wanted["leave", bucket.tokens] = programs.leave(bucket)
         for kind in programs.formats:
             wanted["ffn", kind, bucket.tokens] = programs.ffn(bucket, kind)
-    compiled = compile_all(wanted, progress)
+    compiled = compile_all(wanted)
     transports = {
         tokens: _transports(programs, Bucket(tokens, 1), transport)
         for tokens in sorted({bucket.tokens for bucket in buckets})
@@ -80,7 +82,7 @@ def afd_executables(
 
 def _transports(
     programs: AFDPrograms, bucket: Bucket, kind: TransportKind
-) -> tuple[dict[LayerKind, _Transport], _Transport]:
+) -> tuple[dict[LayerKind, Transport], Transport]:
     rows, meshes = programs.piece_rows(bucket), programs.meshes
     dispatch = {
         layer_kind: make_transport(
@@ -105,8 +107,7 @@ def _transports(
 
 
 def colocated_executables(
-    programs: ColocatedPrograms, buckets: list[Bucket], progress: Progress
-) -> dict[Bucket, jax.stages.Compiled]:
+    programs: ColocatedPrograms, buckets: list[Bucket]
+) -> dict[Bucket, jax.stages.Compiled | None]:
     """One program a bucket."""
-    compiled = compile_all({bucket: programs.step(bucket) for bucket in buckets}, progress)
-    return {bucket: executable for bucket, executable in compiled.items()}  # type: ignore[misc]
+    return compile_all({bucket: programs.step(bucket) for bucket in buckets})

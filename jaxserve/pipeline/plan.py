@@ -19,6 +19,7 @@ __all__ = [
     "page_table_array",
 ]
 
+
 class SequenceRow(msgspec.Struct, frozen=True):
     """The part of one sequence in one step."""
 

@@ -1,4 +1,4 @@
-"""All weights and KV pages of a deployment, as the driver passes them: flat tuples of sharded arrays.
+"""All weights and KV pages of a deployment, as the driver passes them: flat, sharded arrays.
 
 Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for benches; a process
 loads the blocks of the roles it has devices of. Colocated mode stacks the layers of a run.
@@ -73,7 +73,11 @@ class AFDWeights:
         for layer in range(config.layers):
             kind = config.kind(layer)
             block = _load(
-                source, templates.attention[kind], names.attention[layer], attention, ATTENTION_RULES
+                source,
+                templates.attention[kind],
+                names.attention[layer],
+                attention,
+                ATTENTION_RULES,
             )
             self.attention.append(block)
             block = _load(
@@ -101,7 +105,7 @@ class ColocatedWeights:
 def _stack(
     source: LeafSource, template: Template, layers: Sequence[Sources], mesh: Mesh, rules: Rules
 ) -> Leaves:
-    """The layers' leaves along a new first axis, filled in place: one layer more than what stays."""
+    """The layers' leaves along a new first axis, filled in place, one layer at a time."""
     shardings = [
         cached_sharding(mesh, PartitionSpec(None, *spec)) for spec in template.specs(rules)
     ]

@@ -1,0 +1,233 @@
+"""From a deployment to an engine that is warm: discover, mesh, load, compile, warm up.
+
+Called by `llm.py`, `serve.py` and the bench on the leader, and by `cluster` on followers, which get
+the same driver without an engine around it.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.checkpoint.families import CheckpointNames, Sources
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.engine.engine import Broadcast, Engine
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.mesh import Submeshes
+from jaxserve.model import ModelTemplates
+from jaxserve.module import Template
+from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
+from jaxserve.pipeline.executables import afd_executables, colocated_executables
+from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, StepPlan
+from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, LeafSource
+from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.progress import Progress
+from jaxserve.step import Bucket
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime(NamedTuple):
+    """A driver with its programs loaded and compiled, and what it was made from."""
+
+    deployment: Deployment
+    config: ModelConfig
+    driver: AFDDriver | ColocatedDriver
+    buckets: list[Bucket]
+    """All buckets that a step may use, ascending."""
+
+
+def build_runtime(
+    deployment: Deployment,
+    *,
+    observer: Observer | None = None,
+    config: ModelConfig | None = None,
+    names: CheckpointNames | None = None,
+    source: LeafSource | None = None,
+) -> Runtime:
+    """Loads and compiles a deployment on this process's devices.
+
+    `config`, `names` and `source` replace the model folder (benches with random weights).
+
+    Raises:
+      ConfigError, CheckpointError: before anything large is allocated.
+    """
+    use_compilation_cache()
+    if config is None or names is None:
+        config, names = read_config(deployment.model)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    source = source or HFCheckpoint(deployment.model, names)
+    if deployment.mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes)
+        buckets = _buckets(deployment, programs.row_multiple)
+        with load_progress(source, 2 + 2 * config.layers) as counted:
+            weights = ColocatedWeights(counted, names, programs)
+        executables = colocated_executables(programs, buckets)
+        return Runtime(deployment, config, ColocatedDriver(programs, executables, weights), buckets)
+    afd = AFDPrograms(templates, deployment, meshes)
+    buckets = _buckets(deployment, afd.row_multiple)
+    with load_progress(source, 2 + 2 * config.layers) as counted:
+        afd_weights = AFDWeights(counted, names, afd)
+    compiled = afd_executables(afd, buckets, deployment.link.transport)
+    return Runtime(deployment, config, AFDDriver(afd, compiled, afd_weights, observer), buckets)
+
+
+class _CountedLeaves:
+    """Another source, with every block counted."""
+
+    def __init__(self, source: LeafSource, progress: Progress):
+        self._source, self._progress = source, progress
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
+    ) -> list[jax.Array]:
+        """The source's leaves."""
+        leaves = self._source.leaves(template, sources, shardings)
+        self._progress.advance()
+        return leaves
+
+
+@contextlib.contextmanager
+def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
+    """The source, with its blocks and bytes shown as they come."""
+    size = source.size if isinstance(source, HFCheckpoint) else None
+    process = jax.process_index()
+    with Progress("load", blocks, total_bytes=size, process=process) as progress:
+        if isinstance(source, HFCheckpoint):
+            source.on_read = lambda size: progress.advance(0, size=size)
+        yield _CountedLeaves(source, progress)
+
+
+def build_engine(
+    deployment: Deployment,
+    *,
+    observer: Observer | None = None,
+    broadcast: Broadcast | None = None,
+) -> Engine:
+    """A warm engine, not yet started; with `broadcast`, the leader of several processes."""
+    runtime = build_runtime(deployment, observer=observer)
+    warm_up(runtime)
+    engine = make_engine(runtime, broadcast=broadcast, eos_token_ids=eos_token_ids(deployment))
+    if broadcast is None:
+        engine.start()
+    return engine
+
+
+def make_engine(
+    runtime: Runtime, *, broadcast: Broadcast | None = None, eos_token_ids: frozenset[int]
+) -> Engine:
+    """An engine around a runtime."""
+    deployment, limits = runtime.deployment, runtime.deployment.scheduler
+    tokens = sorted({bucket.tokens for bucket in runtime.buckets})
+    scheduler = Scheduler(
+        groups=deployment.attention.dp,
+        lanes=deployment.lanes,
+        slots=limits.slots,
+        pages=deployment.cache.pages,
+        page_size=deployment.cache.page_size,
+        max_length=limits.max_length,
+        token_budget=tokens[-1],
+        token_buckets=tokens,
+        page_buckets=limits.page_buckets,
+        max_waiting=limits.max_waiting,
+    )
+    return Engine(
+        deployment,
+        scheduler,
+        runtime.driver,
+        vocab=runtime.config.vocab,
+        eos_token_ids=eos_token_ids,
+        broadcast=broadcast,
+        info=_info(runtime),
+    )
+
+
+def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
+    """One step of every bucket on every lane, all padding but one token that is written nowhere."""
+    deployment = runtime.deployment
+    plans = []
+    for bucket in runtime.buckets:
+        for lane in range(deployment.lanes):
+            row = SequenceRow(
+                slot=0,
+                token_ids=[FROM_DEVICE],
+                kv_length=1,
+                page_ids=[deployment.cache.pages],
+                sample=True,
+                temperature=1.0,
+                top_k=2,
+            )
+            groups = [[row] for _ in range(deployment.attention.dp)]
+            plans.append(StepPlan(lane, -1, bucket, groups))
+    return plans
+
+
+def warm_up(runtime: Runtime) -> None:
+    """Runs every executable and every edge once, so that the first request finds all of it warm.
+
+    Every process of a deployment does the same steps in the same order.
+    """
+    for plan in warm_up_plans(runtime):
+        runtime.driver.begin(plan)
+        sampled = runtime.driver.advance().sampled
+        if sampled is not None:
+            np.asarray(sampled.addressable_data(0))
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, private to the user, unless JAX was told where already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        folder = root / "jaxserve" / f"xla-{jax.__version__}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("no compilation cache: %s", error)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def eos_token_ids(deployment: Deployment) -> frozenset[int]:
+    """End ids from the checkpoint's own files: generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(deployment.model) / name
+        if not path.exists():
+            continue
+        tree = json.loads(path.read_text())
+        ids = tree.get("eos_token_id", tree.get("text_config", {}).get("eos_token_id"))
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _buckets(deployment: Deployment, multiple: int) -> list[Bucket]:
+    """All buckets; token sizes are rounded up so that both meshes get equal shares of the rows."""
+    limits = deployment.scheduler
+    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
+    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
+
+
+def _info(runtime: Runtime) -> dict[str, Any]:
+    deployment = runtime.deployment
+    return {
+        "model": Path(deployment.model).name,
+        "mode": deployment.mode,
+        "dtype": deployment.dtype,
+        "layers": runtime.config.layers,
+        "vocab_size": runtime.config.vocab,
+        "max_length": deployment.scheduler.max_length,
+        "attention": f"dp {deployment.attention.dp} x tp {deployment.attention.tp}",
+        "ffn": f"ep {deployment.ffn.ep} x tp {deployment.ffn.tp}",
+        "lanes": deployment.lanes,
+    }

@@ -1,0 +1,326 @@
+"""The step loop: requests in, tokens out, one thread, one step ahead of what it has read.
+
+`submit` and `cancel` may be called from any thread; everything else happens on the engine's own.
+Each turn of the loop plans the idle lanes, tells the followers, and has the driver enqueue stages
+until a lane has left its step. A step's sampled tokens are read while the lane's next step is
+already under way (design, decision 8). Knows nothing of text or networks.
+"""
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.results import ResultReader
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import (
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from jaxserve.pipeline.driver import Finished
+from jaxserve.pipeline.plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+OnOutput = Callable[[TokenOutput], None]
+Broadcast = Callable[[list[StepPlan]], None]
+
+IDLE_SECONDS = 0.5
+"""How long the idle loop sleeps before it looks around again; a submit wakes it."""
+
+
+class Driver(Protocol):
+    """What the loop needs of `pipeline.driver`."""
+
+    at: Any
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def idle_lanes(self) -> list[int]: ...
+    def begin(self, plan: StepPlan) -> None: ...
+    def advance(self) -> Finished: ...
+
+
+class Engine:
+    """Serves requests on one deployment. Built by `engine.build.build_engine`.
+
+    Args:
+      deployment: limits and deadlines.
+      scheduler: decides the steps; only the engine's thread touches it.
+      driver: enqueues them.
+      vocab: token ids a prompt may hold are below it.
+      eos_token_ids: the model's end ids.
+      broadcast: tells the followers the plans of each boundary, before the driver runs them.
+      info: what `model_info` reports.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        scheduler: Scheduler,
+        driver: Driver,
+        *,
+        vocab: int,
+        eos_token_ids: frozenset[int],
+        broadcast: Broadcast | None = None,
+        info: dict[str, Any] | None = None,
+    ):
+        self.deployment = deployment
+        self.driver = driver
+        self.scheduler = scheduler
+        self._vocab = vocab
+        self._eos_token_ids = eos_token_ids
+        self._broadcast = broadcast
+        self._info = info or {}
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
+        self._open: dict[str, OnOutput] = {}
+        self._deadlines: dict[str, float] = {}
+        self._queued = 0
+        self._status = "starting"
+        self._failure: EngineFailedError | None = None
+        self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
+        self._results = ResultReader()
+        self._in_flight: deque[StepPlan] = deque()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._close_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "draining", "failed" or "closed"."""
+        return self._status
+
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the engine failed, if it did."""
+        return self._failure
+
+    def model_info(self) -> dict[str, Any]:
+        """Model, layout and limits, as plain values."""
+        return dict(self._info)
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        """Calls back once if the engine fails, on whatever thread notices; at once if it has."""
+        with self._wake:
+            if self._failure is None:
+                self._failure_callbacks.append(callback)
+                return
+        callback(self._failure)
+
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
+        """Runs after the loop has ended in `close`."""
+        self._close_callbacks.append(callback)
+
+    def start(self) -> None:
+        """Starts the loop; the engine is ready afterwards."""
+        self._status = "ready"
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Queues a request and returns its id.
+
+        Args:
+          prompt: token ids.
+          params: how to sample.
+          on_output: called on the engine's thread with every piece of news; must return at once.
+          request_id: unique among open requests; drawn if None.
+          deadline: `time.monotonic` seconds at which the request is given up.
+
+        Raises:
+          InvalidRequestError: a field is out of range; names it.
+          OverloadedError: the waiting queue is full.
+          DrainingError, EngineFailedError: nothing new is taken.
+        """
+        params.validate()
+        self._check_prompt(prompt)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt=list(prompt),
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            seed=params.seed if params.seed is not None else random.getrandbits(32),
+            arrival=time.monotonic(),
+        )
+        self.scheduler.check(request)
+        with self._wake:
+            self._check_open()
+            if request.request_id in self._open:
+                raise InvalidRequestError(
+                    "request_id", f"{request.request_id!r} is running already"
+                )
+            waiting = self.scheduler.num_waiting + self._queued
+            if waiting >= self.deployment.scheduler.max_waiting:
+                raise OverloadedError(f"{waiting} requests wait already")
+            self._open[request.request_id] = on_output
+            if deadline is not None:
+                self._deadlines[request.request_id] = deadline
+            self._queued += 1
+            self._commands.append(lambda: self._add(request))
+            self._wake.notify()
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request; unknown and ended ones are fine."""
+        with self._wake:
+            self._commands.append(lambda: self.scheduler.cancel(request_id))
+            self._wake.notify()
+
+    def drain(self, timeout: float) -> bool:
+        """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
+        with self._wake:
+            if self._status == "ready":
+                self._status = "draining"
+            return self._wake.wait_for(lambda: not self._open, timeout)
+
+    def close(self) -> None:
+        """Ends the loop; open requests end as cancelled."""
+        with self._wake:
+            if self._status in ("closed", "starting"):
+                self._status = "closed"
+                return
+            if self._status != "failed":
+                self._status = "closed"
+            self._wake.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self.deployment.cluster.step_seconds)
+        for request_id in list(self._open):
+            self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
+        for callback in self._close_callbacks:
+            callback()
+
+    def fail(self, error: EngineFailedError) -> None:
+        """Marks the engine as failed and ends every open request with the error; any thread."""
+        with self._wake:
+            if self._failure is not None or self._status == "closed":
+                return
+            self._failure, self._status = error, "failed"
+            self._wake.notify_all()
+        logger.error("engine failed: %s", error)
+        for request_id in list(self._open):
+            news = TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
+            self._deliver([news])
+        for callback in self._failure_callbacks:
+            callback(error)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("prompt", "is empty")
+        for place, token in enumerate(prompt):
+            if not 0 <= token < self._vocab:
+                raise InvalidRequestError(
+                    f"prompt[{place}]", f"token id {token} is not in [0, {self._vocab - 1}]"
+                )
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._status == "draining":
+            raise DrainingError("the server is shutting down and takes no new requests")
+        if self._status != "ready":
+            raise EngineFailedError(f"the engine is {self._status}")
+
+    def _add(self, request: Request) -> list[TokenOutput]:
+        self._queued -= 1
+        try:
+            self.scheduler.add(request)
+        except (InvalidRequestError, OverloadedError) as error:
+            return [
+                TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
+            ]
+        return []
+
+    def _run(self) -> None:
+        try:
+            while self._status in ("ready", "draining"):
+                self._take_commands()
+                self._step()
+        except EngineFailedError as error:
+            self.fail(error)
+        except Exception as error:
+            logger.exception("step loop")
+            self.fail(EngineFailedError(f"step loop: {error!r} at {self.driver.at}"))
+
+    def _step(self) -> None:
+        """One boundary: plan idle lanes, enqueue until a lane leaves, read what is one step old."""
+        driver = self.driver
+        plans = [p for lane in driver.idle_lanes if (p := self.scheduler.plan(lane)) is not None]
+        if plans or driver.active:
+            if self._broadcast is not None:
+                self._broadcast(plans)
+            for plan in plans:
+                driver.begin(plan)
+            finished = driver.advance()
+            self._in_flight.append(finished.plan)
+            self._results.read(finished)
+            self._land_until(finished.plan)
+        elif self._in_flight:
+            self._land_one()
+        else:
+            self._sleep()
+
+    def _land_until(self, newest: StepPlan) -> None:
+        """Reads results until only the newest step of its lane is still unread."""
+        while self._results.ready() or any(
+            plan.lane == newest.lane and plan.number != newest.number for plan in self._in_flight
+        ):
+            self._land_one()
+
+    def _land_one(self) -> None:
+        """Waits for the oldest step's tokens and hands them out."""
+        plan, sampled = self._results.take(
+            self.deployment.cluster.step_seconds, lambda: self._failure
+        )
+        if plan.number != self._in_flight.popleft().number:
+            raise EngineFailedError(f"step {plan.number} landed out of order")
+        self._deliver(self.scheduler.complete(plan, sampled))
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            with self._wake:
+                command = self._commands.popleft()
+            self._deliver(command())
+        if self._deadlines:
+            now = time.monotonic()
+            for request_id in [r for r, at in self._deadlines.items() if at <= now]:
+                self._deliver(self.scheduler.cancel(request_id))
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            callback = self._open.get(output.request_id)
+            if output.finish_reason is not None:
+                with self._wake:
+                    callback = self._open.pop(output.request_id, None)
+                    self._deadlines.pop(output.request_id, None)
+                    if not self._open:
+                        self._wake.notify_all()
+            if callback is None:
+                continue
+            try:
+                callback(output)
+            except Exception:
+                logger.exception("request %s: its receiver failed", output.request_id)
+                self.cancel(output.request_id)
+
+    def _sleep(self) -> None:
+        """Nothing to do: check the books, then wait for a command."""
+        self.scheduler.check_integrity()
+        with self._wake:
+            if not self._commands and self._status in ("ready", "draining"):
+                self._wake.wait(IDLE_SECONDS)
