@@ -85,21 +85,22 @@ def _attend_one(
 ) -> Float[Array, "kv_heads group v_head_dim"]:
     """Attend from one token to the positions 0..last of the sequence that has these pages."""
     kv_heads = query.shape[0]
-    # [context, kv_heads, head_dim], in FP32 because CPUs multiply BF16 no faster.
     keys = k_pages.at[pages].get(mode="clip").reshape(-1, kv_heads, k_pages.shape[3])
     values = v_pages.at[pages].get(mode="clip").reshape(-1, kv_heads, v_pages.shape[3])
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    # [kv_heads, context, head_dim]: heads first, and FP32, are what CPUs multiply fastest.
+    keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
+    values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)
 
-    visible = jnp.arange(keys.shape[0], dtype=jnp.int32) <= last
+    visible = jnp.arange(keys.shape[1], dtype=jnp.int32) <= last
     # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
-    values = jnp.where(visible[:, None, None], values, 0.0)
+    values = jnp.where(visible[:, None], values, 0.0)
 
     highest = jax.lax.Precision.HIGHEST
-    scores = scale * jnp.einsum("kgd,ckd->kgc", query.astype(jnp.float32), keys, precision=highest)
+    scores = scale * jnp.einsum("kgd,kcd->kgc", query.astype(jnp.float32), keys, precision=highest)
     scores = jnp.where(visible, scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     # A padding token sees nothing: its largest score is -inf and its total 0.
     weights = jnp.exp(scores - jnp.where(last < 0, 0.0, largest))
     total = jnp.where(last < 0, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
-    output = jnp.einsum("kgc,ckd->kgd", weights, values, precision=highest) / total
+    output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
     return output.astype(query.dtype)
