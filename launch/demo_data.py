@@ -162,7 +162,8 @@ def pack(files: list[SourceFile], tokenizer: Tokenizer) -> np.ndarray:
     ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     begin, end = special_ids(tokenizer)
     encodings = tokenizer.encode_batch([file.text for file in ordered], add_special_tokens=False)
-    return np.concatenate([np.array([begin, *e.ids, end], np.int32) for e in encodings])
+    streams = [np.array([begin, *encoding.ids, end], np.int32) for encoding in encodings]
+    return np.concatenate([np.empty(0, np.int32), *streams])
 
 
 class WindowStream:

@@ -1,27 +1,21 @@
-"""The demo model: Step-3's text architecture, small, as flax modules, and its checkpoint form.
+"""The demo model: Step-3's text architecture, small, as flax modules.
 
-Called by `train_demo.py`. Knows nothing of the corpus or of the engine: this is a second,
-independent statement of the mathematics that the engine serves.
+Called by `train_demo.py` and the other `demo_` files. Knows nothing of the corpus or of the engine:
+this is a second, independent statement of the mathematics that the engine serves.
 
 Sources: Step-3 report (arXiv 2507.19427), section 3, for multi-matrix factorisation attention and
 the mixture of experts; DeepSeek-V3 report (arXiv 2412.19437), section 2.2, for multi-token
-prediction. Matrices of the modules are [in, out]; those of the checkpoint are [out, in].
+prediction. Matrices are [in, out].
 """
 
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from safetensors.numpy import load_file, save_file
 
 BLOCK_ROWS = 64  # rows of one expert that are multiplied together
 QUERY_ROWS = 256  # queries whose scores are computed together
@@ -53,19 +47,25 @@ class DemoConfig:
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer holds experts; the prediction module (the last index) always does."""
-        moe_layers = {int(index) for index in self.moe_layers_enum.split(",")}
-        return layer in moe_layers or layer >= self.num_hidden_layers
+        return layer in self.moe_layers or layer >= self.num_hidden_layers
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The indices in `moe_layers_enum`."""
+        return tuple(int(index) for index in self.moe_layers_enum.split(","))
 
 
 class Routing(NamedTuple):
-    """What the balance term of one MoE layer needs.
+    """What one MoE layer chose, and what its balance term needs.
 
     balance: experts · Σ_e load_e · mean probability_e, 1 when perfectly even.
     load: [experts], the share of the token-choices that fell on each expert; sums to 1.
+    expert: [tokens, top_k], the choices.
     """
 
     balance: Float[Array, ""]
     load: Float[Array, " experts"]
+    expert: Int[Array, "tokens top_k"]
 
 
 class Linear(nnx.Module):
@@ -185,7 +185,7 @@ class Experts(nnx.Module):
         load = jnp.zeros(experts).at[expert.reshape(-1)].add(1.0) / expert.size
         balance = experts * jnp.sum(load * probability.mean(axis=0))
         blocks = arrange_blocks(expert, experts)
-        return self._apply(x, weight, blocks), Routing(balance, load)
+        return self._apply(x, weight, blocks), Routing(balance, load, expert)
 
     def _apply(self, x: Array, weight: Array, blocks: "Blocks") -> Array:
         """Runs every block through its expert and sums each token's weighted rows."""
@@ -357,91 +357,3 @@ class DemoModel(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens d_model"], Routing]:
         """The prediction module's states; `lm_head` makes logits of t_{i+2} of them."""
         return self.prediction(self.embed_tokens[...][next_tokens], hidden)
-
-
-# --- the checkpoint -------------------------------------------------------------------------
-
-
-def checkpoint_name(path: tuple, layers: int) -> str:
-    """The Hugging Face Step-3 name of a parameter, from its path in the module tree."""
-    parts = [str(part) for part in path]
-    if parts[-1] == "weight":
-        parts.pop()
-    if parts[0] == "prediction":
-        if parts[1] == "decoder":
-            parts = ["layers", str(layers), *parts[2:]]
-        elif parts[1] == "norm":
-            parts = ["layers", str(layers), "shared_head", "norm"]
-        else:
-            parts = ["layers", str(layers), *parts[1:]]
-    prefix = "" if parts[0] == "lm_head" else "model."
-    return f"{prefix}{'.'.join(parts)}.weight"
-
-
-def checkpoint_entries(model: DemoModel) -> Iterator[tuple[str, nnx.Param, bool]]:
-    """Yields (checkpoint name, parameter, whether its last two axes are swapped in the file)."""
-    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        transposed = parameter.ndim >= 2 and path[-1] != "embed_tokens"
-        yield checkpoint_name(path, model.config.num_hidden_layers), parameter, transposed
-
-
-def save_weights(model: DemoModel, path: Path) -> None:
-    """Writes all parameters in BF16, replacing the file in one step."""
-    tensors = {}
-    for name, parameter, transposed in checkpoint_entries(model):
-        value = np.asarray(parameter[...])
-        value = np.swapaxes(value, -1, -2) if transposed else value
-        tensors[name] = np.ascontiguousarray(value).astype(ml_dtypes.bfloat16)
-    temporary = path.with_name(path.name + ".new")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o644)
-    os.replace(temporary, path)
-
-
-def load_model(folder: Path) -> DemoModel:
-    """Reads a checkpoint folder into an FP32 model.
-
-    Raises ValueError if the file's names or shapes are not exactly the model's.
-    """
-    known = DemoConfig.__dataclass_fields__
-    values = json.loads((folder / "config.json").read_text())
-    config = DemoConfig(**{key: value for key, value in values.items() if key in known})
-    model = nnx.eval_shape(lambda: DemoModel(config, nnx.Rngs(0)))
-    tensors = load_file(folder / "model.safetensors")
-    loaded = {}
-    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        name = checkpoint_name(path, config.num_hidden_layers)
-        if name not in tensors:
-            raise ValueError(f"{folder}: tensor {name} is missing")
-        value = tensors.pop(name).astype(np.float32)
-        if parameter.ndim >= 2 and path[-1] != "embed_tokens":
-            value = np.swapaxes(value, -1, -2)
-        if value.shape != parameter.shape:
-            raise ValueError(f"{folder}: {name} has shape {value.shape}, not {parameter.shape}")
-        loaded[path] = parameter.replace(jnp.asarray(value))
-    if tensors:
-        raise ValueError(f"{folder}: unknown tensors {sorted(tensors)}")
-    nnx.update(model, nnx.from_flat_state(loaded))
-    return model
-
-
-def hugging_face_config(config: DemoConfig, begin: int, end: int) -> dict:
-    """The content of `config.json`."""
-    return {
-        "architectures": ["Step3ForCausalLM"],
-        "model_type": "step3_text",
-        **asdict(config),
-        "max_seq_len": config.max_position_embedding,
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def parameter_count(model: DemoModel) -> int:
-    """Number of weights, the prediction module included."""
-    return sum(parameter.size for _, parameter, _ in checkpoint_entries(model))
