@@ -22,7 +22,7 @@ from jaxserve.mesh import cached_sharding, has_local_devices
 
 TransportKind = Literal["device_put", "ppermute"]
 Arrays = Sequence[jax.Array]
-Copy = Callable[[jax.Array, jax.sharding.Sharding], jax.Array]
+Copy = Callable[[jax.Array], jax.Array]
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
@@ -96,14 +96,13 @@ class DevicePutTransport(Transport):
         dtype: jnp.dtype,
     ):
         super().__init__(route, source, destination, piece, dtype)
-        self.copy = fast_copy()
-        self._whole = route.whole
+        make_copy = fast_copy()
+        self._copy_whole = make_copy(self.destination_sharding) if route.whole else None
         here = jax.process_index()
         local_sources = [d for d in self.source_devices if d.process_index == here]
         self._place_of_source = {d: place for place, d in enumerate(local_sources)}
-        self._single = {
-            d: SingleDeviceSharding(d) for d in {*self.source_devices, *self.destination_devices}
-        }
+        self._single = {d: SingleDeviceSharding(d) for d in self.source_devices}
+        self._copy_to = {d: make_copy(SingleDeviceSharding(d)) for d in self.destination_devices}
         self._edges = [
             (edge, self.source_devices[edge.source], self.destination_devices[edge.destination])
             for edge in route.edges
@@ -112,15 +111,15 @@ class DevicePutTransport(Transport):
         self._here = here
 
     def __call__(self, outputs: Arrays) -> Arrays:
-        if self._whole:
-            return (self.copy(outputs[0], self.destination_sharding),)
+        if self._copy_whole is not None:
+            return (self._copy_whole(outputs[0]),)
         received: list[list[jax.Array]] = [[] for _ in range(self.route.receives)]
         for edge, source, destination in self._edges:
             if source in self._place_of_source:
                 piece = outputs[edge.output].addressable_data(self._place_of_source[source])
             else:
                 piece = _absent(self.piece, self._single[source], self.dtype)
-            arrived = self.copy(piece, self._single[destination])
+            arrived = self._copy_to[destination](piece)
             if destination.process_index == self._here:
                 received[edge.input].append(arrived)
         return [self._assemble(pieces) for pieces in received]
@@ -210,14 +209,14 @@ def _absent(shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: jnp.
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
-def public_copy(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A copy through JAX's public interface: about eight jitted calls' worth of host time."""
-    return jax.device_put(x, sharding)
+def public_copy(sharding: jax.sharding.Sharding) -> Copy:
+    """Copies through JAX's public interface: about eight jitted calls' worth of host time."""
+    return lambda x: jax.device_put(x, sharding)
 
 
 @functools.cache
-def fast_copy() -> Copy:
-    """The C++ copy under `device_put`, or `device_put` itself where it is not as expected.
+def fast_copy() -> Callable[[jax.sharding.Sharding], Copy]:
+    """Makes the C++ copy under `device_put`, or `device_put` where that is not as expected.
 
     Private to JAX, so it proves itself first: a copy to a local device must arrive unchanged.
     """
@@ -225,22 +224,18 @@ def fast_copy() -> Copy:
     sharding = SingleDeviceSharding(device)
     probe = jax.device_put(np.arange(7, dtype=np.int32), jax.local_devices()[0])
     try:
-        copy = _private_copy()
-        arrived = copy(probe, sharding)
+        arrived = _private_copy(sharding)(probe)
         if arrived.sharding == sharding and np.array_equal(arrived, np.arange(7)):
-            return copy
+            return _private_copy
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
         pass
     return public_copy
 
 
-def _private_copy() -> Copy:
+def _private_copy(sharding: jax.sharding.Sharding) -> Copy:
     from jax._src.lib import xla_client
 
     batched = xla_client.batched_copy_array_to_devices_with_sharding
+    devices, shardings = [sharding._internal_device_list], [sharding]
     reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT]
-
-    def copy(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-        return batched([x], [sharding._internal_device_list], [sharding], reuse)[0]
-
-    return copy
+    return lambda x: batched([x], devices, shardings, reuse)[0]

@@ -131,14 +131,13 @@ class AFDDriver:
         lanes, handlers, observer = self._lanes, self._handlers, self.observer
         while True:
             for stage in self._rotation.turn():
-                name, number, layer = stage
                 self.at = stage
-                lane = lanes[number]
+                name, number, layer = stage
                 if name == "leave":
-                    return self._leave(lane)
-                handlers[name](lane, layer)
+                    return self._leave(lanes[number])
+                handlers[name](lanes[number], layer)
                 if observer is not None:
-                    self._observe(observer, lane, stage)
+                    self._observe(observer, lanes[number], stage)
 
     def _attend(self, lane: _Lane, layer: int) -> None:
         k, v = self._pages[layer]

@@ -11,7 +11,6 @@ this is Step-3's three-stage pipeline (§4.1). A lane that has left its last lay
 step at its next turn, wherever the others are: lanes are not drained.
 """
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 StageName = Literal["attend", "dispatch", "ffn", "combine", "leave"]
@@ -37,6 +36,11 @@ class Rotation:
         self._lanes = lanes
         self._pending: Stage | None = None
         self._turn = 0
+        names: list[StageName] = ["attend", "dispatch", "ffn", "combine"]
+        self._stages = [
+            [tuple(Stage(name, lane, layer) for name in names) for layer in range(layers)]
+            for lane in range(lanes)
+        ]
 
     @property
     def active(self) -> list[int]:
@@ -49,26 +53,27 @@ class Rotation:
             raise ValueError(f"lane {lane} is still at layer {self._next_layer[lane]} of its step")
         self._next_layer[lane] = 0
 
-    def turn(self) -> Iterator[Stage]:
+    def turn(self) -> tuple[Stage, ...]:
         """The next active lane's turn: one layer, or its leave after the last.
 
         A turn that ends with `leave` ends the lane's step: a boundary, at which new plans come in.
         """
         lane = self._choose()
         layer = self._next_layer[lane]
-        if self._pending is not None and self._pending.lane == lane:
-            yield self._take_pending()
+        before, between = (), ()
+        if self._pending is not None:
+            if self._pending.lane == lane:
+                before = (self._pending,)
+            else:
+                between = (self._pending,)
         if layer == self._layers:
             del self._next_layer[lane]
-            yield Stage("leave", lane, layer)
-            return
+            if before:
+                self._pending = None
+            return (*before, Stage("leave", lane, layer))
         self._next_layer[lane] = layer + 1
-        yield Stage("attend", lane, layer)
-        yield Stage("dispatch", lane, layer)
-        if self._pending is not None:
-            yield self._take_pending()
-        yield Stage("ffn", lane, layer)
-        self._pending = Stage("combine", lane, layer)
+        attend, dispatch, ffn, self._pending = self._stages[lane][layer]
+        return (*before, attend, dispatch, *between, ffn)
 
     def _choose(self) -> int:
         if not self._next_layer:
@@ -79,8 +84,3 @@ class Rotation:
         if self._next_layer[lane] < self._layers:
             self._turn = (self._turn + 1) % self._lanes
         return lane
-
-    def _take_pending(self) -> Stage:
-        stage, self._pending = self._pending, None
-        assert stage is not None
-        return stage
