@@ -50,6 +50,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     stage: Stage
     lane: int
     layer: int
+    """The attend after the last layer is the step's `leave`: last sum, head and sampling."""
     step: int
     """The step plan's number."""
     start_ns: int
