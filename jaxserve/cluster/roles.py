@@ -1,0 +1,120 @@
+"""What a process does once it has joined: process 0 leads an engine, the others follow its plans.
+
+Both build the same runtime over the same deployment. Called by `serve.py` and the bench; what the
+processes say to each other is `leader.py` and `follower.py`.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxserve.cluster.control import Boundary, Position, shapes_digest
+from jaxserve.cluster.follower import Follower
+from jaxserve.cluster.leader import Leader
+from jaxserve.config.deployment import Deployment
+from jaxserve.engine.build import build_engine, build_runtime, warm_up
+from jaxserve.engine.engine import Engine
+from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
+from jaxserve.pipeline.plan import StepPlan
+from jaxserve.pipeline.timeline import Recorder, Span
+
+SPANS = "spans"
+"""Name under which followers keep their measured spans."""
+
+
+def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = None) -> Engine:
+    """A warm, running engine whose boundaries go to all followers first.
+
+    Raises:
+      EngineFailedError: a follower failed, or did not get ready in time.
+    """
+    digest = leader.identity.digest
+    number = 0
+
+    def broadcast(plans: list[StepPlan]) -> None:
+        nonlocal number
+        leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans)))
+        number += 1
+
+    engine = build_engine(deployment, observer=observer, broadcast=broadcast)
+    leader.wait_ready()
+    engine.start()
+    return engine
+
+
+def follow(
+    deployment: Deployment,
+    follower: Follower,
+    *,
+    recorder: Recorder | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs the leader's plans until it says goodbye.
+
+    Raises:
+      EngineFailedError: the leader is gone or sent what does not fit.
+      ConfigError, CheckpointError: this process cannot load its part; the leader is told.
+    """
+    try:
+        runtime = build_runtime(deployment, observer=recorder)
+        warm_up(runtime)
+        driver = runtime.driver
+        follower.position = lambda: position(driver)
+        if recorder is not None:
+            follower.answer(SPANS, lambda: _spans(recorder))
+        completions = _Completions(follower)
+        follower.ready()
+        on_ready()
+        for boundary in follower.boundaries():
+            for plan in boundary.plans:
+                driver.begin(plan)
+            completions.put(boundary.number, driver.advance().last)
+    except BaseException as error:
+        follower.fail(error)
+        raise
+
+
+def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
+    """The measured spans of every follower."""
+    return [
+        msgspec.msgpack.decode(data, type=list[Span])
+        for data in leader.collect(SPANS, timeout).values()
+    ]
+
+
+def position(driver: AFDDriver | ColocatedDriver) -> Position | None:
+    """Where the driver is in the schedule, for heartbeats and errors."""
+    at = driver.position()
+    return None if at is None else Position(*at)
+
+
+def _spans(recorder: Recorder) -> bytes:
+    recorder.flush(5.0)
+    return msgspec.msgpack.encode(recorder.spans())
+
+
+class _Completions:
+    """Tells the leader which boundaries are done on the devices, from a thread of its own."""
+
+    def __init__(self, follower: Follower):
+        self._follower = follower
+        self._queue: queue.SimpleQueue[tuple[int, jax.Array]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="jaxserve-completions", daemon=True).start()
+
+    def put(self, number: int, last: Any) -> None:
+        """`last` is there when boundary `number` is done."""
+        self._queue.put((number, last))
+
+    def _run(self) -> None:
+        while True:
+            number, last = self._queue.get()
+            try:
+                last.block_until_ready()
+            except Exception as error:
+                self._follower.fail(error)
+                return
+            self._follower.completed(number)

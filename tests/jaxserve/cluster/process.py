@@ -1,0 +1,149 @@
+"""One process of a small deployment without a model: what `serve` does with the cluster layer.
+
+Started by the tests through `launch/local.py --module tests.jaxserve.cluster.process`. The leader
+broadcasts a boundary every few milliseconds; with `--jax`, each makes one array go round: a
+transfer to the first ffn device, one more than it was there, and back.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from jaxserve.cluster import bootstrap
+from jaxserve.cluster.control import Boundary, Position, shapes_digest
+from jaxserve.cluster.follower import Follower
+from jaxserve.cluster.leader import Leader
+from jaxserve.cluster.membership import identity
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.errors import EngineFailedError, JaxserveError
+from jaxserve.pipeline.plan import Bucket, StepPlan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    bootstrap.add_arguments(parser)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--follower-set", action="append", default=[])
+    parser.add_argument("--jax", action="store_true")
+    parser.add_argument("--boundaries", type=int, default=10**9)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    arguments = bootstrap.from_arguments(options)
+    extra = [] if arguments.is_leader else options.follower_set
+    deployment = load_deployment(".", [*options.set, *extra])
+    print(f"pid {os.getpid()} cores {sorted(os.sched_getaffinity(0))}", flush=True)
+    failed = threading.Event()
+    try:
+        peers = join(arguments, deployment, options.jax, failed)
+    except JaxserveError as error:
+        bootstrap.abandon(f"{type(error).__name__}: {error}")
+    device_loop = exchange() if options.jax else iter(range(10**9))
+    if isinstance(peers, Leader):
+        lead(peers, device_loop, options.boundaries, failed)
+    elif isinstance(peers, Follower):
+        follow(peers, device_loop)
+    bootstrap.leave(peers)
+    print("left", flush=True)
+
+
+def join(
+    arguments: bootstrap.ProcessArguments,
+    deployment: Deployment,
+    jax: bool,
+    failed: threading.Event,
+) -> Leader | Follower | None:
+    def end(failure: EngineFailedError) -> None:
+        if arguments.is_leader:
+            failed.set()
+        else:
+            bootstrap.abandon(f"failed: {failure}")
+
+    if jax:
+        return bootstrap.join(arguments, deployment, end)
+    here = identity(arguments.process_id, arguments.processes, deployment)
+    shared = {"token": arguments.token, "cluster": deployment.cluster, "on_failure": end}
+    if arguments.is_leader:
+        leader = Leader(here, address=arguments.control_bind, **shared)
+        leader.start()
+        leader.wait_registered()
+        return leader
+    follower = Follower(here, address=arguments.control_address, **shared)
+    follower.register()
+    return follower
+
+
+def lead(leader: Leader, device_loop: Iterator[int], count: int, failed: threading.Event) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+
+    def report() -> None:
+        """Clients would get UNAVAILABLE here; the main thread may be stuck in a transfer."""
+        failed.wait()
+        time.sleep(1.0)
+        assert leader.failure is not None
+        leader.close(failure=str(leader.failure), timeout=1.0)
+        bootstrap.abandon(f"failed: {leader.failure}")
+
+    threading.Thread(target=report, daemon=True).start()
+    leader.wait_ready()
+    print("ready", flush=True)
+    try:
+        for number in range(count):
+            plans = [StepPlan(lane=0, number=number, bucket=Bucket(8, 4), groups=[[]])]
+            digest = shapes_digest(leader.identity.digest, plans)
+            leader.broadcast(Boundary(number, plans, digest))
+            value = next(device_loop)
+            if number % 50 == 49:
+                print(f"boundary {number} value {value}", flush=True)
+            if stop.wait(0.005):
+                break
+    except Exception as error:  # of JAX too: the peer of a transfer is gone
+        print(f"step failed: {type(error).__name__}", flush=True)
+        failed.wait()
+        threading.Event().wait(10)
+    print("done", flush=True)
+
+
+def follow(follower: Follower, device_loop: Iterator[int]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader decides when to end
+    current = 0
+    follower.position = lambda: Position(stage="ffn", lane=0, layer=3, step=current)
+    follower.ready()
+    for boundary in follower.boundaries():
+        current = boundary.number
+        next(device_loop)
+        follower.completed(boundary.number)
+
+
+def exchange() -> Iterator[int]:
+    """Sends one array to the first ffn device and back for each `next`; yields its value."""
+    import jax
+    import numpy as np
+    from jax.sharding import SingleDeviceSharding
+
+    ends = [min(d.id for d in jax.devices() if d.process_index == process) for process in (0, 1)]
+    sharding = [SingleDeviceSharding(d) for end in ends for d in jax.devices() if d.id == end]
+    here = jax.process_index()
+    print(f"devices {jax.local_device_count()} of {jax.device_count()}", flush=True)
+
+    def absent(process: int) -> jax.Array:
+        return jax.make_array_from_single_device_arrays((4,), sharding[process], [], dtype="int32")
+
+    increment = jax.jit(lambda x: x + np.int32(1))
+    x = jax.device_put(np.zeros(4, np.int32), sharding[0]) if here == 0 else absent(0)
+    while True:
+        y = jax.device_put(x, sharding[1])
+        y = increment(y) if here == 1 else absent(1)
+        x = jax.device_put(y, sharding[0])
+        if here == 1:
+            y.block_until_ready()
+            x = absent(0)
+        yield int(x[0]) if here == 0 else 0
+
+
+if __name__ == "__main__":
+    main()
