@@ -98,7 +98,8 @@ class GrpcServer:
 
     def stop(self, grace: float) -> None:
         """Waits up to `grace` seconds for answers on their way, then ends every connection."""
-        if self._thread.is_alive():
+        started = self._started.done() and self._started.exception() is None
+        if started and self._thread.is_alive():
             self._call(self._stop(grace), grace)
             self._thread.join(START_SECONDS)
 

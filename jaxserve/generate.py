@@ -1,0 +1,127 @@
+"""`python -m jaxserve.generate`: one prompt, its completion streamed to the terminal.
+
+With `--config F` the model runs in this process; with `--server HOST:PORT` a running
+`jaxserve.serve` answers. Only the completion goes to standard output. Exit codes: 1 it failed,
+2 something asked for is wrong, 130 Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import grpc
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
+from jaxserve.llm import LLM
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+
+OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+CHANNEL_OPTIONS = [
+    # A server that vanished is noticed after half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+Pieces = Generator[tuple[str, int, str]]
+"""New text, how many tokens it took, and in the last piece why it ended."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a completion; returns the exit code."""
+    options = _parse(arguments)
+    try:
+        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+        given = {name: value for name in OPTIONAL if (value := getattr(options, name)) is not None}
+        given |= {"stop": tuple(options.stop), "ignore_eos": options.ignore_eos}
+        SamplingParams(**given).validate()  # before a model is loaded or a server asked
+        source = _from_server if options.server else _from_model
+        with contextlib.closing(source(options, prompt, given)) as pieces:
+            _print(pieces)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except (ConfigError, CheckpointError, InvalidRequestError) as error:
+        return _complain(str(error), 2)
+    except JaxserveError as error:
+        return _complain(str(error), 1)
+    except grpc.RpcError as error:
+        if not isinstance(error, grpc.Call):
+            raise
+        wrong = error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        return _complain(f"{error.code().name}: {error.details()}", 2 if wrong else 1)
+    return 0
+
+
+def _from_model(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
+    with LLM(options.config, overrides=options.set) as llm:
+        for piece in llm.stream(prompt, SamplingParams(**given)):
+            yield piece.text, len(piece.token_ids), piece.finish_reason or ""
+
+
+def _from_server(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
+    request = pb.GenerateRequest(text=prompt, **given)
+    with grpc.insecure_channel(options.server, options=CHANNEL_OPTIONS) as channel:
+        for event in InferenceStub(channel).GenerateStream(request):
+            reason = ""
+            if event.HasField("finish"):
+                name = pb.FinishReason.Name(event.finish.reason)
+                reason = name.removeprefix("FINISH_REASON_").lower()
+            yield event.delta.text, len(event.delta.token_ids), reason
+
+
+def _print(pieces: Pieces) -> None:
+    """Text to standard output as it comes, a line about it to standard error."""
+    total, started, ended = 0, 0, ""
+    first = time.monotonic()
+    for text, count, reason in pieces:
+        if count and not total:
+            first, started = time.monotonic(), count
+        total, ended = total + count, reason
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    seconds = time.monotonic() - first
+    print(flush=True)
+    rate = f", {(total - started) / seconds:.1f} a second" if total > started else ""
+    print(f"[{total} tokens{rate}, {ended}]", file=sys.stderr)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"jaxserve: {message}", file=sys.stderr)
+    return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.generate", description="Complete one prompt."
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", help="deployment file, or a model folder")
+    source.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
+    parser.add_argument("--prompt", required=True, help="the text to complete; - reads it")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --config: override a key of the deployment; may be repeated",
+    )
+    parser.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
+    parser.add_argument("--top-k", type=int, help="draw from the k most probable tokens (all)")
+    parser.add_argument("--top-p", type=float, help="draw from the most probable mass p (1)")
+    parser.add_argument("--min-p", type=float, help="drop tokens below p times the best one (0)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

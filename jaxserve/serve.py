@@ -1,0 +1,173 @@
+"""`python -m jaxserve.serve --config F`: a deployment on the network, until a signal ends it.
+
+The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
+that starts with `ready`, serve; on SIGTERM or SIGINT finish what runs and exit 0. Exit codes: 1
+the engine failed, 2 the configuration or the checkpoint is wrong, 128 + n a signal before ready
+or a second one.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
+from jaxserve.llm import open_engine
+from jaxserve.pipeline import timeline_view
+from jaxserve.pipeline.timeline import Recorder
+from jaxserve.server.generation import TextGenerator, TokenEngine
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.tokenizer import Tokenizer
+
+LOOK_SECONDS = 1.0
+"""How often the main thread wakes up on its own."""
+LAST_ANSWERS_SECONDS = 5.0
+"""For answers on their way to clients, after the engine has ended."""
+
+logger = logging.getLogger("jaxserve.serve")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until a signal or a failure; returns the exit code."""
+    options = _parse(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        deployment = load_deployment(options.config, options.set)
+        if options.timeline and deployment.mode == "colocated":
+            raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
+        return _Serving(deployment, options).run()
+    except (ConfigError, CheckpointError) as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 2
+    except EngineFailedError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 1
+
+
+class _Serving:
+    """One run of `serve`: the pieces and the order in which they start and end."""
+
+    def __init__(self, deployment: Deployment, options: argparse.Namespace):
+        self._deployment = deployment
+        self._timeline: Path | None = options.timeline
+        self._recorder = Recorder() if options.timeline else None
+        self._server = GrpcServer(
+            deployment.server.host,
+            deployment.server.grpc_port,
+            insecure_bind=options.insecure_bind,
+        )
+        self._wake = threading.Event()
+        self._failure: EngineFailedError | None = None
+        self._signal: int | None = None
+        self._ready = False
+
+    def run(self) -> int:
+        """The whole life; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        tokenizer = Tokenizer.from_folder(self._deployment.model)
+        address = self._server.start()
+        try:
+            engine = self._open_engine()
+            engine.add_failure_callback(self._on_failure)
+            generator = TextGenerator(engine, tokenizer)
+            self._server.open(generator)
+            self._ready = True
+            print(_ready_line(address, engine), flush=True)
+            while not self._wake.wait(LOOK_SECONDS):
+                pass
+            if self._failure is None:
+                self._drain(engine)
+            generator.close()
+        finally:
+            self._server.stop(LAST_ANSWERS_SECONDS)
+        if self._failure is not None:
+            from jaxserve.cluster.bootstrap import abandon
+
+            # Not an orderly exit: it would wait for device calls that may never return.
+            abandon(f"the engine failed: {self._failure}")
+        self._write_timeline()
+        return 0
+
+    def _open_engine(self) -> Any:
+        """The engine, warm.
+
+        This is the place of several processes: join them here (`cluster/bootstrap.py`), before
+        anything has started a JAX backend; only process 0 gets to serve.
+        """
+        if self._recorder is None:
+            return open_engine(self._deployment)
+        return open_engine(self._deployment, observer=self._recorder)
+
+    def _drain(self, engine: Any) -> None:
+        """Takes nothing new and finishes what runs, within `server.drain_seconds`."""
+        seconds = self._deployment.server.drain_seconds
+        logger.info("%s: draining for up to %g s", signal.Signals(self._signal or 0).name, seconds)
+        self._server.refuse()
+        if not engine.drain(seconds):
+            logger.warning("requests were still running after %g s and are cut", seconds)
+        if self._failure is None:
+            engine.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            os._exit(128 + number)
+        self._signal = number
+        self._wake.set()
+        if not self._ready:
+            raise SystemExit(128 + number)
+
+    def _on_failure(self, failure: EngineFailedError) -> None:
+        self._failure = failure
+        self._wake.set()
+
+    def _write_timeline(self) -> None:
+        if self._recorder is None or self._timeline is None:
+            return
+        self._recorder.flush(LAST_ANSWERS_SECONDS)
+        self._recorder.close()
+        summary = timeline_view.write(self._timeline, self._recorder.spans())
+        logger.info("timeline in %s: %s", self._timeline, timeline_view.describe(summary))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxserve.serve", description="Serve a model.")
+    parser.add_argument("--config", required=True, help="deployment file, or a model folder")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the deployment, as in attention.dp=3; may be repeated",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="DIR",
+        help="measure the stages, and write a Perfetto trace and an SVG there at the end",
+    )
+    parser.add_argument(
+        "--insecure-bind",
+        action="store_true",
+        help="allow a server.host that is not loopback, although there is neither TLS nor a key",
+    )
+    return parser.parse_args(arguments)
+
+
+def _ready_line(address: str, engine: TokenEngine) -> str:
+    info = engine.model_info()
+    words = [f"{key}={info[key]}" for key in ("model", "mode", "lanes") if key in info]
+    return "  ".join(["ready", f"grpc={address}", *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

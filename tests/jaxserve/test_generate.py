@@ -1,0 +1,109 @@
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve import generate
+from jaxserve.engine.request import SamplingParams
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.grpc import GrpcServer
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine(ids_of("one two three"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def address(engine: FakeEngine) -> Iterator[str]:
+    """A server to ask."""
+    generator = TextGenerator(engine, LETTERS)
+    server = GrpcServer(port=0)
+    address = server.start()
+    server.open(generator)
+    yield address
+    server.stop(0)
+    generator.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model to run in this process."""
+    raw_letters().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("jaxserve.llm.open_engine", lambda *_, **__: engine)
+    return tmp_path
+
+
+def test_a_server_completes(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--server", address, "--prompt", "hi"]) == 0
+    output, error = capsys.readouterr()
+    assert output == "one two three\n"
+    assert error.startswith("[13 tokens")
+    assert error.endswith("stop]\n")
+
+
+def test_a_model_completes(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(folder), "--prompt", "hi", "--max-tokens", "7", "--set", "lanes=2"]
+    assert generate.main(arguments) == 0
+    output, error = capsys.readouterr()
+    assert output == "one two\n"
+    assert error.startswith("[7 tokens")
+    assert error.endswith("length]\n")
+    assert engine.status == "closed"
+
+
+def test_the_prompt_from_standard_input_and_every_parameter(
+    address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a file"))
+    sampling = "--temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1 --seed 7 --stop tw --stop x"
+    arguments = ["--server", address, "--prompt", "-", "--ignore-eos", *sampling.split()]
+    assert generate.main(arguments) == 0
+    assert engine.prompts == [[0, *ids_of("from a file")]]
+    assert engine.params == [
+        SamplingParams(
+            temperature=0,
+            top_k=3,
+            top_p=0.5,
+            min_p=0.1,
+            seed=7,
+            stop=("tw", "x"),
+            ignore_eos=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--prompt", "hi", "--temperature", "3"], 2, "temperature: 3.0 is not in [0, 2]"),
+        (["--prompt", "hi", "--seed", "-1"], 2, "seed: -1 is not in"),
+        (["--prompt", ""], 2, "INVALID_ARGUMENT: prompt: is empty"),
+    ],
+)
+def test_wrong_requests_end_in_one_line(
+    address: str, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert generate.main(["--server", address, *arguments]) == code
+    error = capsys.readouterr().err
+    assert error.startswith(f"jaxserve: {message}")
+    assert error.count("\n") == 1
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--server", "127.0.0.1:1", "--prompt", "hi"]) == 1
+    assert capsys.readouterr().err.startswith("jaxserve: UNAVAILABLE: ")
+
+
+def test_a_wrong_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--config", str(tmp_path / "nowhere.yaml"), "--prompt", "hi"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere.yaml" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,251 @@
+"""The process around a server: its exit codes, its one line, and how it ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve import serve
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from tests.jaxserve.server.letters import raw_letters
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 30
+
+PROGRAM = """
+import os, sys, threading, time
+from jaxserve import serve
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import ids_of
+
+def open_engine(deployment, **options):
+    mode = os.environ["FAKE"]
+    if mode == "slow start":
+        print("starting", flush=True)
+        time.sleep(60)
+    engine = FakeEngine(ids_of("x" * 40), pace=0.05)
+    if mode == "stuck":
+        engine.allowed = 3
+    if mode == "failing":
+        engine.allowed = 3
+        def fail():
+            while not engine.running:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            engine.fail("process 1 (ffn) is gone")
+        threading.Thread(target=fail, daemon=True).start()
+    return engine
+
+serve.open_engine = open_engine
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder, as far as the tokenizer is concerned."""
+    raw_letters().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
+    return tmp_path
+
+
+class Process:
+    """A `serve` process with a fake engine."""
+
+    def __init__(self, folder: Path, mode: str = "", *arguments: str):
+        self.popen = subprocess.Popen(
+            [
+                *(sys.executable, "-c", PROGRAM, "--config", str(folder)),
+                *("--set", "server.grpc_port=0", *arguments),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"FAKE": mode, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._killer = threading.Timer(3 * SECONDS, self.popen.kill)
+        self._killer.start()
+
+    def line(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().rstrip("\n")
+
+    def address(self) -> str:
+        """Waits for the ready line."""
+        match = re.fullmatch(r"ready  grpc=(127\.0\.0\.1:\d+)  model=fake  .*", self.line())
+        assert match is not None
+        return match[1]
+
+    def end(self) -> tuple[int, str]:
+        """Waits for the end; exit code and standard error."""
+        _, errors = self.popen.communicate(timeout=SECONDS)
+        self._killer.cancel()
+        return self.popen.returncode, errors
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.popen.kill()
+        process.end()
+
+
+def health(channel: grpc.Channel) -> int:
+    request = health_pb2.HealthCheckRequest()
+    return health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS).status
+
+
+def stream(channel: grpc.Channel) -> Iterator[pb.GenerateStreamResponse]:
+    request = pb.GenerateRequest(text="hi")
+    return InferenceStub(channel).GenerateStream(request, timeout=SECONDS)
+
+
+def until_the_first_token(events: Iterator[pb.GenerateStreamResponse]) -> None:
+    assert next(event for event in events if event.HasField("delta"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_finishes_what_runs(
+    folder: Path, processes: list[Process], number: signal.Signals
+) -> None:
+    process = Process(folder)
+    processes.append(process)
+    with grpc.insecure_channel(process.address()) as channel:
+        assert health(channel) == health_pb2.HealthCheckResponse.SERVING
+        events = stream(channel)
+        until_the_first_token(events)
+        process.popen.send_signal(number)
+        deadline = time.monotonic() + SECONDS
+        while health(channel) == health_pb2.HealthCheckResponse.SERVING:
+            assert time.monotonic() < deadline
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream(channel))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        rest = list(events)
+        assert "".join(event.delta.text for event in rest) == "x" * 39
+        assert rest[-1].finish.reason == pb.FINISH_REASON_STOP
+    code, errors = process.end()
+    assert code == 0, errors
+    assert "draining for up to 30 s" in errors
+
+
+def test_what_does_not_finish_in_time_is_cut(folder: Path, processes: list[Process]) -> None:
+    process = Process(folder, "stuck", "--set", "server.drain_seconds=0.3")
+    processes.append(process)
+    with grpc.insecure_channel(process.address()) as channel:
+        events = stream(channel)
+        until_the_first_token(events)
+        process.popen.terminate()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(events)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    code, errors = process.end()
+    assert code == 0, errors
+    assert "requests were still running after 0.3 s and are cut" in errors
+
+
+def test_a_second_signal_ends_at_once(folder: Path, processes: list[Process]) -> None:
+    process = Process(folder, "stuck")
+    processes.append(process)
+    with grpc.insecure_channel(process.address()) as channel:
+        events = stream(channel)
+        until_the_first_token(events)
+        process.popen.terminate()
+        time.sleep(0.5)
+        assert process.popen.poll() is None
+        process.popen.terminate()
+        assert process.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_signal_before_ready_ends_at_once(folder: Path, processes: list[Process]) -> None:
+    process = Process(folder, "slow start")
+    processes.append(process)
+    assert process.line() == "starting"
+    process.popen.terminate()
+    assert process.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_failed_engine_ends_the_process(folder: Path, processes: list[Process]) -> None:
+    process = Process(folder, "failing")
+    processes.append(process)
+    with grpc.insecure_channel(process.address()) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream(channel))
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "process 1 (ffn) is gone"
+    code, errors = process.end()
+    assert code == 1
+    assert "the engine failed: process 1 (ffn) is gone" in errors
+    assert "Traceback" not in errors
+
+
+def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a wrong command says: exit code 2 and one line."""
+    assert serve.main(arguments) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("jaxserve: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "attention.dpp=2"], "did you mean 'attention.dp'"),
+        (["--set", "lanes=9"], "lanes"),
+        (["--set", "server.host=0.0.0.0"], "server.host = '0.0.0.0' can be reached from elsewhere"),
+        (
+            ["--set", "mode=colocated", "--timeline", "t"],
+            "--timeline: shows the stages of mode afd",
+        ),
+    ],
+)
+def test_wrong_settings(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(["--config", str(folder), *arguments], capsys)
+
+
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.yaml" in refused(["--config", str(tmp_path / "nowhere.yaml")], capsys)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Puts the signal handlers back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_missing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no file tokenizer.json" in refused(["--config", str(tmp_path)], capsys)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_port_in_use_is_noticed_before_the_model_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        arguments = ["--config", str(folder), "--set", f"server.grpc_port={port}"]
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(arguments, capsys)
