@@ -40,14 +40,13 @@ IDLE_SECONDS = 0.5
 class Driver(Protocol):
     """What the loop needs of `pipeline.driver`."""
 
-    at: Any
-
     @property
     def active(self) -> bool: ...
     @property
     def idle_lanes(self) -> list[int]: ...
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
+    def position(self) -> tuple[str, int, int, int] | None: ...
 
 
 class Engine:
@@ -255,7 +254,7 @@ class Engine:
             self.fail(error)
         except Exception as error:
             logger.exception("step loop")
-            self.fail(EngineFailedError(f"step loop: {error!r} at {self.driver.at}"))
+            self.fail(EngineFailedError(f"step loop: {error!r} after {self.driver.position()}"))
 
     def _step(self) -> None:
         """One boundary: plan idle lanes, enqueue until a lane leaves, read what is one step old."""

@@ -8,7 +8,7 @@ process without devices of a role passes that role's stages over.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -31,12 +31,16 @@ class Finished(NamedTuple):
     """int32 [groups, slots], replicated over the attention mesh; None in processes without it."""
     logits: jax.Array | None
     """FP32 [groups * slots, vocab]; rows of slots that did not sample mean nothing."""
+    last: jax.Array
+    """What this process computes last in the step: when it is there, so is everything before."""
 
 
 class Observer(Protocol):
     """Notes when a stage's output is there (`timeline.Recorder`)."""
 
-    def observe(self, stage: str, lane: int, layer: int, step: int, array: jax.Array) -> None:
+    def observe(
+        self, stage: Any, lane: int, layer: int, step: int, result: jax.Array, /
+    ) -> None:
         """Called right after the stage was enqueued."""
         ...
 
@@ -106,6 +110,7 @@ class AFDDriver:
             for lane in self._lanes:
                 lane.last_tokens = self._put.last_tokens()
         self.at: Stage | None = None
+        """What was enqueued last."""
 
     @property
     def active(self) -> bool:
@@ -117,6 +122,12 @@ class AFDDriver:
         """Lanes that could begin a step."""
         busy = self._rotation.active
         return [lane for lane in range(len(self._lanes)) if lane not in busy]
+
+    def position(self) -> tuple[str, int, int, int] | None:
+        """Stage, lane, layer and step number of what was enqueued last; from any thread."""
+        if self.at is None:
+            return None
+        return (*self.at, self._lanes[self.at.lane].plan.number)
 
     def begin(self, plan: StepPlan) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`."""
@@ -174,11 +185,11 @@ class AFDDriver:
 
     def _leave(self, lane: _Lane) -> Finished:
         if not self._on_attention:
-            return Finished(lane.plan, None, None)
+            return Finished(lane.plan, None, None, lane.results[0])
         lane.last_tokens, sampled, logits = lane.executables.leave(  # type: ignore[misc]
             *(lane.x, lane.last_tokens, lane.batch), *lane.combined, *self._weights.head
         )
-        return Finished(lane.plan, sampled, logits)
+        return Finished(lane.plan, sampled, logits, sampled)
 
     def _observe(self, observer: Observer, lane: _Lane, stage: Stage) -> None:
         outputs = {
@@ -210,7 +221,7 @@ class ColocatedDriver:
         make = zeros_maker(shape, programs.dtype, cached_sharding(mesh, spec))
         self._k, self._v = make(), make()
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
-        self.at: Stage | None = None
+        self._at: tuple[str, int, int, int] | None = None
 
     @property
     def active(self) -> bool:
@@ -223,6 +234,10 @@ class ColocatedDriver:
         busy = {plan.lane for plan, _, _ in self._begun}
         return [lane for lane in range(len(self._last_tokens)) if lane not in busy]
 
+    def position(self) -> tuple[str, int, int, int] | None:
+        """Lane and number of the step that was enqueued last; from any thread."""
+        return self._at
+
     def begin(self, plan: StepPlan) -> None:
         """Takes a plan in; `advance` enqueues it."""
         self._begun.append((plan, *self._put(plan)))
@@ -230,11 +245,12 @@ class ColocatedDriver:
     def advance(self) -> Finished:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
+        self._at = ("step", plan.lane, 0, plan.number)
         last, sampled, logits, self._k, self._v = self._executables[plan.bucket](  # type: ignore[misc]
             *(self._last_tokens[plan.lane], batch, table, self._k, self._v), *self._weights.flat
         )
         self._last_tokens[plan.lane] = last
-        return Finished(plan, sampled, logits)
+        return Finished(plan, sampled, logits, sampled)
 
 
 class GroupPut:

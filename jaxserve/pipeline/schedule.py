@@ -60,7 +60,8 @@ class Rotation:
         """
         lane = self._choose()
         layer = self._next_layer[lane]
-        before, between = (), ()
+        before: tuple[Stage, ...] = ()
+        between: tuple[Stage, ...] = ()
         if self._pending is not None:
             if self._pending.lane == lane:
                 before = (self._pending,)
