@@ -154,6 +154,8 @@ class Scheduler:
         """Issues the lane's next step, usually while its last one is still in flight.
 
         Returns None if the lane has nothing to do before another step lands, or has two in flight.
+        Requests may be let into any lane meanwhile, so every lane is to be asked in turn. If work
+        is left and no step in flight, one of them has something to do.
         """
         if len(self._flights[lane]) >= MAX_STEPS_IN_FLIGHT:
             return None

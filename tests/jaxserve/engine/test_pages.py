@@ -1,4 +1,5 @@
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -111,4 +112,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free_pages == 13 - sum(map(len, self.owned))
 
 
-TestPool = PoolMachine.TestCase
+class TestPool(PoolMachine.TestCase):
+    settings = settings(max_examples=50)

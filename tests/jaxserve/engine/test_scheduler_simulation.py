@@ -1,0 +1,335 @@
+"""The scheduler against a pretended device: any arrivals, cancels and orders of completion.
+
+The device has no model, only memory: pages that hold what was written to them, and the last token
+of every slot. A step writes its tokens, reads back everything it would attend to, and "samples" a
+hash of that. Reading anything but the sequence's own tokens at their own positions fails at once,
+so pages that are shared, stale or freed too early cannot hide. The expected tokens come from a
+sequential oracle that knows nothing of pages or steps.
+"""
+
+import dataclasses
+import zlib
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, StepPlan
+
+VOCABULARY = 9
+EOS_IDS = frozenset({0})
+NOT_SAMPLED = 10**9  # what the device returns for slots that sample nothing
+
+
+def next_token(seed: int, tokens: list[int]) -> int:
+    """The pretended model: depends on the seed and on every token so far, in order."""
+    return zlib.crc32(repr((seed, tokens)).encode()) % VOCABULARY
+
+
+def expected_output(request: Request, max_length: int) -> tuple[list[int], str, int | None]:
+    """Generated tokens, finish reason and stop id of a request that runs alone."""
+    tokens, params = list(request.prompt), request.params
+    while True:
+        generated = len(tokens) - len(request.prompt)
+        if generated == params.max_tokens or len(tokens) == max_length:
+            return tokens[len(request.prompt) :], "length", None
+        token = next_token(request.seed, tokens)
+        ends = token in params.stop_token_ids or (token in EOS_IDS and not params.ignore_eos)
+        if ends and generated >= params.min_tokens:
+            return tokens[len(request.prompt) :], "stop", token
+        tokens.append(token)
+
+
+@dataclasses.dataclass
+class Limits:
+    """The arguments of a Scheduler."""
+
+    groups: int
+    lanes: int
+    slots: int
+    pages: int
+    page_size: int
+    max_length: int
+    token_budget: int
+    token_buckets: list[int]
+    page_buckets: list[int]
+    max_waiting: int = 1000
+
+
+class Device:
+    """Runs steps: one memory for all lanes, which run in any order against each other."""
+
+    def __init__(self, limits: Limits):
+        self.page_size = limits.page_size
+        self.slots = limits.slots
+        self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (seed, position, token)
+        self.last_token = {}  # (lane, group, slot) -> token
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """Returns `sampled[group][slot]`."""
+        sampled = [[NOT_SAMPLED] * self.slots for _ in plan.groups]
+        for group, rows in enumerate(plan.groups):
+            for row in rows:
+                home = (plan.lane, group, row.slot)
+                self._write(group, row, self.last_token.get(home))
+                tokens = self._attend(group, row)
+                if row.sample:
+                    sampled[group][row.slot] = next_token(row.seed, tokens)
+                    self.last_token[home] = sampled[group][row.slot]
+        return sampled
+
+    def _cell(self, row: SequenceRow, position: int) -> tuple[int, int]:
+        return row.page_ids[position // self.page_size], position % self.page_size
+
+    def _write(self, group: int, row: SequenceRow, last_token: int | None) -> None:
+        start = row.kv_length - len(row.token_ids)
+        for position, token in enumerate(row.token_ids, start):
+            if token == FROM_DEVICE:
+                token = last_token
+            self.pages[group][self._cell(row, position)] = (row.seed, position, token)
+
+    def _attend(self, group: int, row: SequenceRow) -> list[int]:
+        entries = [self.pages[group].get(self._cell(row, p)) for p in range(row.kv_length)]
+        for position, entry in enumerate(entries):
+            assert entry is not None, f"{row} attends to nothing at position {position}"
+            assert entry[:2] == (row.seed, position), f"{row} finds {entry} at {position}"
+        return [token for _, _, token in entries]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Rules are what callers, the engine and the device may do at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.requests: dict[str, Request] = {}  # every request ever added; the id is its seed
+        self.streams: dict[str, list[int]] = {}
+        self.ends: dict[str, TokenOutput] = {}
+        self.steps = 0
+
+    @initialize(data=st.data())
+    def start(self, data):
+        slots = data.draw(st.sampled_from([3, 2, 1]), "slots")
+        page_size = data.draw(st.sampled_from([2, 1, 4]), "page_size")
+        max_length = data.draw(st.sampled_from([20, 13, 5, 2]), "max_length")
+        longest = -(-max_length // page_size)
+        token_budget = slots + data.draw(st.integers(0, 5), "budget beyond slots")
+        self.limits = Limits(
+            groups=data.draw(st.integers(1, 3), "groups"),
+            lanes=data.draw(st.integers(1, 4), "lanes"),
+            slots=slots,
+            pages=longest + data.draw(st.integers(0, 6), "pages beyond one sequence"),
+            page_size=page_size,
+            max_length=max_length,
+            token_budget=token_budget,
+            token_buckets=sorted({1, -(-token_budget // 2), token_budget}),
+            page_buckets=sorted({-(-longest // 3), longest}),
+        )
+        self.scheduler = Scheduler(**vars(self.limits))
+        self.device = Device(self.limits)
+        self.enqueued = [deque() for _ in range(self.limits.lanes)]  # steps the device has not run
+        self.ran = [deque() for _ in range(self.limits.lanes)]  # steps and what they sampled
+        self.allowed_rounds = 20
+
+    # What callers do.
+
+    @rule(
+        count=st.integers(1, 8),
+        random=st.randoms(use_true_random=False),
+        longest_prompt=st.sampled_from([1, 4, 19]),
+    )
+    def add(self, count, random, longest_prompt):
+        for _ in range(count):
+            self.add_one(random, longest_prompt)
+
+    def add_one(self, random: Random, longest_prompt: int):
+        seed = len(self.requests)
+        length = random.randint(1, min(longest_prompt, self.limits.max_length - 1))
+        max_tokens = random.randint(1, 20)
+        request = Request(
+            request_id=str(seed),
+            prompt=[random.randrange(VOCABULARY) for _ in range(length)],
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=random.random() < 0.7,
+                stop_token_ids=random.choice([(), (), (3,), (4, 5)]),
+                min_tokens=min(random.choice([0, 0, 3]), max_tokens),
+            ),
+            eos_token_ids=EOS_IDS,
+            seed=seed,
+        )
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.streams[request.request_id] = []
+        self.allowed_rounds += 4 * (length + max_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.cancel_one(str(data.draw(st.integers(0, len(self.requests)), "request")))
+
+    @rule()
+    def cancel_who_waits_while_in_flight(self):
+        in_flight = {
+            str(row.seed)
+            for group in range(self.limits.groups)
+            for _, rows in self.rows_in_flight(group)
+            for row in rows
+        }
+        for request_id in sorted(in_flight & set(self.scheduler.waiting_ids())):
+            self.cancel_one(request_id)
+
+    def cancel_one(self, request_id: str):
+        outputs = self.scheduler.cancel(request_id)
+        if request_id in self.requests and request_id not in self.ends:
+            assert outputs == [TokenOutput(request_id=request_id, finish_reason="cancelled")]
+            self.ends[request_id] = outputs[0]
+        else:
+            assert outputs == []
+
+    # What the engine and the device do.
+
+    @rule(lane=st.integers(0, 3))
+    def plan(self, lane):
+        lane %= self.limits.lanes
+        in_flight = len(self.enqueued[lane]) + len(self.ran[lane])
+        waited = set(self.scheduler.waiting_ids())
+        plan = self.scheduler.plan(lane)
+        self.check_admission(waited)
+        if plan is None:
+            return
+        assert in_flight < 2
+        assert plan.lane == lane
+        assert plan.number == self.steps
+        self.steps += 1
+        self.check_plan(plan)
+        self.enqueued[lane].append(plan)
+
+    @rule(lane=st.integers(0, 3))
+    def run_on_device(self, lane):
+        lane %= self.limits.lanes
+        if self.enqueued[lane]:
+            plan = self.enqueued[lane].popleft()
+            self.ran[lane].append((plan, self.device.run(plan)))
+
+    @rule(lane=st.integers(0, 3))
+    def complete(self, lane):
+        lane %= self.limits.lanes
+        if not self.ran[lane]:
+            self.run_on_device(lane)
+        if self.ran[lane]:
+            plan, sampled = self.ran[lane].popleft()
+            for output in self.scheduler.complete(plan, sampled):
+                self.receive(output)
+
+    @rule(rounds=st.integers(1, 8))
+    def engine_loop(self, rounds):
+        """The engine's usual course: every lane is one step ahead of its results."""
+        for _ in range(rounds):
+            for lane in range(self.limits.lanes):
+                self.plan(lane)
+                if len(self.enqueued[lane]) + len(self.ran[lane]) == 2:
+                    self.complete(lane)
+
+    # What must hold.
+
+    def receive(self, output: TokenOutput):
+        request_id = output.request_id
+        assert request_id not in self.ends, "news of a request that has ended"
+        self.streams[request_id] += output.token_ids
+        tokens, reason, stop = expected_output(self.requests[request_id], self.limits.max_length)
+        assert self.streams[request_id] == tokens[: len(self.streams[request_id])]
+        assert output.token_ids or output.finish_reason, "no news"
+        if output.finish_reason:
+            assert self.streams[request_id] == tokens
+            assert (output.finish_reason, output.stop_token_id) == (reason, stop)
+            self.ends[request_id] = output
+
+    def check_admission(self, waited: set[str]):
+        """Nobody was let in past an older one."""
+        waiting = [int(request_id) for request_id in self.scheduler.waiting_ids()]
+        assert waiting == sorted(waiting)
+        admitted = [int(request_id) for request_id in waited - set(map(str, waiting))]
+        assert not admitted or not waiting or max(admitted) < min(waiting)
+
+    def check_plan(self, plan: StepPlan):
+        limits = self.limits
+        assert len(plan.groups) == limits.groups
+        assert any(plan.groups)
+        sizes = [sum(len(row.token_ids) for row in rows) for rows in plan.groups]
+        pages = [len(row.page_ids) for rows in plan.groups for row in rows]
+        assert plan.bucket.tokens == min(b for b in limits.token_buckets if b >= max(sizes))
+        assert plan.bucket.pages == min(b for b in limits.page_buckets if b >= max(pages))
+        for group, rows in enumerate(plan.groups):
+            slots = [row.slot for row in rows]
+            assert slots == sorted(set(slots))
+            assert set(slots) <= set(range(limits.slots))
+            for row in rows:
+                self.check_row(plan.lane, group, row)
+
+    def check_row(self, lane: int, group: int, row: SequenceRow):
+        request = self.requests[str(row.seed)]
+        assert request.request_id not in self.ends, "a step for a request that has ended"
+        assert row.token_ids
+        assert FROM_DEVICE not in row.token_ids or row.token_ids == [FROM_DEVICE]
+        assert row.kv_length < self.limits.max_length
+        assert row.kv_length < len(request.prompt) + request.params.max_tokens
+        assert len(row.page_ids) == -(-row.kv_length // self.limits.page_size)
+        assert set(row.page_ids) <= set(range(self.limits.pages))
+        for other_lane, others in self.rows_in_flight(group):
+            for other in others:
+                shared = set(other.page_ids) & set(row.page_ids)
+                same_slot = (other_lane, other.slot) == (lane, row.slot)
+                same_sequence = other.seed == row.seed
+                assert same_slot == same_sequence
+                assert same_sequence or not shared
+
+    def rows_in_flight(self, group: int):
+        for lane in range(self.limits.lanes):
+            for plan in [*self.enqueued[lane], *(plan for plan, _ in self.ran[lane])]:
+                yield lane, plan.groups[group]
+
+    @invariant()
+    def adds_up(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        alive = len(self.requests) - len(self.ends)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == alive
+        assert all(0 <= usage <= 1 for usage in self.scheduler.kv_usage)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        rounds = 0
+        while self.scheduler.has_work:
+            self.engine_loop(1)
+            if rounds % 3 == 0 or not any(self.enqueued):
+                for lane in range(self.limits.lanes):
+                    self.complete(lane)
+            self.adds_up()
+            rounds += 1
+            assert rounds <= self.allowed_rounds, "no end in sight"
+        assert self.scheduler.kv_usage == [0.0] * self.limits.groups
+        assert self.ends.keys() == self.requests.keys()
+        for lane in range(self.limits.lanes):
+            assert self.scheduler.plan(lane) is None
+
+
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=50)
+
+
+@pytest.mark.slow
+class TestSchedulerAtLength(SchedulerMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=60)
