@@ -1,0 +1,197 @@
+"""Pages run out, and requests go away: who leaves when, with every step written out."""
+
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.pipeline.plan import StepPlan
+from tests.jaxserve.engine.step_plans import (
+    in_pool,
+    make_request,
+    make_scheduler,
+    news,
+    row,
+    sampled,
+    step,
+)
+
+# Pages run out.
+
+
+def test_the_youngest_makes_room_and_recomputes_without_repeating_itself():
+    scheduler = make_scheduler(pages=5, max_length=10, max_waiting=2)
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=7))
+    scheduler.add(make_request("b", [4], max_tokens=7))
+    first = scheduler.plan(0)
+    assert first == step(0, 4, 2, [row(0, [1, 2, 3], 3, [0, 1]), row(1, [4], 1, [2])])
+    scheduler.complete(first, sampled({0: 11, 1: 21}))
+    for number, kept in ((1, [0, 1]), (2, [0, 1, 3])):
+        plan = scheduler.plan(0)
+        assert plan.number == number
+        assert plan.groups[0][0].page_ids == kept
+        scheduler.complete(plan, sampled({0: 11 + number, 1: 21 + number}))
+    # a holds 5 tokens on [0, 1, 3], b holds 3 on [2, 4]: both fill their last page next.
+    assert in_pool(scheduler, pages=5) == [5]
+    third = scheduler.plan(0)
+    assert third == step(3, 3, 8, [row(0, [13], 6, [0, 1, 3]), row(1, [23], 4, [2, 4])])
+    # Now both need a page while the step is in flight. b goes once it has landed, with its token.
+    assert scheduler.plan(0) is None
+    assert scheduler.num_preemptions == 1
+    assert scheduler.waiting_ids() == ["b"]
+    assert scheduler.complete(third, sampled({0: 14, 1: 24})) == [
+        news("a", [14]),
+        news("b", [24]),
+    ]
+    assert in_pool(scheduler, pages=5) == [3]
+    fourth = scheduler.plan(0)
+    assert fourth == step(4, 1, 8, [row(0, [14], 7, [0, 1, 3, 2])])
+    fifth = scheduler.plan(0)
+    scheduler.complete(fourth, sampled({0: 15}))
+    sixth = scheduler.plan(0)
+    scheduler.complete(fifth, sampled({0: 16}))
+    assert scheduler.complete(sixth, sampled({0: 17})) == [news("a", [17], "length")]
+    # b comes back with prompt and output, five tokens in two chunks, and goes on.
+    seventh, eighth = scheduler.plan(0), scheduler.plan(0)
+    assert seventh == step(7, 4, 2, [row(0, [4, 21, 22, 23], 4, [0, 1], sample=False)])
+    assert eighth == step(8, 1, 8, [row(0, [24], 5, [0, 1, 3])])
+    assert scheduler.complete(seventh, sampled({})) == []
+    assert scheduler.complete(eighth, sampled({0: 25})) == [news("b", [25])]
+
+
+def three_lanes_short_of_a_page() -> tuple[Scheduler, StepPlan]:
+    """a, b and c on a lane each, c's first step in flight, a and b about to need a third page."""
+    scheduler = make_scheduler(lanes=3, pages=5, max_length=10)
+    for request_id, token in (("a", 1), ("b", 2), ("c", 3)):
+        scheduler.add(make_request(request_id, [token]))
+    landing = scheduler.plan(2)
+    for length in range(1, 5):
+        for lane in (0, 1):
+            plan = scheduler.plan(lane)
+            scheduler.complete(plan, sampled({0: 10 * (lane + 1) + length}))
+    assert in_pool(scheduler, pages=5) == [5]
+    return scheduler, landing
+
+
+def test_a_victim_with_nothing_in_flight_makes_room_at_once():
+    scheduler, landing = three_lanes_short_of_a_page()
+    scheduler.complete(landing, sampled({0: 31}))
+    assert scheduler.plan(0) == step(9, 1, 8, [row(0, [14], 5, [0, 3, 2])])
+    assert scheduler.waiting_ids() == ["c"]
+
+
+def test_the_youngest_leaves_when_it_needs_a_page_itself():
+    scheduler, landing = three_lanes_short_of_a_page()
+    scheduler.complete(landing, sampled({0: 31}))
+    scheduler.complete(scheduler.plan(2), sampled({0: 32}))
+    assert scheduler.plan(2) is None
+    assert scheduler.waiting_ids() == ["c"]
+    assert in_pool(scheduler, pages=5) == [4]
+    assert scheduler.plan(2) is None, "two pages, and two to spare, are more than one"
+
+
+def test_a_page_that_comes_back_goes_to_the_oldest_who_missed_a_step():
+    scheduler, landing = three_lanes_short_of_a_page()
+    assert scheduler.plan(0) is None, "a waits for the page of c, which is in flight"
+    assert scheduler.plan(0) is None
+    assert scheduler.plan(1) is None, "b waits too, without sending anybody else away"
+    assert scheduler.waiting_ids() == ["c"]
+    assert scheduler.complete(landing, sampled({0: 31})) == [news("c", [31])]
+    assert in_pool(scheduler, pages=5) == [4]
+    assert scheduler.plan(1) is None, "the free page is for a; b is the youngest now and leaves"
+    assert scheduler.waiting_ids() == ["b", "c"]
+    assert scheduler.plan(0) == step(9, 1, 8, [row(0, [14], 5, [0, 3, 1])])
+    scheduler.check_integrity()
+
+
+def test_the_preempted_of_all_groups_queue_by_age():
+    scheduler = make_scheduler(groups=2, pages=4, max_length=8)
+    for request_id, token in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
+        scheduler.add(make_request(request_id, [token]))
+    for _ in range(4):
+        scheduler.complete(scheduler.plan(0), sampled({0: 5, 1: 5}, {0: 5, 1: 5}))
+    scheduler.add(make_request("e", [6]))
+    assert scheduler.plan(0) == step(
+        4, 1, 8, [row(0, [5], 5, [0, 2, 1])], [row(0, [5], 5, [0, 2, 1])]
+    )
+    assert scheduler.waiting_ids() == ["c", "d", "e"]
+
+
+def test_the_preempted_move_to_a_group_with_room():
+    scheduler = make_scheduler(groups=2, pages=4, max_length=8)
+    scheduler.add(make_request("a", [1]))
+    scheduler.add(make_request("x", [3] * 5, max_tokens=1))
+    scheduler.add(make_request("b", [2]))
+    for length in range(1, 5):
+        scheduler.complete(scheduler.plan(0), sampled({0: 10 + length, 1: 20 + length}, {0: 30}))
+    assert in_pool(scheduler, pages=4) == [4, 0]
+    assert scheduler.plan(0) == step(
+        4, 4, 8, [row(0, [14], 5, [0, 2, 1])], [row(0, [2, 21, 22, 23], 4, [0, 1], sample=False)]
+    )
+
+
+# Cancellation.
+
+
+def test_cancel_a_waiting_request():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    scheduler.add(make_request("b", [2]))
+    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
+    assert scheduler.cancel("a") == []
+    assert scheduler.cancel("nobody") == []
+    assert scheduler.plan(0).groups == [[row(0, [2], 1, [0])]]
+
+
+def test_cancel_between_steps_frees_at_once():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    scheduler.complete(scheduler.plan(0), sampled({0: 11}))
+    assert in_pool(scheduler) == [1]
+    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
+    assert in_pool(scheduler) == [0]
+    assert not scheduler.has_work
+
+
+def test_cancel_in_flight_frees_when_both_steps_have_landed():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    first, second = scheduler.plan(0), scheduler.plan(0)
+    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
+    assert scheduler.complete(first, sampled({0: 11})) == []
+    assert in_pool(scheduler) == [1]
+    assert scheduler.has_work
+    assert scheduler.complete(second, sampled({0: 12})) == []
+    assert in_pool(scheduler) == [0]
+    assert not scheduler.has_work
+
+
+def test_cancel_in_the_middle_of_a_prompt():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6]))
+    first = scheduler.plan(0)
+    scheduler.cancel("a")
+    assert scheduler.plan(0) is None
+    assert scheduler.complete(first, sampled({})) == []
+    assert in_pool(scheduler) == [0]
+
+
+def test_cancel_the_preempted_before_they_land():
+    scheduler, landing = three_lanes_short_of_a_page()
+    assert scheduler.plan(0) is None
+    assert scheduler.waiting_ids() == ["c"]
+    assert scheduler.cancel("c") == [news("c", [], "cancelled")]
+    assert scheduler.waiting_ids() == []
+    scheduler.check_integrity()
+    assert scheduler.complete(landing, sampled({0: 31})) == []
+    assert scheduler.plan(0) == step(9, 1, 8, [row(0, [14], 5, [0, 3, 2])])
+
+
+def test_the_preempted_may_end_when_they_land():
+    scheduler, landing = three_lanes_short_of_a_page()
+    assert scheduler.plan(0) is None
+    assert scheduler.complete(landing, sampled({0: 0})) == [news("c", [], "stop", 0)]
+    assert scheduler.waiting_ids() == []
+    scheduler.check_integrity()
+
+
+def test_who_has_a_tokenizer_ends_a_request_with_another_reason():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    assert scheduler.cancel("a", "stop") == [news("a", [], "stop")]
