@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         deployment = load_deployment(options.config, options.set)
         if options.timeline and deployment.mode == "colocated":
             raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
+        # Several processes part here (`cluster/bootstrap.py`): process 0 goes on to serve, the
+        # others follow its step plans and bind no port.
         return _Serving(deployment, options).run()
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
@@ -99,11 +101,7 @@ class _Serving:
         return 0
 
     def _open_engine(self) -> Any:
-        """The engine, warm.
-
-        This is the place of several processes: join them here (`cluster/bootstrap.py`), before
-        anything has started a JAX backend; only process 0 gets to serve.
-        """
+        """The engine, warm; before it no JAX backend has been started."""
         if self._recorder is None:
             return open_engine(self._deployment)
         return open_engine(self._deployment, observer=self._recorder)
