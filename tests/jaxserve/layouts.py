@@ -1,0 +1,281 @@
+"""What every layout is compared by: one model, its prompts, the reference tokens, and the verdict.
+
+Used by `test_layouts.py` and by the runs with two processes. FP32 and greedy, every layout gives
+the tokens of the colocated run; another token is allowed only where the two best logits of the
+reference lie within `TIE` of each other, and what follows it is another text.
+"""
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+TIE = 1e-4
+"""Logits closer than this may change places."""
+
+SIZES = TinyStep3(
+    vocab_size=161,
+    intermediate_size=98,
+    moe_intermediate_size=33,
+    share_expert_dim=42,
+    moe_num_experts=7,
+)
+"""Nothing that a mesh axis cuts is a multiple of two, but heads and d_model, which must be."""
+
+SEED = 18
+"""Of the weights; with these the reference's best logit is always more than ten `TIE` ahead."""
+
+OUTPUT_TOKENS = 64
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+
+_LENGTHS = (1, 70, 2, 47, 24, 25, 23, 69, 48, 49, 13, 5, 1, 33, 60, 8, 9, 17)
+"""1 to 70 tokens and around the edges of pages (8), chunks (24) and two chunks."""
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(SIZES.vocab_size) for _ in range(length)] for length in _LENGTHS]
+
+
+PROMPTS = _prompts()
+
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "cache.page_size": 8,
+    "cache.pages": 160,
+    "scheduler.slots": 5,
+    "scheduler.max_length": 144,
+    "scheduler.token_budget": 24,
+    "scheduler.token_buckets": [24],
+    "scheduler.page_buckets": [18],
+}
+"""One bucket, so that a layout compiles few programs; prompts of more than 24 tokens are chunked."""
+
+COLOCATED: dict[str, Any] = {"mode": "colocated"}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1A1F": {},
+    "2A1F": {"attention.dp": 2},
+    "1A2F ep": {"ffn.ep": 2},
+    "1A2F tp": {"ffn.tp": 2},
+    "3A2F": {"attention.dp": 3, "ffn.ep": 2},
+    "2A4F": {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2},
+}
+
+Route = Literal["trampoline", "broadcast"]
+TransportKind = Literal["device_put", "ppermute"]
+
+
+class Case(NamedTuple):
+    """One point of the product."""
+
+    layout: str
+    lanes: int
+    route: Route
+    transport: TransportKind
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return LAYOUTS[self.layout] | {
+            "lanes": self.lanes,
+            "link.route": self.route,
+            "link.transport": self.transport,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.lanes} lanes, {self.route}, {self.transport}"
+
+
+def matrix() -> list[Case]:
+    """All 96 points."""
+    factors = (LAYOUTS, (1, 2, 3, 4), ("trampoline", "broadcast"), ("device_put", "ppermute"))
+    return [Case(*values) for values in itertools.product(*factors)]
+
+
+SPANNING = [
+    Case("1A1F", 3, "trampoline", "device_put"),
+    Case("1A1F", 1, "broadcast", "ppermute"),
+    Case("2A1F", 2, "broadcast", "device_put"),
+    Case("1A2F ep", 4, "trampoline", "ppermute"),
+    Case("1A2F tp", 1, "trampoline", "device_put"),
+    Case("3A2F", 3, "broadcast", "ppermute"),
+    Case("3A2F", 2, "trampoline", "device_put"),
+    Case("2A4F", 4, "broadcast", "device_put"),
+]
+"""Every value of every factor, and every layout with more than one device a side."""
+
+
+def write_model(folder: Path) -> Path:
+    """The model folder that all of this is about."""
+    return write_tiny_step3(folder, SIZES, seed=SEED)
+
+
+def deployment(model: Path, overrides: dict[str, Any]) -> Deployment:
+    """A deployment of the model with `LIMITS`, of which `overrides` may change some."""
+    return load_deployment(model, LIMITS | overrides)
+
+
+class Output(NamedTuple):
+    """What came of one request."""
+
+    token_ids: list[int]
+    """With the id that ended it, if one did."""
+    finish_reason: str
+    error: str | None = None
+
+
+class Collector:
+    """Gathers the outputs of several requests; `wait` has a deadline."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, list[TokenOutput]] = {}
+        self._ended = threading.Condition()
+        self._open: set[str] = set()
+
+    def submit(
+        self, engine: Engine, prompt: Sequence[int], params: SamplingParams, **options: Any
+    ) -> str:
+        """Submits a request whose outputs come here."""
+        request_id = options.pop("request_id", None) or f"request {len(self._outputs)}"
+        self._outputs[request_id] = []
+        self._open.add(request_id)
+        try:
+            return engine.submit(prompt, params, self, request_id=request_id, **options)
+        except Exception:
+            self._open.discard(request_id)
+            raise
+
+    def __call__(self, output: TokenOutput) -> None:
+        with self._ended:
+            assert output.request_id in self._open, f"news after the end: {output}"
+            self._outputs[output.request_id].append(output)
+            if output.finish_reason is not None:
+                self._open.remove(output.request_id)
+            self._ended.notify_all()
+
+    def wait(self, seconds: float = 120.0) -> dict[str, Output]:
+        """All outputs, once every request has ended."""
+        with self._ended:
+            ended = self._ended.wait_for(lambda: not self._open, seconds)
+            assert ended, f"not ended within {seconds} s: {sorted(self._open)}"
+        return {request_id: self.output(request_id) for request_id in self._outputs}
+
+    def wait_for_tokens(self, request_id: str, count: int, seconds: float = 60.0) -> None:
+        """Until so many tokens of a request came."""
+        with self._ended:
+            assert self._ended.wait_for(
+                lambda: len(self.output(request_id).token_ids) >= count, seconds
+            )
+
+    def output(self, request_id: str) -> Output:
+        """What came so far."""
+        news = self._outputs[request_id]
+        tokens = [token for output in news for token in output.token_ids]
+        if not news:
+            return Output(tokens, "")
+        last = news[-1]
+        if last.stop_token_id is not None:
+            tokens.append(last.stop_token_id)
+        return Output(tokens, last.finish_reason or "", last.error)
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    params: SamplingParams = GREEDY,
+    seconds: float = 120.0,
+) -> list[list[int]]:
+    """The tokens that follow the prompts, all submitted at once."""
+    collector = Collector()
+    for prompt in prompts:
+        collector.submit(engine, prompt, params)
+    outputs = list(collector.wait(seconds).values())
+    bad = [output for output in outputs if output.finish_reason not in ("stop", "length")]
+    assert not bad, bad
+    return [output.token_ids for output in outputs]
+
+
+def idle(engine: Engine, seconds: float = 30.0) -> None:
+    """Waits until nothing of any request is left in the engine, then checks its books."""
+    end = time.monotonic() + seconds
+    while engine.scheduler.has_work:
+        assert time.monotonic() < end, "work left"
+        time.sleep(0.005)
+    engine.scheduler.check_integrity()
+    assert set(engine.scheduler.kv_usage) == {0.0}
+
+
+class Reference(NamedTuple):
+    """The colocated run's tokens, with how far the best logit lies above the second best."""
+
+    tokens: list[list[int]]
+    margins: list[list[float]]
+
+    @classmethod
+    def of(cls, model: Path, tokens: list[list[int]]) -> "Reference":
+        """Margins of the tokens that a colocated run gave for `PROMPTS`, by the NumPy model.
+
+        Raises:
+          AssertionError: a token is not the NumPy model's best, nor within `TIE` of it.
+        """
+        numpy_model = Step3Numpy.from_folder(model)
+        margins = []
+        for prompt, output in zip(PROMPTS, tokens, strict=True):
+            logits = numpy_model.logits(prompt + output)[len(prompt) - 1 : -1]
+            second, best = np.sort(logits, axis=-1)[:, -2:].T
+            chosen = logits[np.arange(len(output)), output]
+            assert np.all(best - chosen <= TIE), "the colocated run is not the NumPy model"
+            margins.append([float(margin) for margin in best - second])
+        return cls(tokens, margins)
+
+    @property
+    def smallest_margin(self) -> float:
+        return min(min(margins) for margins in self.margins)
+
+    def dump(self) -> str:
+        """As JSON, for another process."""
+        return json.dumps([self.tokens, self.margins])
+
+    @classmethod
+    def load(cls, text: str) -> "Reference":
+        return cls(*json.loads(text))
+
+
+class Difference(NamedTuple):
+    """Where a prompt's tokens first differ from the reference."""
+
+    prompt: int
+    place: int
+    token: int | None
+    expected: int | None
+    margin: float
+    """Of the reference there; infinite where the lengths differ."""
+
+    @property
+    def allowed(self) -> bool:
+        return self.margin <= TIE
+
+
+def differences(reference: Reference, tokens: Sequence[Sequence[int]]) -> list[Difference]:
+    """The first difference of every prompt that has one."""
+    found = []
+    rows = zip(tokens, reference.tokens, reference.margins, strict=True)
+    for prompt, (got, expected, margins) in enumerate(rows):
+        for place, (a, b) in enumerate(itertools.zip_longest(got, expected)):
+            if a != b:
+                margin = margins[place] if None not in (a, b) else float("inf")
+                found.append(Difference(prompt, place, a, b, margin))
+                break
+    return found
