@@ -53,7 +53,7 @@ def _threshold(scaled: Float[Array, "slots vocab"], state: SamplerState) -> Floa
     vocab = scaled.shape[1]
     top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
     largest = jnp.max(scaled, axis=-1)
-    by_min_p = largest + jnp.log(jnp.maximum(state.min_p, 1e-38))
+    by_min_p = jnp.where(state.min_p > 0, largest + jnp.log(state.min_p), -jnp.inf)
 
     def cut() -> Array:
         descending = -jnp.sort(-scaled, axis=-1)

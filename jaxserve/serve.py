@@ -17,11 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxserve.cluster import bootstrap, roles
+from jaxserve.cluster.follower import Follower
+from jaxserve.cluster.leader import Leader
 from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.engine import Engine
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.llm import open_engine
 from jaxserve.pipeline import timeline_view
-from jaxserve.pipeline.timeline import Recorder
+from jaxserve.pipeline.timeline import Recorder, merge
 from jaxserve.server.generation import TextGenerator, TokenEngine
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.tokenizer import Tokenizer
@@ -44,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         deployment = load_deployment(options.config, options.set)
         if options.timeline and deployment.mode == "colocated":
             raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
-        # Several processes part here (`cluster/bootstrap.py`): process 0 goes on to serve, the
-        # others follow its step plans and bind no port.
-        return _Serving(deployment, options).run()
+        process = bootstrap.from_arguments(options)
+        if process.is_leader:
+            return _Serving(deployment, options, process).run()
+        return _follow(deployment, options, process)
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 2
@@ -58,8 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Serving:
     """One run of `serve`: the pieces and the order in which they start and end."""
 
-    def __init__(self, deployment: Deployment, options: argparse.Namespace):
+    def __init__(
+        self,
+        deployment: Deployment,
+        options: argparse.Namespace,
+        arguments: bootstrap.ProcessArguments,
+    ):
         self._deployment = deployment
+        self._arguments = arguments
+        self._leader: Leader | None = None
+        self._engine: Engine | None = None
         self._timeline: Path | None = options.timeline
         self._recorder = Recorder() if options.timeline else None
         self._server = GrpcServer(
@@ -79,7 +92,7 @@ class _Serving:
         tokenizer = Tokenizer.from_folder(self._deployment.model)
         address = self._server.start()
         try:
-            engine = self._open_engine()
+            engine = self._engine = self._open_engine()
             engine.add_failure_callback(self._on_failure)
             generator = TextGenerator(engine, tokenizer)
             self._server.open(generator)
@@ -93,18 +106,27 @@ class _Serving:
         finally:
             self._server.stop(LAST_ANSWERS_SECONDS)
         if self._failure is not None:
-            from jaxserve.cluster.bootstrap import abandon
-
             # Not an orderly exit: it would wait for device calls that may never return.
-            abandon(f"the engine failed: {self._failure}")
+            bootstrap.abandon(f"the engine failed: {self._failure}")
         self._write_timeline()
+        if self._leader is not None:
+            bootstrap.leave(self._leader)
         return 0
 
-    def _open_engine(self) -> Any:
+    def _open_engine(self) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""
-        if self._recorder is None:
-            return open_engine(self._deployment)
-        return open_engine(self._deployment, observer=self._recorder)
+        if self._arguments.processes == 1:
+            return open_engine(self._deployment, observer=self._recorder)
+        peers = bootstrap.join(self._arguments, self._deployment, self._on_peer_failure)
+        assert isinstance(peers, Leader)
+        self._leader = peers
+        return roles.lead(self._deployment, peers, observer=self._recorder)
+
+    def _on_peer_failure(self, failure: EngineFailedError) -> None:
+        """A follower is gone or stuck: every client hears it, then this process ends."""
+        if self._engine is None:
+            bootstrap.abandon(f"during start-up: {failure}")
+        self._engine.fail(failure)
 
     def _drain(self, engine: Any) -> None:
         """Takes nothing new and finishes what runs, within `server.drain_seconds`."""
@@ -133,8 +155,40 @@ class _Serving:
             return
         self._recorder.flush(LAST_ANSWERS_SECONDS)
         self._recorder.close()
-        summary = timeline_view.write(self._timeline, self._recorder.spans())
+        spans = [self._recorder.spans()]
+        if self._leader is not None:
+            spans += roles.collect_spans(self._leader, LAST_ANSWERS_SECONDS)
+        summary = timeline_view.write(self._timeline, merge(spans))
         logger.info("timeline in %s: %s", self._timeline, timeline_view.describe(summary))
+
+
+def _follow(
+    deployment: Deployment, options: argparse.Namespace, arguments: bootstrap.ProcessArguments
+) -> int:
+    """The life of every process but 0: follows the leader's plans and ends when it says so.
+
+    A signal that reaches the whole deployment is the leader's to answer: it drains, and these
+    processes run its last steps. The second signal ends this process.
+    """
+    signals: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if signals:
+            os._exit(128 + number)
+        signals.append(number)
+        logger.info("%s: waiting for the leader to end", signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    recorder = Recorder(process=arguments.process_id) if options.timeline else None
+    peers = bootstrap.join(arguments, deployment, lambda error: bootstrap.abandon(str(error)))
+    assert isinstance(peers, Follower)
+    try:
+        roles.follow(deployment, peers, recorder=recorder)
+    except EngineFailedError as error:
+        bootstrap.abandon(str(error))
+    bootstrap.leave(peers)
+    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -158,6 +212,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="allow a server.host that is not loopback, although there is neither TLS nor a key",
     )
+    bootstrap.add_arguments(parser)
     return parser.parse_args(arguments)
 
 

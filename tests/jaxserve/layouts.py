@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
     "scheduler.token_buckets": [24],
     "scheduler.page_buckets": [18],
 }
-"""One bucket, so that a layout compiles few programs; prompts of more than 24 tokens are chunked."""
+"""One bucket, so that a layout compiles few programs; longer prompts than 24 tokens are chunked."""
 
 COLOCATED: dict[str, Any] = {"mode": "colocated"}
 

@@ -30,7 +30,10 @@ def main() -> None:
     parser.add_argument("--follower-set", action="append", default=[])
     parser.add_argument("--jax", action="store_true")
     parser.add_argument("--boundaries", type=int, default=10**9)
+    parser.add_argument("--report-after", type=float, default=0.5, help="seconds to say it")
+    parser.add_argument("--jax-heartbeat", type=int, default=100)
     options = parser.parse_args()
+    bootstrap._JAX_HEARTBEAT_SECONDS = options.jax_heartbeat
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     arguments = bootstrap.from_arguments(options)
     extra = [] if arguments.is_leader else options.follower_set
@@ -38,12 +41,12 @@ def main() -> None:
     print(f"pid {os.getpid()} cores {sorted(os.sched_getaffinity(0))}", flush=True)
     failed = threading.Event()
     try:
-        peers = join(arguments, deployment, options.jax, failed)
+        peers = join(arguments, deployment, options, failed)
     except JaxserveError as error:
         bootstrap.abandon(f"{type(error).__name__}: {error}")
     device_loop = exchange() if options.jax else iter(range(10**9))
     if isinstance(peers, Leader):
-        lead(peers, device_loop, options.boundaries, failed)
+        lead(peers, device_loop, options, failed)
     elif isinstance(peers, Follower):
         follow(peers, device_loop)
     bootstrap.leave(peers)
@@ -53,16 +56,17 @@ def main() -> None:
 def join(
     arguments: bootstrap.ProcessArguments,
     deployment: Deployment,
-    jax: bool,
+    options: argparse.Namespace,
     failed: threading.Event,
 ) -> Leader | Follower | None:
     def end(failure: EngineFailedError) -> None:
         if arguments.is_leader:
             failed.set()
         else:
+            time.sleep(options.report_after)
             bootstrap.abandon(f"failed: {failure}")
 
-    if jax:
+    if options.jax:
         return bootstrap.join(arguments, deployment, end)
     here = identity(arguments.process_id, arguments.processes, deployment)
     shared = {"token": arguments.token, "cluster": deployment.cluster, "on_failure": end}
@@ -76,14 +80,19 @@ def join(
     return follower
 
 
-def lead(leader: Leader, device_loop: Iterator[int], count: int, failed: threading.Event) -> None:
+def lead(
+    leader: Leader,
+    device_loop: Iterator[int],
+    options: argparse.Namespace,
+    failed: threading.Event,
+) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
 
     def report() -> None:
         """Clients would get UNAVAILABLE here; the main thread may be stuck in a transfer."""
         failed.wait()
-        time.sleep(1.0)
+        time.sleep(options.report_after)
         assert leader.failure is not None
         leader.close(failure=str(leader.failure), timeout=1.0)
         bootstrap.abandon(f"failed: {leader.failure}")
@@ -92,7 +101,7 @@ def lead(leader: Leader, device_loop: Iterator[int], count: int, failed: threadi
     leader.wait_ready()
     print("ready", flush=True)
     try:
-        for number in range(count):
+        for number in range(options.boundaries):
             plans = [StepPlan(lane=0, number=number, bucket=Bucket(8, 4), groups=[[]])]
             digest = shapes_digest(leader.identity.digest, plans)
             leader.broadcast(Boundary(number, plans, digest))
@@ -103,8 +112,7 @@ def lead(leader: Leader, device_loop: Iterator[int], count: int, failed: threadi
                 break
     except Exception as error:  # of JAX too: the peer of a transfer is gone
         print(f"step failed: {type(error).__name__}", flush=True)
-        failed.wait()
-        threading.Event().wait(10)
+        threading.Event().wait(60)
     print("done", flush=True)
 
 

@@ -56,6 +56,16 @@ def test_killed_follower_is_named_and_the_leader_exits_in_order() -> None:
         no_abort(run, 0)
 
 
+def test_leader_outlives_the_heartbeats_of_jax() -> None:
+    """By default JAX aborts it as soon as it misses the follower, clients or not."""
+    with launched(*LAYOUT, "--jax-heartbeat", "1", "--report-after", "12") as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        os.kill(run.pid(1), signal.SIGKILL)
+        assert run.end() == 1, run.output
+        assert "[0] CRITICAL failed: process 1" in run.output
+        no_abort(run, 0)
+
+
 def test_stopped_follower_is_named_within_its_deadline() -> None:
     with launched(*LAYOUT) as run:
         run.wait_for(r"^\[0\] boundary 99 ")
@@ -73,7 +83,8 @@ def test_stopped_follower_is_named_within_its_deadline() -> None:
 
 
 def test_follower_says_that_the_leader_was_killed() -> None:
-    with launched(*LAYOUT) as run:
+    """Also when it takes longer to say so than JAX takes to abort it."""
+    with launched(*LAYOUT, "--report-after", "2") as run:
         run.wait_for(r"^\[0\] boundary 99 ")
         pid = run.pid(0)
         os.kill(pid, signal.SIGKILL)
