@@ -155,6 +155,8 @@ def load_deployment(
         text = "" if path.is_dir() else path.read_text()
     except OSError as error:
         raise ConfigError(f"deployment file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"deployment file {path} is no text: {error}") from None
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -200,7 +202,7 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[last] = value
 
 
-def _check_keys(tree: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
+def _check_keys(tree: Mapping[Any, Any], struct: type[msgspec.Struct], prefix: str) -> None:
     known = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in tree.items():
         if key not in known:
@@ -229,6 +231,11 @@ def known_keys(struct: type[msgspec.Struct] = Deployment, prefix: str = "") -> l
 def _complete(deployment: Deployment) -> Deployment:
     """Fills the derived buckets in and checks sizes against each other."""
     limits, cache = deployment.scheduler, deployment.cache
+    if limits.token_budget < limits.slots:
+        raise ConfigError(
+            f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
+            f"{limits.slots}: a step could not hold one token of every sequence"
+        )
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
     token_buckets = limits.token_buckets or sorted({limits.slots, limits.token_budget})
@@ -240,11 +247,6 @@ def _complete(deployment: Deployment) -> Deployment:
             raise ConfigError(
                 f"scheduler.{name} = {buckets}: must ascend and end at {meaning} = {last}"
             )
-    if limits.token_budget < limits.slots:
-        raise ConfigError(
-            f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
-            f"{limits.slots}: a step could not hold one token of every sequence"
-        )
     if cache.pages < longest:
         raise ConfigError(
             f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "

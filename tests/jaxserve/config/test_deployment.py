@@ -1,0 +1,329 @@
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.config.deployment import (
+    AttentionRole,
+    Cache,
+    Cluster,
+    Deployment,
+    FFNRole,
+    Link,
+    Server,
+    known_keys,
+    load_deployment,
+)
+from jaxserve.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "deployment.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+class TestFile:
+    def test_defaults(self, write, tmp_path):
+        deployment = load_deployment(write("model: demo\n"))
+        assert deployment.model == str(tmp_path / "demo")
+        assert (deployment.mode, deployment.dtype, deployment.lanes) == ("afd", "bfloat16", 1)
+        assert deployment.attention == AttentionRole(dp=1, tp=1)
+        assert deployment.ffn == FFNRole(ep=1, tp=1)
+        assert deployment.link == Link(dispatch="auto", route="trampoline", transport="device_put")
+        assert deployment.cache == Cache(page_size=16, pages=512)
+        limits = deployment.scheduler
+        assert (limits.slots, limits.max_length, limits.token_budget) == (8, 1024, 128)
+        assert limits.max_waiting == 1024
+        assert deployment.server == Server(
+            host="127.0.0.1", grpc_port=50051, http_port=8000, drain_seconds=30
+        )
+        assert deployment.cluster == Cluster(
+            start_seconds=120, step_seconds=30, heartbeat_seconds=5
+        )
+
+    def test_sections(self, write):
+        deployment = load_deployment(
+            write(
+                """
+                model: /models/step3
+                mode: colocated
+                lanes: 3
+                attention: {dp: 2, tp: 4}
+                cache:
+                  page_size: 32
+                """
+            )
+        )
+        assert deployment.model == "/models/step3"
+        assert (deployment.mode, deployment.lanes) == ("colocated", 3)
+        assert deployment.attention == AttentionRole(dp=2, tp=4)
+        assert deployment.cache == Cache(page_size=32, pages=512)
+
+    def test_a_model_folder_stands_for_all_defaults(self, tmp_path):
+        deployment = load_deployment(tmp_path, {"lanes": 2})
+        assert deployment.model == str(tmp_path)
+        assert deployment.lanes == 2
+        assert deployment.attention == AttentionRole()
+
+    def test_is_frozen(self, tmp_path):
+        with pytest.raises(AttributeError):
+            load_deployment(tmp_path).lanes = 2
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "deployment: Object missing required field `model`"),
+            ("- a\n", "expected keys, got list"),
+            ("just words\n", "expected keys, got str"),
+            ("model: [\n", "is no YAML"),
+            ("model: x\x00\n", "is no YAML"),
+            (b"model: \xff\xfe\n", "deployment.yaml is no text"),
+            ("model: 3\n", "Expected `str`, got `int` - at `$.model`"),
+            ("model:\n", "Expected `str`, got `null` - at `$.model`"),
+            ("model: x\nattention:\n", "attention: expected a section, got None"),
+            ("model: x\nattention: 3\n", "attention: expected a section, got 3"),
+            ("model: x\n1: 2\n", "unknown key 1"),
+            ("model: x\nattention: {1: 2}\n", "unknown key attention.1"),
+        ],
+    )
+    def test_bad_files(self, write, text, message):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_deployment(write(text))
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory"):
+            load_deployment(tmp_path / "none.yaml")
+
+
+class TestOverrides:
+    EXPECTED = {"lanes": 2, "attention": AttentionRole(dp=3), "dtype": "float32"}
+
+    def check(self, deployment: Deployment):
+        assert {name: getattr(deployment, name) for name in self.EXPECTED} == self.EXPECTED
+
+    def test_as_a_dict(self, write):
+        overrides = {"attention.dp": 3, "lanes": 2, "dtype": "float32"}
+        self.check(load_deployment(write("model: x\nlanes: 4\n"), overrides))
+
+    def test_as_a_list(self, write):
+        overrides = ["attention.dp=3", "lanes=2", "dtype=float32"]
+        self.check(load_deployment(write("model: x\nlanes: 4\n"), overrides))
+
+    def test_the_rest_of_a_section_stays(self, write):
+        path = write("model: x\nattention: {dp: 2, tp: 2}\n")
+        assert load_deployment(path, ["attention.tp=4"]).attention == AttentionRole(dp=2, tp=4)
+
+    def test_a_section_as_a_dict(self, write):
+        path = write("model: x\nattention: {dp: 2, tp: 2}\n")
+        assert load_deployment(path, {"attention": {"tp": 4}}).attention == AttentionRole(1, 4)
+
+    def test_the_last_one_wins(self, write):
+        assert load_deployment(write("model: x\n"), ["lanes=2", "lanes=3"]).lanes == 3
+
+    def test_values_are_yaml(self, write):
+        overrides = [
+            "scheduler.token_buckets=[16, 64]",
+            "scheduler.token_budget=64",
+            "server.host=::1",
+            "server.drain_seconds=0.5",
+        ]
+        deployment = load_deployment(write("model: x\n"), overrides)
+        assert deployment.scheduler.token_buckets == [16, 64]
+        assert deployment.server.host == "::1"
+        assert deployment.server.drain_seconds == 0.5
+
+    def test_of_the_model_is_as_given(self, write):
+        assert load_deployment(write("model: x\n"), {"model": "y"}).model == "y"
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("lanes", "--set 'lanes': expected key=value, as in attention.dp=3"),
+            ("=3", "--set '=3': expected key=value"),
+            ("lanes=[", "--set 'lanes=[': '[' is no YAML value"),
+            ("lanes.more=3", "override lanes.more: lanes is a value, not a section"),
+            ("attention=3", "attention: expected a section, got 3"),
+            ("attention=", "attention: expected a section, got None"),
+        ],
+    )
+    def test_bad_ones(self, write, override, message):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_deployment(write("model: x\nlanes: 1\n"), [override])
+
+    @given(st.text(max_size=30))
+    def test_any_text_is_applied_or_a_config_error(self, text):
+        try:
+            deployment = load_deployment(Path(__file__).parent, [text])
+        except ConfigError:
+            return
+        assert isinstance(deployment, Deployment)
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("key", "message"),
+        [
+            ("lane", "unknown key lane; did you mean 'lanes'?"),
+            ("attention.dpp", "unknown key attention.dpp; did you mean 'attention.dp'?"),
+            ("ffn.eq", "unknown key ffn.eq; did you mean 'ffn.ep'?"),
+            ("link.dispach", "unknown key link.dispach; did you mean 'link.dispatch'?"),
+            ("scheduler.slot", "unknown key scheduler.slot; did you mean 'scheduler.slots'?"),
+            ("page_size", "unknown key page_size; did you mean 'cache.page_size'?"),
+            ("grpc_port", "unknown key grpc_port; did you mean 'server.grpc_port'?"),
+            ("attention.dp_size", "unknown key attention.dp_size; did you mean 'attention.dp'?"),
+        ],
+    )
+    def test_name_the_nearest_known_one(self, write, key, message):
+        with pytest.raises(ConfigError) as error:
+            load_deployment(write("model: x\n"), {key: 1})
+        assert str(error.value) == message
+
+    def test_or_all_of_the_section(self, write):
+        with pytest.raises(ConfigError, match="unknown key zzz; known: model, mode, dtype, lanes,"):
+            load_deployment(write("model: x\n"), {"zzz": 1})
+
+    def test_in_the_file(self, write):
+        with pytest.raises(ConfigError, match=r"unknown key cache\.page; did you mean 'cache\.pag"):
+            load_deployment(write("model: x\ncache: {page: 3}\n"))
+
+    def test_known_keys_are_dotted(self):
+        keys = known_keys()
+        assert {"model", "lanes", "attention.dp", "cluster.step_seconds"} <= set(keys)
+        assert "attention" not in keys
+
+
+class TestRanges:
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("lanes", 0),
+            ("lanes", 5),
+            ("lanes", 1.5),
+            ("lanes", "two"),
+            ("lanes", True),
+            ("lanes", None),
+            ("mode", "both"),
+            ("dtype", "float16"),
+            ("attention.dp", 0),
+            ("attention.tp", -1),
+            ("ffn.ep", 0),
+            ("ffn.tp", 65537),
+            ("link.dispatch", "fp4"),
+            ("link.route", "pigeon"),
+            ("link.transport", "pull"),
+            ("cache.page_size", 0),
+            ("cache.pages", 0),
+            ("scheduler.slots", 0),
+            ("scheduler.max_length", 1),
+            ("scheduler.token_buckets", [0]),
+            ("scheduler.token_buckets", 3),
+            ("scheduler.max_waiting", 0),
+            ("server.grpc_port", 65536),
+            ("server.http_port", -1),
+            ("server.drain_seconds", 0),
+            ("cluster.step_seconds", 0),
+            ("cluster.step_seconds", float("nan")),
+            ("cluster.step_seconds", float("inf")),
+        ],
+    )
+    def test_name_the_field(self, write, key, value):
+        with pytest.raises(ConfigError, match=re.escape(f"$.{key}")):
+            load_deployment(write("model: x\n"), {key: value})
+
+
+class TestBuckets:
+    def load(self, **overrides):
+        overrides = {f"scheduler.{key}": value for key, value in overrides.items()}
+        limits = load_deployment(Path(__file__).parent, overrides).scheduler
+        return limits.token_buckets, limits.page_buckets
+
+    def test_are_completed(self):
+        assert self.load() == ([8, 128], [16, 64])
+        assert self.load(slots=4, token_budget=32, max_length=100) == ([4, 32], [2, 7])
+        assert self.load(slots=8, token_budget=8, max_length=16) == ([8], [1])
+
+    def test_or_taken_as_they_are(self):
+        assert self.load(token_buckets=[8, 32, 128], page_buckets=[64]) == ([8, 32, 128], [64])
+
+    @pytest.mark.parametrize(
+        ("limits", "message"),
+        [
+            (
+                {"token_buckets": [8, 64]},
+                "scheduler.token_buckets = [8, 64]: must ascend and end at scheduler.token_budget "
+                "= 128",
+            ),
+            ({"token_buckets": [64, 8, 128]}, "scheduler.token_buckets = [64, 8, 128]: must"),
+            ({"token_buckets": [8, 8, 128]}, "scheduler.token_buckets = [8, 8, 128]: must"),
+            (
+                {"page_buckets": [16, 65]},
+                "scheduler.page_buckets = [16, 65]: must ascend and end at "
+                "ceil(scheduler.max_length / cache.page_size) = 64",
+            ),
+            (
+                {"token_budget": 7},
+                "scheduler.token_budget = 7 is below scheduler.slots = 8: a step could not hold "
+                "one token of every sequence",
+            ),
+            (
+                {"max_length": 8193},
+                "cache.pages = 512 cannot hold one sequence of scheduler.max_length = 8193 "
+                "tokens: that takes 513 pages of 16",
+            ),
+        ],
+    )
+    def test_that_do_not_fit(self, limits, message):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            self.load(**limits)
+
+    @given(
+        slots=st.integers(1, 64),
+        budget=st.integers(1, 512),
+        max_length=st.integers(2, 5000),
+        page_size=st.integers(1, 64),
+    )
+    def test_always_ascend_and_cover(self, slots, budget, max_length, page_size):
+        overrides = {
+            "scheduler.slots": slots,
+            "scheduler.token_budget": max(budget, slots),
+            "scheduler.max_length": max_length,
+            "cache.page_size": page_size,
+            "cache.pages": 5000,
+        }
+        limits = load_deployment(Path(__file__).parent, overrides).scheduler
+        for buckets in (limits.token_buckets, limits.page_buckets):
+            assert buckets == sorted(set(buckets))
+            assert buckets[0] >= 1
+        assert limits.token_buckets[-1] == max(budget, slots)
+        assert limits.page_buckets[-1] * page_size >= max_length
+        assert (limits.page_buckets[-1] - 1) * page_size < max_length
+
+
+class TestDerived:
+    def test_dispatch_format(self):
+        def format_of(dtype, dispatch):
+            overrides = {"dtype": dtype, "link.dispatch": dispatch}
+            return load_deployment(Path(__file__).parent, overrides).dispatch_format
+
+        assert format_of("bfloat16", "auto") == "bfloat16"
+        assert format_of("float32", "auto") == "float32"
+        assert format_of("float32", "fp8") == "fp8"
+
+    def test_devices(self):
+        layout = {"attention.dp": 3, "attention.tp": 2, "ffn.ep": 5, "ffn.tp": 7}
+        folder = Path(__file__).parent
+        assert load_deployment(folder, layout).devices == 3 * 2 + 5 * 7
+        assert load_deployment(folder, layout | {"mode": "colocated"}).devices == 3 * 2
+
+    def test_survives_the_wire(self):
+        deployment = load_deployment(Path(__file__).parent, {"attention.dp": 3})
+        data = msgspec.msgpack.encode(deployment)
+        assert msgspec.msgpack.decode(data, type=Deployment) == deployment
