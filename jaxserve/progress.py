@@ -26,7 +26,8 @@ class Progress:
     Args:
       what: the activity, as the line starts with it ("load", "compile").
       total: how many items there are.
-      total_bytes: the size of all items; with it the line says GB, GB/s and the time left.
+      total_bytes: the size of all items; with it the line says GB (MB below one), GB/s and
+        the time left.
       process: index of this process; only process 0 draws on a terminal.
       stream: where a terminal line goes; standard error unless given.
       clock: seconds, monotonic.
@@ -102,8 +103,9 @@ class Progress:
         parts = [f"{self._what}: {self._count} of {self._total}"]
         if self._total_bytes is not None:
             rate = self._bytes / max(now - self._started, 1e-9)
-            parts.append(f"{self._bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB")
-            parts.append(f"{rate / 1e9:.2f} GB/s")
+            unit, size = ("GB", 1e9) if self._total_bytes >= 1e9 else ("MB", 1e6)
+            parts.append(f"{self._bytes / size:.2f} of {self._total_bytes / size:.2f} {unit}")
+            parts.append(f"{rate / size:.2f} {unit}/s")
             if left and rate > 0:
                 parts.append(f"{(self._total_bytes - self._bytes) / rate:.0f} s left")
         if self._note:

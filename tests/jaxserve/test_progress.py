@@ -85,7 +85,7 @@ def test_no_time_left_is_claimed_before_anything_arrived(
 ) -> None:
     caplog.set_level(logging.INFO, "jaxserve.progress")
     clock = Clock()
-    with Progress("load", 2, total_bytes=10, stream=io.StringIO(), clock=clock) as progress:
+    with Progress("load", 2, total_bytes=15_700_000, stream=io.StringIO(), clock=clock) as progress:
         clock.now += 3.0
         progress.advance(0)
-    assert caplog.messages[0] == "load: 0 of 2, 0.00 of 0.00 GB, 0.00 GB/s"
+    assert caplog.messages[0] == "load: 0 of 2, 0.00 of 15.70 MB, 0.00 MB/s"
