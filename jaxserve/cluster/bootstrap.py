@@ -49,6 +49,8 @@ _FLAGS = {
 }
 _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
+_LAST_WORDS_SECONDS = 1.0
+"""For followers to read why the leader gives up, before its connection closes."""
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,13 +324,15 @@ def leave(peers: Leader | Follower | None) -> None:
         peers.close()
 
 
-def abandon(message: str, code: int = 1) -> NoReturn:
+def abandon(message: str, code: int = 1, *, peers: Leader | Follower | None = None) -> NoReturn:
     """Says why and ends the process at once, whatever its other threads are stuck in.
 
     For the end after a failure: device calls that wait for a dead peer never return, and an
-    orderly exit would wait for them.
+    orderly exit would wait for them. A leader in `peers` tells its followers the reason.
     """
     logger.critical("%s", message)
+    if isinstance(peers, Leader):
+        peers.close(failure=message, timeout=_LAST_WORDS_SECONDS)
     for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
         try:
             stream.flush()

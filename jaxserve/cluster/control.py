@@ -6,7 +6,7 @@ below, so no schema has to be compiled and nothing is ever unpickled. `leader.py
 `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
 
     follower → leader   Register  Heartbeat*  Collected*  Failure?  Farewell
-    leader → follower   Welcome   (Boundary | Beat | Collect)*      Goodbye
+    leader → follower   Welcome   (Boundary | Beat | Collect)*      Noted?  Goodbye
 """
 
 import hashlib
@@ -141,6 +141,10 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """The leader has the follower's `Failure`, which may now end."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """The deployment ends; `failure` says why where that was not wanted."""
 
@@ -148,7 +152,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 FromFollower = Register | Heartbeat | Collected | Failure | Farewell
-FromLeader = Welcome | Boundary | Beat | Collect | Goodbye
+FromLeader = Welcome | Boundary | Beat | Collect | Noted | Goodbye
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode

@@ -28,6 +28,7 @@ from jaxserve.cluster.control import (
     Goodbye,
     Heartbeat,
     Identity,
+    Noted,
     Position,
     Register,
     Welcome,
@@ -85,6 +86,7 @@ class Follower:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._welcomed = threading.Event()
+        self._noted = threading.Event()
         self._refusal = ""
         self._parting = False
         """Whether the leader said goodbye or this end is closing: then a closed stream is well."""
@@ -159,10 +161,16 @@ class Follower:
         """Sets what `Leader.collect(name)` gets; `produce` runs on the receiving thread."""
         self._answers[name] = produce
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the leader that this process cannot go on."""
+    def fail(self, error: BaseException, timeout: float = 2.0) -> None:
+        """Tells the leader that this process cannot go on, and waits until it knows.
+
+        Nothing else ends here: the caller does, or the goodbye with which the leader answers.
+        """
+        if self.failure is not None:
+            return  # there is no leader to tell, or it was told
         text = str(error) if isinstance(error, EngineFailedError) else _text(error)
         self._outbox.put(encode(Failure(text, self._position())))
+        self._noted.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Says farewell and leaves; after it the leader may end. Idempotent."""
@@ -215,6 +223,8 @@ class Follower:
                 self._take(message)
             case Beat():
                 pass
+            case Noted():
+                self._noted.set()
             case Welcome(leader, next_number):
                 self._leader = f"the leader ({leader}, {self.address})"
                 self._next = next_number

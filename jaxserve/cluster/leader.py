@@ -31,6 +31,7 @@ from jaxserve.cluster.control import (
     Goodbye,
     Heartbeat,
     Identity,
+    Noted,
     Position,
     Register,
     Welcome,
@@ -315,6 +316,7 @@ class Leader:
                 seat.collected[name] = message
             case Failure(text, position):
                 seat.problem, seat.position = text, position or seat.position
+                seat.outbox.put(encode(Noted()))
             case Farewell():
                 seat.left = True
 

@@ -7,13 +7,14 @@ dependencies let them. Every process of a deployment runs the same driver over t
 process without devices of a role passes that role's stages over.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxserve.link.transport import Arrays
+from jaxserve.config.model import LayerKind
+from jaxserve.link.transport import Arrays, Transport
 from jaxserve.mesh import cached_sharding, has_local_devices
 from jaxserve.pipeline.executables import AFDExecutables
 from jaxserve.pipeline.plan import StepPlan, batch_array, page_table_array
@@ -38,44 +39,20 @@ class Finished(NamedTuple):
 class Observer(Protocol):
     """Notes when a stage's output is there (`timeline.Recorder`)."""
 
-    def observe(
-        self, stage: Any, lane: int, layer: int, step: int, result: jax.Array, /
-    ) -> None:
+    def observe(self, stage: Any, lane: int, layer: int, step: int, result: jax.Array, /) -> None:
         """Called right after the stage was enqueued."""
         ...
 
 
-class _Lane:
-    """What one lane carries from stage to stage."""
+class _Layer(NamedTuple):
+    """What the stages of one layer run, for one bucket. What runs elsewhere is None or empty."""
 
-    __slots__ = (
-        "arrived",
-        "batch",
-        "combined",
-        "executables",
-        "last_tokens",
-        "pieces",
-        "plan",
-        "results",
-        "table",
-        "x",
-    )
-
-    plan: StepPlan
-    executables: AFDExecutables
-    batch: jax.Array
-    table: jax.Array
-    x: jax.Array
-    """The residual stream; every attend donates it to the next."""
-    pieces: Arrays
-    """attend's message, on the attention mesh."""
-    arrived: Arrays
-    """The same on the ffn mesh."""
-    results: Arrays
-    """ffn's output, on the ffn mesh."""
-    combined: Arrays
-    """The same on the attention mesh."""
-    last_tokens: jax.Array
+    attend: jax.stages.Compiled | None
+    """In layer 0 the program `enter`."""
+    dispatch: Transport
+    ffn: jax.stages.Compiled | None
+    attention_leaves: tuple[jax.Array, ...]
+    ffn_leaves: tuple[jax.Array, ...]
 
 
 class AFDDriver:
@@ -88,27 +65,23 @@ class AFDDriver:
         weights: AFDWeights,
         observer: Observer | None = None,
     ):
-        self._programs = programs
         self._executables = executables
         self._weights = weights
-        self._kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+        kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+        self._layers = {
+            bucket: _bind_layers(kinds, bound, weights) for bucket, bound in executables.items()
+        }
         self._pages = layer_pages(programs)
         self.observer = observer
-        mesh = programs.meshes.attention
-        self._on_attention = has_local_devices(mesh)
-        on_ffn = has_local_devices(programs.meshes.ffn)
-        self._rotation = Rotation(programs.config.layers, programs.deployment.lanes)
-        self._lanes = [_Lane() for _ in range(programs.deployment.lanes)]
+        self._on_attention = has_local_devices(programs.meshes.attention)
+        lanes = programs.deployment.lanes
+        self._rotation = Rotation(programs.config.layers, lanes)
+        self._plans: list[StepPlan | None] = [None] * lanes
+        self._steps: list[Iterator[Arrays | Finished]] = [iter(())] * lanes
         self._put = GroupPut(programs)
-        self._handlers: dict[str, Callable[[_Lane, int], None]] = {
-            "attend": self._attend if self._on_attention else self._attend_elsewhere,
-            "dispatch": self._dispatch,
-            "ffn": self._ffn if on_ffn else self._ffn_elsewhere,
-            "combine": self._combine,
-        }
-        if self._on_attention:
-            for lane in self._lanes:
-                lane.last_tokens = self._put.last_tokens()
+        self._last_tokens = [
+            self._put.last_tokens() if self._on_attention else None for _ in range(lanes)
+        ]
         self.at: Stage | None = None
         """What was enqueued last."""
 
@@ -121,85 +94,97 @@ class AFDDriver:
     def idle_lanes(self) -> list[int]:
         """Lanes that could begin a step."""
         busy = self._rotation.active
-        return [lane for lane in range(len(self._lanes)) if lane not in busy]
+        return [lane for lane in range(len(self._steps)) if lane not in busy]
 
     def position(self) -> tuple[str, int, int, int] | None:
         """Stage, lane, layer and step number of what was enqueued last; from any thread."""
         if self.at is None:
             return None
-        return (*self.at, self._lanes[self.at.lane].plan.number)
+        plan = self._plans[self.at.lane]
+        return (*self.at, -1 if plan is None else plan.number)
 
     def begin(self, plan: StepPlan) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`."""
         self._rotation.begin(plan.lane)
-        lane = self._lanes[plan.lane]
-        lane.plan, lane.executables = plan, self._executables[plan.bucket]
-        if self._on_attention:
-            lane.batch, lane.table = self._put(plan)
+        self._plans[plan.lane] = plan
+        batch, table = self._put(plan) if self._on_attention else (None, None)
+        self._steps[plan.lane] = self._step(plan, batch, table)
 
     def advance(self) -> Finished:
         """Enqueues stages up to and including the next `leave`."""
-        lanes, handlers, observer = self._lanes, self._handlers, self.observer
+        if not self._rotation.active:
+            raise ValueError("no lane has begun a step")
+        turns, steps, observer = self._rotation.turns, self._steps, self.observer
         while True:
-            for stage in self._rotation.turn():
+            for stage in next(turns):
                 self.at = stage
-                name, number, layer = stage
-                if name == "leave":
-                    return self._leave(lanes[number])
-                handlers[name](lanes[number], layer)
+                made = next(steps[stage.lane])
                 if observer is not None:
-                    self._observe(observer, lanes[number], stage)
+                    self._observe(observer, stage, made)
+            if isinstance(made, Finished):
+                return made
 
-    def _attend(self, lane: _Lane, layer: int) -> None:
-        k, v = self._pages[layer]
-        if layer == 0:
-            lane.x, *lane.pieces, k, v = lane.executables.enter(  # type: ignore[misc]
-                *(lane.last_tokens, lane.batch, lane.table, k, v),
-                *self._weights.embedding,
-                *self._weights.attention[0],
-            )
-        else:
-            attend = lane.executables.attend[self._kinds[layer]]
-            lane.x, *lane.pieces, k, v = attend(  # type: ignore[misc]
-                *(lane.x, lane.batch, lane.table, k, v),
-                *lane.combined,
-                *self._weights.attention[layer],
-            )
-        self._pages[layer] = k, v
+    def _step(
+        self, plan: StepPlan, batch: jax.Array | None, table: jax.Array | None
+    ) -> Iterator[Arrays | Finished]:
+        """One step of a lane: enqueues a stage each time it is resumed, yields what it makes.
 
-    def _attend_elsewhere(self, lane: _Lane, layer: int) -> None:
-        lane.pieces = lane.executables.dispatch[self._kinds[layer]].placeholders()
-
-    def _dispatch(self, lane: _Lane, layer: int) -> None:
-        lane.arrived = lane.executables.dispatch[self._kinds[layer]](lane.pieces)
-
-    def _ffn(self, lane: _Lane, layer: int) -> None:
-        ffn = lane.executables.ffn[self._kinds[layer]]
-        lane.results = ffn(*lane.arrived, *self._weights.ffn[layer])  # type: ignore[misc]
-
-    def _ffn_elsewhere(self, lane: _Lane, layer: int) -> None:
-        lane.results = lane.executables.combine.placeholders()
-
-    def _combine(self, lane: _Lane, layer: int) -> None:
-        lane.combined = lane.executables.combine(lane.results)
-
-    def _leave(self, lane: _Lane) -> Finished:
-        if not self._on_attention:
-            return Finished(lane.plan, None, None, lane.results[0])
-        lane.last_tokens, sampled, logits = lane.executables.leave(  # type: ignore[misc]
-            *(lane.x, lane.last_tokens, lane.batch), *lane.combined, *self._weights.head
+        The first attend is `enter`, which takes the last tokens and the embedding where the others
+        take the residual stream (and donate it) and what came from the ffn mesh.
+        """
+        executables, pages = self._executables[plan.bucket], self._pages
+        combine, leave = executables.combine, executables.leave
+        x = self._last_tokens[plan.lane]
+        combined: Arrays = self._weights.embedding
+        for layer, (attend, dispatch, ffn, attention_leaves, ffn_leaves) in enumerate(
+            self._layers[plan.bucket]
+        ):
+            if attend is not None:
+                k, v = pages[layer]
+                x, *pieces, k, v = attend(x, batch, table, k, v, *combined, *attention_leaves)
+                pages[layer] = k, v
+            else:
+                pieces = dispatch.placeholders()
+            yield pieces
+            arrived = dispatch(pieces)
+            yield arrived
+            results = combine.placeholders() if ffn is None else ffn(*arrived, *ffn_leaves)
+            yield results
+            combined = combine(results)
+            yield combined
+        if leave is None:
+            yield Finished(plan, None, None, results[0])
+            return
+        last, sampled, logits = leave(
+            x, self._last_tokens[plan.lane], batch, *combined, *self._weights.head
         )
-        return Finished(lane.plan, sampled, logits, sampled)
+        self._last_tokens[plan.lane] = last
+        yield Finished(plan, sampled, logits, sampled)
 
-    def _observe(self, observer: Observer, lane: _Lane, stage: Stage) -> None:
-        outputs = {
-            "attend": lambda: lane.pieces,
-            "dispatch": lambda: lane.arrived,
-            "ffn": lambda: lane.results,
-            "combine": lambda: lane.combined,
-        }[stage.name]()
-        if len(outputs[0].addressable_shards):
-            observer.observe(stage.name, stage.lane, stage.layer, lane.plan.number, outputs[0])
+    def _observe(self, observer: Observer, stage: Stage, made: Arrays | Finished) -> None:
+        plan = self._plans[stage.lane]
+        assert plan is not None
+        if isinstance(made, Finished):
+            if made.sampled is not None:
+                observer.observe("attend", stage.lane, stage.layer, plan.number, made.sampled)
+        elif made[0].addressable_shards:
+            observer.observe(stage.name, stage.lane, stage.layer, plan.number, made[0])
+
+
+def _bind_layers(
+    kinds: Sequence[LayerKind], executables: AFDExecutables, weights: AFDWeights
+) -> list[_Layer]:
+    """One entry a layer."""
+    return [
+        _Layer(
+            executables.attend[kind] if layer else executables.enter,
+            executables.dispatch[kind],
+            executables.ffn[kind],
+            weights.attention[layer],
+            weights.ffn[layer],
+        )
+        for layer, kind in enumerate(kinds)
+    ]
 
 
 class ColocatedDriver:

@@ -11,6 +11,7 @@ this is Step-3's three-stage pipeline (§4.1). A lane that has left its last lay
 step at its next turn, wherever the others are: lanes are not drained.
 """
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 StageName = Literal["attend", "dispatch", "ffn", "combine", "leave"]
@@ -27,20 +28,19 @@ class Stage(NamedTuple):
 class Rotation:
     """Hands out stages turn by turn; `begin` puts a lane in at layer 0.
 
-    Yields nothing that depends on time: the sequence of `begin`s and turns fixes every stage.
+    Nothing depends on time: the sequence of `begin`s and turns fixes every stage.
+
+    Attributes:
+      turns: without end while a lane is inside a step; each is the next active lane's layer, or
+        its leave after the last. A turn that ends with `leave` ends the lane's step: a boundary,
+        at which new plans come in.
     """
 
     def __init__(self, layers: int, lanes: int):
         self._layers = layers
-        self._next_layer: dict[int, int] = {}
         self._lanes = lanes
-        self._pending: Stage | None = None
-        self._turn = 0
-        names: list[StageName] = ["attend", "dispatch", "ffn", "combine"]
-        self._stages = [
-            [tuple(Stage(name, lane, layer) for name in names) for layer in range(layers)]
-            for lane in range(lanes)
-        ]
+        self._next_layer: dict[int, int] = {}
+        self.turns: Iterator[tuple[Stage, ...]] = self._take_turns()
 
     @property
     def active(self) -> list[int]:
@@ -53,35 +53,40 @@ class Rotation:
             raise ValueError(f"lane {lane} is still at layer {self._next_layer[lane]} of its step")
         self._next_layer[lane] = 0
 
-    def turn(self) -> tuple[Stage, ...]:
-        """The next active lane's turn: one layer, or its leave after the last.
-
-        A turn that ends with `leave` ends the lane's step: a boundary, at which new plans come in.
-        """
-        lane = self._choose()
-        layer = self._next_layer[lane]
-        before: tuple[Stage, ...] = ()
-        between: tuple[Stage, ...] = ()
-        if self._pending is not None:
-            if self._pending.lane == lane:
-                before = (self._pending,)
+    def _take_turns(self) -> Iterator[tuple[Stage, ...]]:
+        next_layer, layers, lanes = self._next_layer, self._layers, self._lanes
+        stages = [[_stages(lane, layer) for layer in range(layers)] for lane in range(lanes)]
+        lane = 0
+        pending: Stage | None = None  # the previous turn's combine
+        while True:
+            while lane not in next_layer:
+                lane = (lane + 1) % lanes
+            layer = next_layer[lane]
+            if layer == layers:
+                del next_layer[lane]
+                leave = Stage("leave", lane, layer)
+                if pending is not None and pending.lane == lane:
+                    last, pending = pending, None
+                    yield last, leave
+                else:
+                    yield (leave,)
+                continue  # if the lane begins anew at this boundary, this is still its turn
+            next_layer[lane] = layer + 1
+            attend, dispatch, ffn, combine = stages[lane][layer]
+            if pending is None:
+                yield attend, dispatch, ffn
+            elif pending.lane == lane:
+                yield pending, attend, dispatch, ffn
             else:
-                between = (self._pending,)
-        if layer == self._layers:
-            del self._next_layer[lane]
-            if before:
-                self._pending = None
-            return (*before, Stage("leave", lane, layer))
-        self._next_layer[lane] = layer + 1
-        attend, dispatch, ffn, self._pending = self._stages[lane][layer]
-        return (*before, attend, dispatch, *between, ffn)
+                yield attend, dispatch, pending, ffn
+            pending = combine
+            lane = (lane + 1) % lanes
 
-    def _choose(self) -> int:
-        if not self._next_layer:
-            raise ValueError("no lane has begun a step")
-        while self._turn not in self._next_layer:
-            self._turn = (self._turn + 1) % self._lanes
-        lane = self._turn
-        if self._next_layer[lane] < self._layers:
-            self._turn = (self._turn + 1) % self._lanes
-        return lane
+
+def _stages(lane: int, layer: int) -> tuple[Stage, Stage, Stage, Stage]:
+    return (
+        Stage("attend", lane, layer),
+        Stage("dispatch", lane, layer),
+        Stage("ffn", lane, layer),
+        Stage("combine", lane, layer),
+    )

@@ -94,8 +94,7 @@ def lead(
         failed.wait()
         time.sleep(options.report_after)
         assert leader.failure is not None
-        leader.close(failure=str(leader.failure), timeout=1.0)
-        bootstrap.abandon(f"failed: {leader.failure}")
+        bootstrap.abandon(f"failed: {leader.failure}", peers=leader)
 
     threading.Thread(target=report, daemon=True).start()
     leader.wait_ready()

@@ -106,7 +106,9 @@ def test_broadcast_out_of_order_names_both_numbers() -> None:
 def test_failure_of_a_follower_is_reported_once_with_its_place() -> None:
     with pair() as (ends, leader, follower):
         follower.position = lambda: Position("ffn", 1, 4, 9)
-        follower.fail(ValueError("no such expert"))
+        started = time.monotonic()
+        follower.fail(ValueError("no such expert"), timeout=WAIT)
+        assert time.monotonic() - started < WAIT / 2  # the leader says that it knows
         failure = ends.failures.get(timeout=WAIT)
         assert str(failure) == (
             "process 1 (ffn, host host1, pid 1001): ValueError: no such expert; last seen in ffn "
