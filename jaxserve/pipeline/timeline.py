@@ -97,7 +97,10 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Measures when observed stages end; thread-safe, bounded, one worker thread a stage.
+    """Measures when observed stages end; thread-safe, bounded.
+
+    One worker thread a stage and lane: the stages of one lane end in the order in which they were
+    enqueued, those of different lanes need not.
 
     Args:
       process: index of this process, noted in its spans.
@@ -123,15 +126,9 @@ class Recorder:
         self._closed = False
         self.dropped = 0
         """Stages that were not measured: their result failed, was donated, or came too fast."""
-        self._queues: dict[Stage, queue.SimpleQueue] = {s: queue.SimpleQueue() for s in STAGES}
-        self._workers = [
-            threading.Thread(target=self._work, args=(s,), name=f"timeline-{s}", daemon=True)
-            for s in STAGES
-        ]
+        self._workers: dict[tuple[Stage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_interval, _SWITCH_INTERVAL_S))
-        for worker in self._workers:
-            worker.start()
 
     def observe(self, stage: Stage, lane: int, layer: int, step: int, result: Result) -> None:
         """Follows a stage that was just enqueued; returns at once.
@@ -146,7 +143,10 @@ class Recorder:
                 self.dropped += 1
                 return
             self._pending += 1
-        self._queues[stage].put((lane, layer, step, enqueued, result))
+            if (stage, lane) not in self._workers:
+                self._workers[stage, lane] = self._start(stage, lane)
+            stages, _ = self._workers[stage, lane]
+        stages.put((layer, step, enqueued, result))
 
     def flush(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds until everything observed has ended; says if it has."""
@@ -165,16 +165,26 @@ class Recorder:
             if self._closed:
                 return
             self._closed = True
-        for pending in self._queues.values():
-            pending.put(None)
+            workers = list(self._workers.values())
+        for stages, _ in workers:
+            stages.put(None)
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
+        for _, worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         sys.setswitchinterval(self._switch_interval)
 
-    def _work(self, stage: Stage) -> None:
-        while (item := self._queues[stage].get()) is not None:
-            lane, layer, step, enqueued, result = item
+    def _start(self, stage: Stage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
+        stages: queue.SimpleQueue = queue.SimpleQueue()
+        name = f"timeline-{stage}-{lane}"
+        worker = threading.Thread(
+            target=self._work, args=(stages, stage, lane), name=name, daemon=True
+        )
+        worker.start()
+        return stages, worker
+
+    def _work(self, stages: queue.SimpleQueue, stage: Stage, lane: int) -> None:
+        while (item := stages.get()) is not None:
+            layer, step, enqueued, result = item
             try:
                 result.block_until_ready()
             except Exception:  # the driver reports it; here it is only a span that cannot be had

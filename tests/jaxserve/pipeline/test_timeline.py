@@ -184,11 +184,6 @@ class Donated:
         raise RuntimeError("Array has been deleted.")
 
 
-@pytest.fixture
-def clock() -> "Clock":
-    return Clock()
-
-
 class Clock:
     def __init__(self) -> None:
         self.milliseconds = 0
@@ -197,23 +192,31 @@ class Clock:
         return self.milliseconds * MS
 
 
-def test_a_late_stage_does_not_hold_up_the_others(clock: Clock) -> None:
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.mark.parametrize(("stage", "lane"), [("ffn", 0), ("attend", 1)])
+def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
+    clock: Clock, stage: Stage, lane: int
+) -> None:
     recorder = Recorder(process=3, clock=clock)
     late, early = Gate(), Gate()
     recorder.observe("attend", 0, 1, 7, late)
-    recorder.observe("ffn", 1, 1, 8, early)
+    recorder.observe(stage, lane, 1, 8, early)
     clock.milliseconds = 5
     early.event.set()
     for _ in range(3000):
         if recorder.spans():
             break
         threading.Event().wait(0.01)
-    assert recorder.spans() == [Span("ffn", 1, 1, 8, 0, 5 * MS, 3, 0)]
+    assert recorder.spans() == [Span(stage, lane, 1, 8, 0, 5 * MS, 3, 0)]
     assert not recorder.flush(0.01)
     clock.milliseconds = 9
     late.event.set()
     assert recorder.flush(30)
-    assert recorder.spans()[1] == Span("attend", 0, 1, 7, 0, 9 * MS, 3, 0)
+    assert (recorder.spans()[1].step, recorder.spans()[1].end_ns) == (7, 9 * MS)
     recorder.close()
 
 
@@ -239,6 +242,10 @@ def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:
 def test_closing_ends_the_threads_and_restores_the_switch_interval() -> None:
     before = threading.active_count(), sys.getswitchinterval()
     recorder = Recorder()
+    ready = Gate()
+    ready.event.set()
+    for stage in STAGES:
+        recorder.observe(stage, 0, 0, 0, ready)
     assert threading.active_count() == before[0] + len(STAGES)
     recorder.close()
     recorder.close()
