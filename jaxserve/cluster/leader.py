@@ -187,6 +187,18 @@ class Leader:
                 raise EngineFailedError(f"{seat.identity}: could not send {name!r}: {error}")
         return {process: seat.collected[name].data for process, seat in self._seats.items()}
 
+    def explain(self, error: EngineFailedError, timeout: float = 2.0) -> EngineFailedError:
+        """Who is behind a step's error: a transfer breaks a moment before its peer is missed.
+
+        Waits up to `timeout` seconds for a follower's failure to show, and returns that; otherwise
+        the error with what every follower was doing.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout)
+        if self.failure is not None:
+            return self.failure
+        return EngineFailedError(f"{error}; {self.describe()}")
+
     def describe(self) -> str:
         """Where every follower is, for an error about a step that is late."""
         with self._changed:

@@ -204,3 +204,14 @@ def test_describe_says_where_everybody_is() -> None:
             r"last heard \d\.\d s ago",
             leader.describe(),
         )
+
+
+def test_explain_waits_for_the_follower_behind_an_error() -> None:
+    error = EngineFailedError("step 54 of lane 1: recv() failed")
+    with pair() as (_, leader, follower):
+        well = str(leader.explain(error, timeout=0.1))
+        assert well.startswith("step 54 of lane 1: recv() failed; process 1 (ffn, host host1, pid ")
+        threading.Timer(0.3, follower._channel.close).start()
+        explained = leader.explain(error, timeout=WAIT)
+        assert explained is leader.failure
+        assert "its connection closed" in str(explained)
