@@ -34,7 +34,9 @@ def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Arra
     random = state.temperature > 0
 
     def draw() -> Array:
-        scaled = logits / jnp.where(random, state.temperature, 1.0)[:, None]
+        # The largest becomes 0 before it is divided: however small the temperature, it stays finite.
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        scaled = (logits - largest) / jnp.where(random, state.temperature, 1.0)[:, None]
         threshold = _threshold(scaled, state)
         kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
         noise = jax.vmap(_gumbel, (0, 0, None))(state.seed, state.position, logits.shape[1])
@@ -63,6 +65,8 @@ def _threshold(scaled: Float[Array, "slots vocab"], state: SamplerState) -> Floa
         before = jnp.cumsum(probability, axis=-1) - probability
         last = jnp.maximum(jnp.sum(before < state.top_p[:, None], axis=-1) - 1, 0)
         by_top_p = jnp.take_along_axis(descending, last[:, None], axis=1)[:, 0]
+        # Rounded sums reach 1 before the last token; 1 keeps it all the same, as it does alone.
+        by_top_p = jnp.where(state.top_p < 1.0, by_top_p, -jnp.inf)
         return jnp.maximum(by_top_k, by_top_p)
 
     active = jnp.any((top_k < vocab) | (state.top_p < 1.0))

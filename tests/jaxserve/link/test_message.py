@@ -1,0 +1,133 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.link.message import Message, MessageFormat, row_multiple
+
+STORAGE = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8": ml_dtypes.float8_e4m3fn,
+    "int8": np.int8,
+}
+FORMATS = list(STORAGE)
+TOP_K = [0, 1, 3, 8]
+
+
+def message(tokens: int, d_model: int, top_k: int, dtype=np.float32, seed: int = 0) -> Message:
+    rng = np.random.default_rng(seed)
+    rows = jnp.asarray(rng.normal(size=(tokens, d_model)).astype(dtype))
+    if not top_k:
+        return Message(rows, None, None)
+    experts = rng.integers(0, 2**31 - 1, (tokens, top_k)).astype(np.int32)
+    gates = rng.random((tokens, top_k), np.float32)
+    return Message(rows, jnp.asarray(experts), jnp.asarray(gates))
+
+
+def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales, by the definition: the largest magnitude becomes the format's largest."""
+    largest = np.float32({"fp8": 448.0, "int8": 127.0}[rows])
+    scales = np.abs(x).max(axis=1) * (np.float32(1) / largest)
+    values = np.clip(x * (np.float32(1) / scales)[:, None], -largest, largest)
+    return (np.rint(values) if rows == "int8" else values).astype(STORAGE[rows]), scales
+
+
+def expected_bytes(m: Message, rows: str) -> bytes:
+    """Row by row: values, scale, expert ids, gates, all little endian."""
+    x = np.asarray(m.tokens, np.float32)
+    values, scales = (
+        quantised(x, rows) if rows in ("fp8", "int8") else (x.astype(STORAGE[rows]), None)
+    )
+    lines = []
+    for row in range(x.shape[0]):
+        lines.append(values[row].tobytes())
+        if scales is not None:
+            lines.append(scales[row].astype("<f4").tobytes())
+        if m.experts is not None:
+            lines.append(np.asarray(m.experts)[row].astype("<i4").tobytes())
+            lines.append(np.asarray(m.gates)[row].astype("<f4").tobytes())
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "word", "width"),
+    [
+        ("float32", 0, np.uint32, 16),
+        ("float32", 3, np.uint32, 16 + 3 + 3),
+        ("bfloat16", 0, np.uint16, 16),
+        ("bfloat16", 3, np.uint16, 16 + 6 + 6),
+        ("fp8", 0, np.uint8, 16 + 4),
+        ("fp8", 3, np.uint8, 16 + 4 + 12 + 12),
+        ("int8", 8, np.uint8, 16 + 4 + 32 + 32),
+    ],
+)
+def test_layout_of_a_row(rows, top_k, word, width):
+    form = MessageFormat(16, top_k, rows)
+    assert (form.word, form.width) == (np.dtype(word), width)
+
+
+@pytest.mark.parametrize("top_k", TOP_K)
+@pytest.mark.parametrize("rows", FORMATS)
+def test_packed_bytes(rows, top_k):
+    form, m = MessageFormat(16, top_k, rows), message(5, 16, top_k)
+    packed = np.asarray(jax.jit(form.pack)(m))
+    assert packed.shape == (5, form.width)
+    assert packed.dtype == form.word
+    assert packed.tobytes() == expected_bytes(m, rows)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("top_k", TOP_K)
+@pytest.mark.parametrize("rows", FORMATS)
+def test_unpacked_is_what_was_packed(rows, top_k, dtype):
+    form, m = MessageFormat(24, top_k, rows), message(7, 24, top_k, dtype)
+    got = jax.jit(lambda m: form.unpack(form.pack(m), jnp.dtype(dtype)))(m)
+    x = np.asarray(m.tokens, np.float32)
+    if rows in ("fp8", "int8"):
+        values, scales = quantised(x, rows)
+        expected = (values.astype(np.float32) * scales[:, None]).astype(dtype)
+    else:
+        expected = x.astype(STORAGE[rows]).astype(dtype)
+    assert got.tokens.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got.tokens), expected)
+    if top_k:
+        np.testing.assert_array_equal(got.experts, m.experts)
+        np.testing.assert_array_equal(got.gates, m.gates)
+    else:
+        assert got.experts is got.gates is None
+
+
+def test_side_fields_are_not_rounded_and_not_interpreted():
+    """Any 32 bits cross as they are: negative ids, the largest, the smallest gate, NaN."""
+    form = MessageFormat(4, 2, "int8")
+    experts = jnp.asarray([[-1, 2**31 - 1], [0, -(2**31)]], jnp.int32)
+    gates = np.asarray([[1e-45, np.nan], [-0.0, np.inf]], np.float32)
+    got = form.unpack(
+        form.pack(Message(jnp.ones((2, 4)), experts, jnp.asarray(gates))), jnp.dtype(jnp.float32)
+    )
+    np.testing.assert_array_equal(got.experts, experts)
+    assert np.asarray(got.gates).tobytes() == gates.tobytes()
+
+
+@given(
+    tokens=st.integers(1, 5),
+    d_model=st.integers(1, 20).map(lambda n: 4 * n),
+    top_k=st.integers(0, 5),
+    rows=st.sampled_from(FORMATS),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(tokens, d_model, top_k, rows, seed):
+    m = message(tokens, d_model, top_k, seed=seed)
+    packed = np.asarray(MessageFormat(d_model, top_k, rows).pack(m))
+    assert packed.tobytes() == expected_bytes(m, rows)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "rows"), [(1, 1, 1), (3, 2, 6), (2, 4, 4), (4, 6, 12)]
+)
+def test_row_multiple(senders, receivers, rows):
+    assert row_multiple(senders, receivers) == rows

@@ -1,0 +1,105 @@
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import (
+    ATTENTION_RULES,
+    COLOCATED_FFN_RULES,
+    FFN_RULES,
+    Submeshes,
+    axis_product,
+    cached_sharding,
+    has_local_devices,
+    partition_spec,
+)
+
+
+def submeshes(devices=None, **layout):
+    overrides = {key.replace("_", "."): value for key, value in layout.items()}
+    return Submeshes(load_deployment(Path(__file__).parent, overrides), devices)
+
+
+def ids(mesh):
+    return [[device.id for device in row] for row in mesh.devices]
+
+
+def test_attention_takes_the_first_devices_and_ffn_the_next():
+    meshes = submeshes(attention_dp=2, attention_tp=1, ffn_ep=2, ffn_tp=2)
+    assert ids(meshes.attention) == [[0], [1]]
+    assert ids(meshes.ffn) == [[2, 3], [4, 5]]
+    assert meshes.attention.axis_names == ("dp", "tp")
+    assert meshes.ffn.axis_names == meshes.ffn_axes == ("ep", "tp")
+    assert meshes.ffn_rules is FFN_RULES
+
+
+def test_tp_is_the_minor_axis():
+    assert ids(submeshes(attention_dp=3, attention_tp=2).attention) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_colocated_has_one_mesh():
+    meshes = submeshes(mode="colocated", attention_dp=2, attention_tp=2, ffn_ep=8)
+    assert ids(meshes.attention) == [[0, 1], [2, 3]]
+    assert meshes.ffn is meshes.attention
+    assert meshes.ffn_axes == ("dp", "tp")
+    assert meshes.ffn_rules is COLOCATED_FFN_RULES
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"attention_dp": 3, "attention_tp": 2, "ffn_ep": 2, "ffn_tp": 2},
+            "layout attention.dp 3 x attention.tp 2 + ffn.ep 2 x ffn.tp 2 = 10 devices, but there "
+            "are 8",
+        ),
+        (
+            {"mode": "colocated", "attention_dp": 9},
+            "layout attention.dp 9 x attention.tp 1 = 9 devices, but there are 8",
+        ),
+    ],
+)
+def test_too_few_devices_with_the_arithmetic(layout, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        submeshes(**layout)
+
+
+def test_given_devices():
+    devices = jax.devices()[4:6]
+    meshes = submeshes(devices)
+    assert ids(meshes.attention) + ids(meshes.ffn) == [[[4]][0], [[5]][0]]
+    with pytest.raises(ConfigError, match="= 3 devices, but there are 2"):
+        submeshes(devices, ffn_ep=2)
+
+
+def test_rules():
+    assert partition_spec(("d_model", "q_heads"), ATTENTION_RULES) == PartitionSpec(None, "tp")
+    assert partition_spec(("experts", "d_model", "expert_d_ff"), FFN_RULES) == PartitionSpec(
+        "ep", None, "tp"
+    )
+    assert partition_spec(("d_model", "d_ff"), FFN_RULES) == PartitionSpec(None, ("ep", "tp"))
+    assert partition_spec(("d_ff", None), COLOCATED_FFN_RULES) == PartitionSpec(("dp", "tp"), None)
+
+
+def test_an_axis_cannot_be_used_twice():
+    message = "dimensions ('experts', 'd_ff') use a mesh axis twice: ['ep', 'ep', 'tp']"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        partition_spec(("experts", "d_ff"), FFN_RULES)
+
+
+def test_axis_product():
+    mesh = submeshes(attention_dp=3, attention_tp=2).attention
+    assert [axis_product(mesh, axes) for axes in ("dp", "tp", ("dp", "tp"), None)] == [3, 2, 6, 1]
+
+
+def test_shardings_are_the_same_objects_every_time():
+    mesh = submeshes().attention
+    assert cached_sharding(mesh, PartitionSpec("dp")) is cached_sharding(mesh, PartitionSpec("dp"))
+
+
+def test_local_devices():
+    assert has_local_devices(submeshes().ffn)
