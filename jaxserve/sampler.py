@@ -34,7 +34,7 @@ def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Arra
     random = state.temperature > 0
 
     def draw() -> Array:
-        # The largest becomes 0 before it is divided: however small the temperature, it stays finite.
+        # The largest is 0 before the division: however small the temperature, it stays finite.
         largest = jnp.max(logits, axis=-1, keepdims=True)
         scaled = (logits - largest) / jnp.where(random, state.temperature, 1.0)[:, None]
         threshold = _threshold(scaled, state)
