@@ -7,7 +7,7 @@ starts none. The order for several processes:
 2. `join` meets the others over the control plane, then sets the devices and calls
    `jax.distributed.initialize`. Not earlier: JAX aborts a process whose peers do not come, without
    an error that could be caught. What it returns is the `Leader` or `Follower` of this process.
-3. At the end `leave`. After a failure `abandon`, in every process.
+3. At the end `leave`, after a failure `abandon`, in every process; neither returns.
 
 What JAX does when a peer dies (0.11.2 and 0.12, measured): by default its coordination service
 makes every process abort, the leader included, heartbeat_timeout_seconds after a follower's death.
@@ -311,17 +311,20 @@ def _delay_abort() -> None:
         logger.info("no libc: if the leader dies, JAX will abort this process")
 
 
-def leave(peers: Leader | Follower | None) -> None:
-    """Takes this process out of the deployment in order: followers go first, the leader last.
+def leave(peers: Leader | Follower | None, code: int = 0) -> NoReturn:
+    """Takes this process out of the deployment in order, and ends it.
 
-    The leader says goodbye here, and followers call this when their `boundaries()` have ended.
-    JAX would abort a follower that is still connected when the leader goes.
+    The leader says goodbye here and goes last; followers call this when their `boundaries()` have
+    ended. (JAX would abort a follower that is still connected when the leader goes.) The process
+    ends without the interpreter's own finalisation: that kills daemon threads where they are, and
+    one inside a device call, as for a step that was cut off, takes the process down with SIGABRT.
     """
     if isinstance(peers, Leader):
         peers.close()
     jax.distributed.shutdown()
     if isinstance(peers, Follower):
         peers.close()
+    _exit(code)
 
 
 def abandon(message: str, code: int = 1, *, peers: Leader | Follower | None = None) -> NoReturn:
@@ -333,6 +336,10 @@ def abandon(message: str, code: int = 1, *, peers: Leader | Follower | None = No
     logger.critical("%s", message)
     if isinstance(peers, Leader):
         peers.close(failure=message, timeout=_LAST_WORDS_SECONDS)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
     for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
         try:
             stream.flush()

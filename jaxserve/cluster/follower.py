@@ -88,9 +88,8 @@ class Follower:
         self._welcomed = threading.Event()
         self._noted = threading.Event()
         self._refusal = ""
-        self._parting = False
-        """Whether the leader said goodbye or this end is closing: then a closed stream is well."""
         self._closed = False
+        """Whether this end is leaving: from now on the stream may end."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
@@ -177,7 +176,7 @@ class Follower:
         with self._lock:
             if self._closed:
                 return
-            self._closed = self._parting = True
+            self._closed = True
         self._wake.set()
         here = threading.current_thread()
         if self._watcher.ident is not None:
@@ -197,12 +196,12 @@ class Follower:
             for data in self._call:
                 self._heard = self._clock.now
                 self._received(decode_from_leader(data))
-            problem = "ended the stream without a goodbye"
+            problem = "ended before this process had finished"
         except grpc.RpcError:
             problem = self._stream_error()
         except Exception as error:
             problem = f"sent what cannot be taken: {_text(error)}"
-        if not self._parting:
+        if not self._closed:
             self._failed(f"{self._leader}: {problem}")
         self._welcomed.set()
 
@@ -232,7 +231,6 @@ class Follower:
             case Collect(name):
                 self._outbox.put(encode(self._produce(name)))
             case Goodbye(failure):
-                self._parting = True
                 if failure:
                     self._failed(f"{self._leader} ended the deployment: {failure}")
                 self._inbox.put(None)

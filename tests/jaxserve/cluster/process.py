@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--jax", action="store_true")
     parser.add_argument("--boundaries", type=int, default=10**9)
     parser.add_argument("--report-after", type=float, default=0.5, help="seconds to say it")
+    parser.add_argument("--cut-off", action="store_true", help="end with a transfer on its way")
     parser.add_argument("--jax-heartbeat", type=int, default=100)
     options = parser.parse_args()
     bootstrap._JAX_HEARTBEAT_SECONDS = options.jax_heartbeat
@@ -44,13 +45,13 @@ def main() -> None:
         peers = join(arguments, deployment, options, failed)
     except JaxserveError as error:
         bootstrap.abandon(f"{type(error).__name__}: {error}")
-    device_loop = exchange() if options.jax else iter(range(10**9))
+    device_loop = exchange(options.cut_off) if options.jax else iter(range(10**9))
     if isinstance(peers, Leader):
         lead(peers, device_loop, options, failed)
     elif isinstance(peers, Follower):
         follow(peers, device_loop)
+    print("leaving", flush=True)
     bootstrap.leave(peers)
-    print("left", flush=True)
 
 
 def join(
@@ -126,8 +127,11 @@ def follow(follower: Follower, device_loop: Iterator[int]) -> None:
         follower.completed(boundary.number)
 
 
-def exchange() -> Iterator[int]:
-    """Sends one array to the first ffn device and back for each `next`; yields its value."""
+def exchange(cut_off: bool) -> Iterator[int]:
+    """Sends one array to the first ffn device and back for each `next`; yields its value.
+
+    With `cut_off` the leader also waits, on a thread, for an array that nobody sends.
+    """
     import jax
     import numpy as np
     from jax.sharding import SingleDeviceSharding
@@ -149,7 +153,12 @@ def exchange() -> Iterator[int]:
         if here == 1:
             y.block_until_ready()
             x = absent(0)
-        yield int(x[0]) if here == 0 else 0
+        value = int(x[0]) if here == 0 else 0
+        if cut_off and here == 0:
+            never = jax.device_put(absent(1), sharding[0])
+            threading.Thread(target=never.block_until_ready, daemon=True).start()
+            cut_off = False
+        yield value
 
 
 if __name__ == "__main__":

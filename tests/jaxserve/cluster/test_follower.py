@@ -82,11 +82,13 @@ def test_a_follower_has_time_to_finish_after_the_goodbye() -> None:
         assert results == [True]
 
 
-def test_close_does_not_wait_for_ever() -> None:
-    with pair() as (_, leader, _):
+def test_leader_does_not_wait_for_ever_and_the_late_follower_fails() -> None:
+    with pair() as (ends, leader, _):
         started = time.monotonic()
         assert not leader.close(timeout=0.2)
         assert time.monotonic() - started < 5
+        failure = str(ends.follower_failures.get(timeout=WAIT))
+        assert failure.endswith("ended before this process had finished")
 
 
 def test_failed_end_raises_with_the_reason() -> None:

@@ -17,7 +17,7 @@ def test_prefixes_pins_and_exits_like_the_leader() -> None:
     with launched("--pin", "--boundaries", "50") as run:
         assert run.end() == 0, run.output
         assert "[0] boundary 49 value 49" in run.output
-        assert "[1] left" in run.output
+        assert "[1] leaving" in run.output
         cores = sorted(os.sched_getaffinity(0))
         pinned = re.findall(r"^\[(\d)\] pid \d+ cores \[(\d+)\]$", run.output, re.MULTILINE)
         assert sorted(pinned) == [("0", str(cores[0])), ("1", str(cores[1 % len(cores)]))]

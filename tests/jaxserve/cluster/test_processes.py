@@ -27,8 +27,14 @@ def test_unequal_device_counts_exchange_arrays_and_leave_in_order() -> None:
         assert "[0] devices 2 of 5" in run.output
         assert "[1] devices 3 of 5" in run.output
         assert "[0] boundary 99 value 100" in run.output
-        assert "[1] left" in run.output
+        assert "[1] leaving" in run.output
         assert "Check failure" not in run.output
+
+
+def test_step_that_was_cut_off_does_not_spoil_the_end() -> None:
+    with launched(*LAYOUT, "--cut-off", "--boundaries", "1") as run:
+        assert run.end() == 0, run.output
+        assert "[1] leaving" in run.output
 
 
 def test_sigterm_ends_all_in_order() -> None:
@@ -36,8 +42,8 @@ def test_sigterm_ends_all_in_order() -> None:
         run.wait_for(r"^\[0\] boundary 49 ")
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 0, run.output
-        assert "[0] left" in run.output
-        assert "[1] left" in run.output
+        assert "[0] leaving" in run.output
+        assert "[1] leaving" in run.output
 
 
 def test_killed_follower_is_named_and_the_leader_exits_in_order() -> None:
