@@ -184,18 +184,24 @@ def warm_up(runtime: Runtime) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, private to the user, unless JAX was told where already."""
-    if jax.config.jax_compilation_cache_dir is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        folder = root / "jaxserve" / f"xla-{jax.__version__}"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            logger.warning("no compilation cache: %s", error)
-            return
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
+
+    One folder a process, because JAX writes entries in place and another might read half of one.
+    """
+    given = jax.config.jax_compilation_cache_dir
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"
+    if jax.process_count() > 1 and not folder.name.startswith("process-"):
+        folder /= f"process-{jax.process_index()}-of-{jax.process_count()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not given:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def eos_token_ids(deployment: Deployment) -> frozenset[int]:
