@@ -147,8 +147,7 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    ep = deployment.ffn.ep if deployment.mode == "afd" else deployment.attention.dp
+    afd = deployment.mode == "afd"
+    field, ep = ("ffn.ep", deployment.ffn.ep) if afd else ("attention.dp", deployment.attention.dp)
     if config.experts and ep > config.experts:
-        raise ConfigError(
-            f"expert parallelism {ep} is more than the model's {config.experts} experts"
-        )
+        raise ConfigError(f"{field} = {ep} is more than the model's {config.experts} experts")

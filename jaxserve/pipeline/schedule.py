@@ -60,6 +60,8 @@ class Rotation:
         pending: Stage | None = None  # the previous turn's combine
         while True:
             while lane not in next_layer:
+                if not next_layer:
+                    raise ValueError("no lane has begun a step")
                 lane = (lane + 1) % lanes
             layer = next_layer[lane]
             if layer == layers:
