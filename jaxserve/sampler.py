@@ -51,24 +51,43 @@ def _gumbel(seed: Array, position: Array, vocab: int) -> Array:
 
 
 def _threshold(scaled: Float[Array, "slots vocab"], state: SamplerState) -> Float[Array, " slots"]:
-    """The smallest scaled logit that may be drawn."""
+    """The smallest scaled logit that may be drawn; the largest of every row is 0."""
     vocab = scaled.shape[1]
     top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
-    largest = jnp.max(scaled, axis=-1)
-    by_min_p = jnp.where(state.min_p > 0, largest + jnp.log(state.min_p), -jnp.inf)
+    by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
 
     def cut() -> Array:
-        descending = -jnp.sort(-scaled, axis=-1)
-        by_top_k = jnp.take_along_axis(descending, (top_k - 1)[:, None], axis=1)[:, 0]
-        inside = jnp.where(descending >= by_top_k[:, None], descending, -jnp.inf)
-        probability = jax.nn.softmax(inside, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        last = jnp.maximum(jnp.sum(before < state.top_p[:, None], axis=-1) - 1, 0)
-        by_top_p = jnp.take_along_axis(descending, last[:, None], axis=1)[:, 0]
-        # Rounded sums reach 1 before the last token; 1 keeps it all the same, as it does alone.
+        by_top_k = _largest(scaled, jnp.ones_like(scaled), top_k.astype(jnp.float32))
+        inside = jnp.where(scaled >= by_top_k[:, None], jnp.exp(scaled), 0.0)
+        by_top_p = _largest(scaled, inside, state.top_p * jnp.sum(inside, axis=-1))
+        # Rounded sums can differ from the whole; 1 keeps every token all the same.
         by_top_p = jnp.where(state.top_p < 1.0, by_top_p, -jnp.inf)
         return jnp.maximum(by_top_k, by_top_p)
 
     active = jnp.any((top_k < vocab) | (state.top_p < 1.0))
-    by_mass = jax.lax.cond(active, cut, lambda: jnp.full_like(largest, -jnp.inf))
-    return jnp.maximum(by_min_p, by_mass)
+    none = jnp.full(scaled.shape[0], -jnp.inf)
+    return jnp.maximum(by_min_p, jax.lax.cond(active, cut, lambda: none))
+
+
+def _largest(
+    values: Float[Array, "slots vocab"],
+    weights: Float[Array, "slots vocab"],
+    enough: Float[Array, " slots"],
+) -> Float[Array, " slots"]:
+    """The largest t such that the weights of the values >= t sum to `enough`.
+
+    Found bit by bit in the order-preserving integers of the floats: 32 passes over the row instead
+    of a sort, which is several times slower on every platform.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    keys = jnp.where(bits >= sign, ~bits, bits | sign)
+
+    def try_bit(step: Array, found: Array) -> Array:
+        candidate = found | (sign >> step.astype(jnp.uint32))
+        mass = jnp.sum(jnp.where(keys >= candidate[:, None], weights, 0.0), axis=-1)
+        return jnp.where(mass >= enough, candidate, found)
+
+    found = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(values.shape[0], jnp.uint32))
+    kept = jnp.where(keys >= found[:, None], values, jnp.inf)
+    return jnp.min(kept, axis=-1)

@@ -107,7 +107,7 @@ class _Serving:
             self._server.stop(LAST_ANSWERS_SECONDS)
         if self._failure is not None:
             # Not an orderly exit: it would wait for device calls that may never return.
-            bootstrap.abandon(f"the engine failed: {self._failure}")
+            bootstrap.abandon(f"the engine failed: {self._failure}", peers=self._leader)
         self._write_timeline()
         if self._leader is not None:
             bootstrap.leave(self._leader)

@@ -40,7 +40,9 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
         leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans)))
         number += 1
 
-    engine = build_engine(deployment, observer=observer, broadcast=broadcast)
+    engine = build_engine(
+        deployment, observer=observer, broadcast=broadcast, explain=leader.explain
+    )
     leader.wait_ready()
     engine.start()
     return engine

@@ -19,7 +19,7 @@ from jaxserve.checkpoint.families import CheckpointNames, Sources
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.engine import Broadcast, Engine
+from jaxserve.engine.engine import Broadcast, Engine, Explain
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
@@ -112,18 +112,28 @@ def build_engine(
     *,
     observer: Observer | None = None,
     broadcast: Broadcast | None = None,
+    explain: Explain | None = None,
 ) -> Engine:
-    """A warm engine, not yet started; with `broadcast`, the leader of several processes."""
+    """A warm engine; with `broadcast` the leader of several processes, not yet started."""
     runtime = build_runtime(deployment, observer=observer)
     warm_up(runtime)
-    engine = make_engine(runtime, broadcast=broadcast, eos_token_ids=eos_token_ids(deployment))
+    engine = make_engine(
+        runtime,
+        broadcast=broadcast,
+        explain=explain,
+        eos_token_ids=eos_token_ids(deployment),
+    )
     if broadcast is None:
         engine.start()
     return engine
 
 
 def make_engine(
-    runtime: Runtime, *, broadcast: Broadcast | None = None, eos_token_ids: frozenset[int]
+    runtime: Runtime,
+    *,
+    broadcast: Broadcast | None = None,
+    explain: Explain | None = None,
+    eos_token_ids: frozenset[int],
 ) -> Engine:
     """An engine around a runtime."""
     deployment, limits = runtime.deployment, runtime.deployment.scheduler
@@ -147,6 +157,7 @@ def make_engine(
         vocab=runtime.config.vocab,
         eos_token_ids=eos_token_ids,
         broadcast=broadcast,
+        explain=explain,
         info=_info(runtime),
     )
 

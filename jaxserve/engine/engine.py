@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
 Broadcast = Callable[[list[StepPlan]], None]
+Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
 """How long the idle loop sleeps before it looks around again; a submit wakes it."""
@@ -59,6 +60,7 @@ class Engine:
       vocab: token ids a prompt may hold are below it.
       eos_token_ids: the model's end ids.
       broadcast: tells the followers the plans of each boundary, before the driver runs them.
+      explain: finds who is behind a step's error; with several processes it is often a peer.
       info: what `model_info` reports.
     """
 
@@ -71,6 +73,7 @@ class Engine:
         vocab: int,
         eos_token_ids: frozenset[int],
         broadcast: Broadcast | None = None,
+        explain: Explain | None = None,
         info: dict[str, Any] | None = None,
     ):
         self.deployment = deployment
@@ -79,6 +82,7 @@ class Engine:
         self._vocab = vocab
         self._eos_token_ids = eos_token_ids
         self._broadcast = broadcast
+        self._explain = explain or (lambda error: error)
         self._info = info or {}
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
@@ -251,10 +255,11 @@ class Engine:
                 self._take_commands()
                 self._step()
         except EngineFailedError as error:
-            self.fail(error)
+            self.fail(self._explain(error))
         except Exception as error:
             logger.exception("step loop")
-            self.fail(EngineFailedError(f"step loop: {error!r} after {self.driver.position()}"))
+            failure = EngineFailedError(f"step loop: {error!r} after {self.driver.position()}")
+            self.fail(self._explain(failure))
 
     def _step(self) -> None:
         """One boundary: plan idle lanes, enqueue until a lane leaves, read what is one step old."""
