@@ -1,0 +1,95 @@
+"""Shapes and shares of the programs; what they compute is compared in `test_layouts.py`."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.checkpoint.families import step3_config
+from jaxserve.mesh import Submeshes
+from jaxserve.model import ModelTemplates
+from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.step import Bucket
+from tests.jaxserve import layouts
+from tests.reference.tiny_step3 import TinyStep3
+
+
+def programs(tmp_path, cls=AFDPrograms, sizes=layouts.SIZES, **overrides):
+    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    if cls is ColocatedPrograms:
+        overrides |= layouts.COLOCATED
+    deployment = layouts.deployment(tmp_path, overrides)
+    meshes = Submeshes(deployment)
+    return cls(ModelTemplates(step3_config(sizes.config()), deployment, meshes), deployment, meshes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "trampoline", "broadcast"),
+    # Tokens a DP group must be a multiple of; rows of a piece of 24 tokens a group.
+    [
+        ("1A1F", (1, 24), (1, 24)),
+        ("2A1F", (1, 24), (1, 24)),
+        ("1A2F ep", (2, 12), (1, 24)),
+        ("1A2F tp", (2, 12), (1, 24)),
+        ("3A2F", (2, 12), (1, 24)),
+        ("2A4F", (4, 6), (2, 12)),
+    ],
+)
+def test_rows_are_cut_into_equal_pieces(layout, trampoline, broadcast, tmp_path):
+    for route, expected in (("trampoline", trampoline), ("broadcast", broadcast)):
+        p = programs(tmp_path, link__route=route, **layouts.LAYOUTS[layout])
+        assert (p.row_multiple, p.piece_rows(Bucket(24, 18))) == expected
+        rows = p.groups * 24
+        sent = p.dispatch.senders * p.dispatch.sends * p.piece_rows(Bucket(24, 18))
+        assert sent == rows
+
+
+def test_sentinel_is_past_the_padded_experts(tmp_path):
+    assert programs(tmp_path).sentinel == 7
+    assert programs(tmp_path, ffn__ep=2).sentinel == 8
+    assert programs(tmp_path, ColocatedPrograms, attention__dp=3).sentinel == 9
+
+
+def test_shapes_of_1a1f(tmp_path):
+    p = programs(tmp_path, link__dispatch="int8")
+    bucket = Bucket(24, 18)
+    width = 24 + 6 + 7 * 5
+    enter = p.enter(bucket, "dense")
+    assert enter.name == "enter_dense"
+    assert [a.shape for a in enter.arguments[:5]] == [
+        (1, 5),
+        (1, width),
+        (1, 5, 18),
+        (160, 8, 1, 32),
+        (160, 8, 1, 32),
+    ]
+    assert enter.donated == (3, 4)
+    attend = p.attend(bucket, "moe")
+    assert [a.shape for a in attend.arguments[:6]] == [
+        (24, 64),
+        (1, width),
+        (1, 5, 18),
+        (160, 8, 1, 32),
+        (160, 8, 1, 32),
+        (24, 64),
+    ]
+    ffn = p.ffn(bucket, "moe")
+    # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
+    assert ffn.arguments[0].shape == (24, 64 + 4 + 12 + 12)
+    assert ffn.arguments[0].dtype == jnp.uint8
+    assert p.ffn(bucket, "dense").arguments[0].shape == (24, 64 + 4)
+    assert p.leave(bucket).arguments[3].shape == (24, 64)
+
+
+def test_layers_of_a_kind_share_their_programs(tmp_path):
+    p = programs(tmp_path, ColocatedPrograms)
+    assert p.stacked() == [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]
+    dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
+    assert list(dense.formats) == ["dense"]
+
+
+def test_weights_of_a_run_are_stacked(tmp_path):
+    p = programs(tmp_path, ColocatedPrograms)
+    step = p.step(Bucket(24, 18))
+    assert step.arguments[3].shape == (4, 160, 8, 1, 32)
+    shapes = [argument.shape for argument in step.arguments]
+    assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
+    assert (1, 64, 98) in shapes  # a dense layer's gate
