@@ -95,7 +95,6 @@ class Engine:
         self._results = ResultReader()
         self._in_flight: deque[StepPlan] = deque()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
-        self._close_callbacks: list[Callable[[], None]] = []
 
     @property
     def status(self) -> str:
@@ -118,10 +117,6 @@ class Engine:
                 self._failure_callbacks.append(callback)
                 return
         callback(self._failure)
-
-    def add_close_callback(self, callback: Callable[[], None]) -> None:
-        """Runs after the loop has ended in `close`."""
-        self._close_callbacks.append(callback)
 
     def start(self) -> None:
         """Starts the loop; the engine is ready afterwards."""
@@ -205,8 +200,7 @@ class Engine:
             self._thread.join(self.deployment.cluster.step_seconds)
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
-        for callback in self._close_callbacks:
-            callback()
+        self._results.close()
 
     def fail(self, error: EngineFailedError) -> None:
         """Marks the engine as failed and ends every open request with the error; any thread."""
@@ -240,7 +234,8 @@ class Engine:
             raise EngineFailedError(f"the engine is {self._status}")
 
     def _add(self, request: Request) -> list[TokenOutput]:
-        self._queued -= 1
+        with self._wake:
+            self._queued -= 1
         try:
             self.scheduler.add(request)
         except (InvalidRequestError, OverloadedError) as error:

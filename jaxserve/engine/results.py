@@ -19,7 +19,7 @@ class ResultReader:
     """A thread that waits for arrays; `read` hands it a step, `take` gives the tokens."""
 
     def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
         self._landed: queue.SimpleQueue[tuple[StepPlan, Sampled | Exception]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="jaxserve-results", daemon=True).start()
 
@@ -28,6 +28,10 @@ class ResultReader:
         if finished.sampled is not None:
             finished.sampled.copy_to_host_async()
         self._steps.put(finished)
+
+    def close(self) -> None:
+        """Ends the thread after what it was handed."""
+        self._steps.put(None)
 
     def ready(self) -> bool:
         """Whether `take` would return at once."""
@@ -61,6 +65,8 @@ class ResultReader:
     def _run(self) -> None:
         while True:
             finished = self._steps.get()
+            if finished is None:
+                return
             try:
                 array = finished.sampled
                 assert array is not None
