@@ -36,58 +36,130 @@ class CheckpointNames(NamedTuple):
     ffn: list[Sources]
     unloaded: dict[str, Shape]
     """Tensors that belong to the model and have no leaf yet (multi-token prediction)."""
+    optional: dict[str, Shape]
+    """Tensors that repeat others and may be missing."""
     ignored: tuple[str, ...]
     """Prefixes of tensors of other parts (a vision tower)."""
 
 
-def step3_config(tree: Mapping[str, Any]) -> ModelConfig:
-    """Step-3's config.json: `step3_vl` with a `text_config`, or the text model alone."""
-    text = dict(tree.get("text_config") or tree)
+class _Entries:
+    """Typed entries of a config.json. What is wrong is gathered, and said all at once."""
 
-    def need(*names: str) -> Any:
+    def __init__(self, tree: Mapping[str, Any]):
+        self._tree = tree
+        self.problems: list[str] = []
+
+    def size(self, *names: str, least: int = 1, default: int | None = None) -> int:
+        """The first of these that is there, a whole number."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            return self._wrong(name, value, f"a whole number from {least}", least)
+        return value
+
+    def number(self, *names: str) -> float:
+        """Likewise, a number above 0."""
+        name, value = self._first(names, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            return self._wrong(name, value, "a number above 0", 1.0)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A truth value, false where it is missing."""
+        value = self._tree.get(name)
+        if value is not None and not isinstance(value, bool):
+            return self._wrong(name, value, "true or false", False)
+        return bool(value)
+
+    def raise_problems(self) -> None:
+        """Raises CheckpointError if there is a problem."""
+        if self.problems:
+            raise CheckpointError("config.json: " + "; ".join(self.problems))
+
+    def _first(self, names: tuple[str, ...], default: int | None) -> tuple[str, Any]:
         for name in names:
-            if text.get(name) is not None:
-                return text[name]
-        raise CheckpointError(f"config.json: {' or '.join(names)} is missing")
+            if self._tree.get(name) is not None:
+                return name, self._tree[name]
+        return " or ".join(names), default
 
+    def _wrong[Value](self, name: str, value: Any, wanted: str, instead: Value) -> Value:
+        """Notes a problem; reading goes on with `instead`."""
+        problem = f"{name} is missing" if value is None else f"{name} = {value!r} is not {wanted}"
+        self.problems.append(problem)
+        return instead
+
+
+def step3_config(tree: Mapping[str, Any]) -> ModelConfig:
+    """Step-3's config.json: `step3_vl` with a `text_config`, or the text model alone.
+
+    Raises:
+      CheckpointError: with every entry that is missing, of a wrong type, or not supported.
+    """
+    text = tree if tree.get("text_config") is None else tree["text_config"]
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config = {text!r} is not an object")
     rope = text.get("rope_parameters") or {}
-    scaling = text.get("rope_scaling") or rope.get("rope_type", "default")
-    if scaling not in (None, "default") and scaling != {"rope_type": "default"}:
-        raise CheckpointError(f"config.json: rope_scaling = {scaling!r} is not supported here")
-    theta = text.get("rope_theta", rope.get("rope_theta"))
-    if theta is None:
-        raise CheckpointError("config.json: rope_theta is missing")
-    layers = int(need("num_hidden_layers"))
-    return ModelConfig(
-        vocab=need("vocab_size"),
-        d_model=need("hidden_size"),
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters = {rope!r} is not an object")
+    entries = _Entries({**rope, **{k: v for k, v in text.items() if v is not None}})
+    problems = entries.problems
+    for scaling in (text.get("rope_scaling"), rope):
+        kind = scaling.get("rope_type", "default") if isinstance(scaling, Mapping) else scaling
+        if kind not in (None, "default"):
+            problems.append(f"rope_scaling = {scaling!r} is not supported here")
+    layers = entries.size("num_hidden_layers")
+    mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
+    moe_layers = _layer_set(text.get("moe_layers_enum"), layers, problems)
+    # A model without experts need not say how large they are.
+    none = None if moe_layers or mtp_layers else 0
+    config = ModelConfig(
+        vocab=entries.size("vocab_size"),
+        d_model=entries.size("hidden_size"),
         layers=layers,
-        q_heads=need("num_attention_heads"),
-        kv_heads=need("num_attention_groups"),
-        head_dim=need("head_dim"),
-        latent=need("share_q_dim"),
-        d_ff=need("intermediate_size"),
-        moe_layers=_layer_set(text.get("moe_layers_enum", ()), layers),
-        experts=need("moe_num_experts"),
-        top_k=need("moe_top_k"),
-        expert_d_ff=need("moe_intermediate_size"),
-        shared_d_ff=need("share_expert_dim"),
-        renormalise=bool(text.get("norm_expert_weight", False)),
-        rope_theta=float(theta),
-        norm_epsilon=float(need("rms_norm_eps")),
-        max_positions=need("max_position_embeddings", "max_position_embedding", "max_seq_len"),
-        tied_head=bool(text.get("tie_word_embeddings", False)),
-        mtp_layers=int(text.get("num_nextn_predict_layers") or 0),
+        q_heads=entries.size("num_attention_heads"),
+        kv_heads=entries.size("num_attention_groups"),
+        head_dim=entries.size("head_dim", least=2),
+        latent=entries.size("share_q_dim"),
+        d_ff=entries.size("intermediate_size"),
+        moe_layers=moe_layers,
+        experts=entries.size("moe_num_experts", least=0, default=none),
+        top_k=entries.size("moe_top_k", least=0, default=none),
+        expert_d_ff=entries.size("moe_intermediate_size", least=0, default=none),
+        shared_d_ff=entries.size("share_expert_dim", least=0, default=none),
+        renormalise=entries.flag("norm_expert_weight"),
+        rope_theta=entries.number("rope_theta"),
+        norm_epsilon=entries.number("rms_norm_eps"),
+        max_positions=entries.size(
+            "max_position_embeddings", "max_position_embedding", "max_seq_len"
+        ),
+        tied_head=entries.flag("tie_word_embeddings"),
+        mtp_layers=mtp_layers,
     )
+    entries.raise_problems()
+    if config.q_heads % config.kv_heads:
+        problems.append(
+            f"num_attention_heads = {config.q_heads} is no multiple of num_attention_groups = "
+            f"{config.kv_heads}"
+        )
+    if config.head_dim % 2:
+        problems.append(f"head_dim = {config.head_dim} is odd, and RoPE turns pairs")
+    if beyond := sorted(layer for layer in moe_layers if not 0 <= layer < layers):
+        problems.append(f"moe_layers_enum names {beyond} of {layers} layers")
+    if moe_layers and not 1 <= config.top_k <= config.experts:
+        problems.append(f"moe_top_k = {config.top_k} of moe_num_experts = {config.experts}")
+    entries.raise_problems()
+    return config
 
 
-def _layer_set(value: Any, layers: int) -> frozenset[int]:
-    """`"4,5,6"`, `[4, 5, 6]` or a tuple."""
-    items = value.split(",") if isinstance(value, str) else value or ()
-    chosen = frozenset(int(item) for item in items if str(item).strip())
-    if beyond := sorted(layer for layer in chosen if not 0 <= layer < layers):
-        raise CheckpointError(f"config.json: moe_layers_enum names {beyond} of {layers} layers")
-    return chosen
+def _layer_set(value: Any, layers: int, problems: list[str]) -> frozenset[int]:
+    """`"4,5,6"`, `[4, 5, 6]` or a tuple; where nothing is said, all layers but the first."""
+    if value is None:
+        return frozenset(range(1, layers))
+    items = value.split(",") if isinstance(value, str) else value
+    try:
+        return frozenset(int(item) for item in items if str(item).strip())
+    except (TypeError, ValueError):
+        problems.append(f"moe_layers_enum = {value!r} is not a list of layers")
+        return frozenset()
 
 
 def step3_names(config: ModelConfig) -> CheckpointNames:
@@ -110,6 +182,7 @@ def step3_names(config: ModelConfig) -> CheckpointNames:
             for layer in range(config.layers)
         ],
         unloaded=_step3_mtp(config),
+        optional=_step3_mtp_copies(config),
         ignored=("vision_model.", "vit_"),
     )
 
@@ -147,7 +220,9 @@ def _step3_ffn(config: ModelConfig, layer: str, kind: LayerKind) -> Sources:
     d, experts, d_ff = config.d_model, config.experts, config.expert_d_ff
     if kind == "dense":
         return _swiglu("dense", f"{layer}mlp.", d, config.d_ff)
-    sources = _swiglu("dense", f"{layer}share_expert.", d, config.shared_d_ff)
+    sources: Sources = {}
+    if config.shared_d_ff:
+        sources |= _swiglu("dense", f"{layer}share_expert.", d, config.shared_d_ff)
     for leaf in ("gate", "up"):
         sources[f"experts.{leaf}"] = Source(
             (f"{layer}moe.{leaf}_proj.weight",), ((experts, d_ff, d),), transpose=True
@@ -169,9 +244,8 @@ def _swiglu(block: str, prefix: str, d: int, d_ff: int) -> Sources:
 def _step3_mtp(config: ModelConfig) -> dict[str, Shape]:
     """The multi-token-prediction modules' tensors: DeepSeek-V3's form, stored as further layers."""
     tensors: dict[str, Shape] = {}
-    for index in range(config.mtp_layers):
-        layer = f"model.layers.{config.layers + index}."
-        d = config.d_model
+    d = config.d_model
+    for layer in _mtp_prefixes(config):
         tensors |= {
             f"{layer}enorm.weight": (d,),
             f"{layer}hnorm.weight": (d,),
@@ -185,6 +259,17 @@ def _step3_mtp(config: ModelConfig) -> dict[str, Shape]:
             for source in sources.values():
                 tensors |= dict(zip(source.names, source.shapes, strict=True))
     return tensors
+
+
+def _step3_mtp_copies(config: ModelConfig) -> dict[str, Shape]:
+    """Embedding and head once more, as DeepSeek-V3's modules have them."""
+    shape = (config.vocab, config.d_model)
+    names = ("embed_tokens.weight", "shared_head.head.weight")
+    return {f"{layer}{name}": shape for layer in _mtp_prefixes(config) for name in names}
+
+
+def _mtp_prefixes(config: ModelConfig) -> list[str]:
+    return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
 
 
 class Family(NamedTuple):

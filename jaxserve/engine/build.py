@@ -89,11 +89,10 @@ class _CountedLeaves:
 
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
-    ) -> list[jax.Array]:
+    ) -> Iterator[jax.Array]:
         """The source's leaves."""
-        leaves = self._source.leaves(template, sources, shardings)
+        yield from self._source.leaves(template, sources, shardings)
         self._progress.advance()
-        return leaves
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for be
 loads the blocks of the roles it has devices of. Colocated mode stacks the layers of a run.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -26,8 +27,8 @@ class LeafSource(Protocol):
 
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
-    ) -> list[jax.Array]:
-        """One block's leaves on their devices."""
+    ) -> Iterable[jax.Array]:
+        """One block's leaves on their devices, made one by one."""
         ...
 
 
@@ -105,7 +106,8 @@ class ColocatedWeights:
 def _stack(
     source: LeafSource, template: Template, layers: Sequence[Sources], mesh: Mesh, rules: Rules
 ) -> Leaves:
-    """The layers' leaves along a new first axis, filled in place, one layer at a time."""
+    """The layers' leaves along a new first axis, filled in place, leaf by leaf: no more than one
+    leaf is there twice."""
     shardings = [
         cached_sharding(mesh, PartitionSpec(None, *spec)) for spec in template.specs(rules)
     ]
@@ -113,12 +115,16 @@ def _stack(
         zeros((len(layers), *leaf.shape), leaf.dtype, sharding)
         for leaf, sharding in zip(template.leaves, shardings, strict=True)
     ]
-    fill = jax.jit(lambda stack, leaf, i: stack.at[i].set(leaf), donate_argnums=0)
+    one_layer = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
     for index, sources in enumerate(layers):
-        leaves = _load(source, template, sources, mesh, rules)
-        stacks = [fill(stack, leaf, index) for stack, leaf in zip(stacks, leaves, strict=True)]
-        jax.block_until_ready(stacks)
+        for place, leaf in enumerate(source.leaves(template, sources, one_layer)):
+            stacks[place] = jax.block_until_ready(_fill(stacks[place], leaf, index))
     return tuple(stacks)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(stack: jax.Array, leaf: jax.Array, index: int | jax.Array) -> jax.Array:
+    return stack.at[index].set(leaf)
 
 
 def layer_pages(programs: AFDPrograms) -> list[tuple[jax.Array, jax.Array]]:

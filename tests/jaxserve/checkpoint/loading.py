@@ -1,0 +1,60 @@
+"""Loads a folder in a process of its own, and says what that took at most and what stays.
+
+Run by `test_memory.py` as `python -m tests.jaxserve.checkpoint.loading FOLDER KEY=VALUE…`.
+The kernel keeps the account: `VmHWM`, the largest resident size since it was reset. That counts all
+that the process has in memory, pages of mapped files too.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.mesh import Submeshes
+from jaxserve.model import ModelTemplates
+from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights
+from jaxserve.programs import AFDPrograms, ColocatedPrograms
+
+
+def resident(line: str) -> int:
+    """`VmRSS` or `VmHWM`, bytes."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(s.split()[1]) for s in status.splitlines() if s.startswith(line)) * 1024
+
+
+def main() -> None:
+    folder, *overrides = sys.argv[1:]
+    deployment = load_deployment(folder, overrides)
+    config, names = read_config(folder)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    jax.block_until_ready(jax.jit(jnp.zeros_like)(jnp.ones(4)))  # the compiler is there already
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    checkpoint = HFCheckpoint(folder, names)
+    if deployment.mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes)
+        weights = list(ColocatedWeights(checkpoint, names, programs).flat)
+    else:
+        loaded = AFDWeights(checkpoint, names, AFDPrograms(templates, deployment, meshes))
+        weights = [*loaded.embedding, *loaded.head]
+        weights += [leaf for block in (*loaded.attention, *loaded.ffn) for leaf in block]
+    jax.block_until_ready(weights)
+    peak = resident("VmHWM")
+    gc.collect()
+    report = {
+        "peak": peak - before,
+        "stays": resident("VmRSS") - before,
+        "weights": sum(s.data.nbytes for leaf in weights for s in leaf.addressable_shards),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

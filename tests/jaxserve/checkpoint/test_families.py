@@ -1,0 +1,207 @@
+"""config.json of Step-3 in all its spellings, and what is said of a wrong one."""
+
+import pytest
+
+from jaxserve.checkpoint.families import step3_config, step3_names
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import CheckpointError
+from tests.reference.tiny_step3 import TinyStep3
+
+CONFIG = TinyStep3().config()
+
+
+def changed(**entries):
+    """The tiny model's entries with these; None takes an entry away."""
+    tree = CONFIG | entries
+    return {name: value for name, value in tree.items() if value is not None}
+
+
+EXPECTED = ModelConfig(
+    vocab=160,
+    d_model=64,
+    layers=4,
+    q_heads=4,
+    kv_heads=1,
+    head_dim=32,
+    latent=48,
+    d_ff=96,
+    moe_layers=frozenset({1, 2}),
+    experts=8,
+    top_k=3,
+    expert_d_ff=32,
+    shared_d_ff=40,
+    renormalise=False,
+    rope_theta=10_000.0,
+    norm_epsilon=1e-5,
+    max_positions=2048,
+    tied_head=False,
+    mtp_layers=0,
+)
+
+
+class TestSpellings:
+    def test_text_model(self):
+        assert step3_config(CONFIG) == EXPECTED
+
+    def test_with_a_vision_model(self):
+        assert step3_config(TinyStep3().config(vision=True)) == EXPECTED
+
+    def test_no_text_config_after_all(self):
+        assert step3_config(CONFIG | {"text_config": None}) == EXPECTED
+
+    @pytest.mark.parametrize(
+        ("value", "layers"),
+        [
+            ("1,2", {1, 2}),
+            (" 2, 1 ,", {1, 2}),
+            ([1, 2], {1, 2}),
+            (["1", "2"], {1, 2}),
+            ((1, 2), {1, 2}),
+            ("", set()),
+            ([], set()),
+            ((), set()),
+            (None, {1, 2, 3}),  # Step-3's default: all but the first
+        ],
+    )
+    def test_moe_layers(self, value, layers):
+        assert step3_config(changed(moe_layers_enum=value)).moe_layers == layers
+
+    @pytest.mark.parametrize(
+        ("entries", "positions"),
+        [
+            ({"max_position_embedding": None}, 2048),
+            ({"max_seq_len": None}, 2048),
+            ({"max_position_embedding": 65536}, 65536),
+            ({"max_position_embeddings": 4096, "max_position_embedding": None}, 4096),
+            ({"max_seq_len": 512, "max_position_embedding": None}, 512),
+        ],
+    )
+    def test_positions(self, entries, positions):
+        assert step3_config(changed(**entries)).max_positions == positions
+
+    @pytest.mark.parametrize(
+        "entries",
+        [
+            {"rope_theta": 5e5},
+            {"rope_theta": 500000},
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"rope_theta": 5e5, "rope_parameters": None},
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+        ],
+    )
+    def test_rope(self, entries):
+        config = step3_config(changed(**entries))
+        assert config.rope_theta == 5e5
+        assert isinstance(config.rope_theta, float)
+
+    def test_multi_token_prediction(self):
+        assert step3_config(TinyStep3(mtp=True).config()).mtp_layers == 1
+
+    def test_flags(self):
+        config = step3_config(changed(norm_expert_weight=True, tie_word_embeddings=True))
+        assert (config.renormalise, config.tied_head) == (True, True)
+        config = step3_config(changed(norm_expert_weight=None, tie_word_embeddings=None))
+        assert (config.renormalise, config.tied_head) == (False, False)
+
+    def test_dense_models_say_nothing_of_experts(self):
+        entries = dict.fromkeys(
+            ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "share_expert_dim")
+        )
+        config = step3_config(changed(moe_layers_enum=[], **entries))
+        assert (config.experts, config.top_k, config.moe_layers) == (0, 0, frozenset())
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("entries", "message"),
+        [
+            ({"vocab_size": "x"}, "vocab_size = 'x' is not a whole number from 1"),
+            ({"vocab_size": 1.5}, "vocab_size = 1.5 is not a whole number from 1"),
+            ({"vocab_size": True}, "vocab_size = True is not a whole number from 1"),
+            ({"vocab_size": [160]}, "vocab_size = [160] is not a whole number from 1"),
+            ({"hidden_size": 0}, "hidden_size = 0 is not a whole number from 1"),
+            ({"num_hidden_layers": -1}, "num_hidden_layers = -1 is not a whole number from 1"),
+            ({"num_attention_heads": None}, "num_attention_heads is missing"),
+            (
+                {"max_position_embedding": None, "max_seq_len": None},
+                "max_position_embeddings or max_position_embedding or max_seq_len is missing",
+            ),
+            ({"head_dim": 31}, "head_dim = 31 is odd, and RoPE turns pairs"),
+            (
+                {"num_attention_groups": 3},
+                "num_attention_heads = 4 is no multiple of num_attention_groups = 3",
+            ),
+            ({"moe_top_k": 9}, "moe_top_k = 9 of moe_num_experts = 8"),
+            ({"moe_top_k": 0}, "moe_top_k = 0 of moe_num_experts = 8"),
+            ({"rope_theta": "big"}, "rope_theta = 'big' is not a number above 0"),
+            ({"rope_theta": None}, "rope_theta is missing"),
+            ({"rms_norm_eps": 0}, "rms_norm_eps = 0 is not a number above 0"),
+            ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not a number above 0"),
+            ({"norm_expert_weight": "no"}, "norm_expert_weight = 'no' is not true or false"),
+            ({"moe_layers_enum": "1,x"}, "moe_layers_enum = '1,x' is not a list of layers"),
+            ({"moe_layers_enum": 3}, "moe_layers_enum = 3 is not a list of layers"),
+            ({"moe_layers_enum": [[1]]}, "moe_layers_enum = [[1]] is not a list of layers"),
+            ({"moe_layers_enum": [1, 4, -1]}, "moe_layers_enum names [-1, 4] of 4 layers"),
+            (
+                {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+                "rope_scaling = {'rope_type': 'yarn', 'factor': 4} is not supported here",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "yarn"}},
+                "rope_scaling = {'rope_type': 'yarn'} is not supported here",
+            ),
+            ({"rope_parameters": [3]}, "rope_parameters = [3] is not an object"),
+            ({"text_config": "text"}, "text_config = 'text' is not an object"),
+        ],
+    )
+    def test_are_named(self, entries, message):
+        with pytest.raises(CheckpointError) as error:
+            step3_config(changed(**entries))
+        assert str(error.value) == f"config.json: {message}"
+
+    def test_are_told_all_at_once(self):
+        with pytest.raises(CheckpointError) as error:
+            step3_config(changed(vocab_size="x", num_attention_heads=None, rope_theta=-1))
+        assert str(error.value) == (
+            "config.json: vocab_size = 'x' is not a whole number from 1; num_attention_heads is "
+            "missing; rope_theta = -1 is not a number above 0"
+        )
+
+
+class TestNames:
+    """The tiny writer has its own list of what a Step-3 checkpoint holds."""
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            TinyStep3(),
+            TinyStep3(mtp=True),
+            TinyStep3(moe_layers=()),
+            TinyStep3(num_hidden_layers=2, moe_layers=(0, 1)),
+        ],
+        ids=["mixed", "mtp", "dense", "moe"],
+    )
+    def test_are_those_of_the_file(self, sizes):
+        names = step3_names(step3_config(sizes.config()))
+        shapes = dict(names.unloaded)
+        for sources in (names.embedding, names.head, *names.attention, *names.ffn):
+            for source in sources.values():
+                shapes |= dict(zip(source.names, source.shapes, strict=True))
+        assert shapes == sizes.shapes()
+
+    def test_copies_in_an_mtp_module_may_be_missing(self):
+        sizes = TinyStep3(mtp=True, mtp_repeats_head=True)
+        names = step3_names(step3_config(sizes.config()))
+        assert names.optional == {
+            "model.layers.4.embed_tokens.weight": (160, 64),
+            "model.layers.4.shared_head.head.weight": (160, 64),
+        }
+        assert names.optional.items() <= sizes.shapes().items()
+
+    def test_a_tied_head_is_the_embedding(self):
+        names = step3_names(step3_config(changed(tie_word_embeddings=True)))
+        assert names.head["weight"].names == ("model.embed_tokens.weight",)
+
+    def test_no_shared_expert(self):
+        names = step3_names(step3_config(changed(share_expert_dim=0)))
+        assert set(names.ffn[1]) == {"experts.gate", "experts.up", "experts.down"}

@@ -1,0 +1,246 @@
+"""Hugging Face folders: good ones in all forms, and what is said of bad ones."""
+
+import json
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.errors import CheckpointError
+from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
+from jaxserve.model import ModelTemplates
+from tests.jaxserve import layouts
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+
+def open_folder(folder) -> HFCheckpoint:
+    _, names = read_config(folder)
+    return HFCheckpoint(folder, names)
+
+
+def all_leaves(folder, overrides=None):
+    """Every leaf of every block, as NumPy."""
+    config, names = read_config(folder)
+    deployment = layouts.deployment(folder, overrides or {})
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    checkpoint = HFCheckpoint(folder, names)
+    blocks = [
+        (templates.embedding, names.embedding, meshes.attention, ATTENTION_RULES),
+        (templates.head, names.head, meshes.attention, ATTENTION_RULES),
+    ]
+    for layer in range(config.layers):
+        kind = config.kind(layer)
+        blocks.append(
+            (templates.attention[kind], names.attention[layer], meshes.attention, ATTENTION_RULES)
+        )
+        blocks.append((templates.ffn[kind], names.ffn[layer], meshes.ffn, FFN_RULES))
+    leaves = []
+    for template, sources, mesh, rules in blocks:
+        shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
+        leaves += [np.asarray(x) for x in checkpoint.leaves(template, sources, shardings)]
+    return leaves
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return all_leaves(write_tiny_step3(tmp_path_factory.mktemp("plain")))
+
+
+class TestForms:
+    """Of the same weights."""
+
+    @pytest.mark.parametrize(
+        "form",
+        [{"vision": True}, {"moe_layers_as": list}, {"shards": 3}, {"vision": True, "shards": 2}],
+        ids=str,
+    )
+    def test_of_the_folder(self, form, plain, tmp_path):
+        same(all_leaves(write_tiny_step3(tmp_path, **form)), plain)
+
+    def test_shards_without_an_index(self, plain, tmp_path):
+        folder = write_tiny_step3(tmp_path, shards=3)
+        (folder / "model.safetensors.index.json").unlink()
+        same(all_leaves(folder), plain)
+
+    def test_mtp_modules_are_known_and_not_loaded(self, tmp_path):
+        sizes = TinyStep3(mtp=True, mtp_repeats_head=True)
+        leaves = all_leaves(write_tiny_step3(tmp_path, sizes))
+        assert len(leaves) == 1 + 2 + 2 * (6 + 3) + 2 * (7 + 6)
+
+    def test_tied_head(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors")
+        edit_config(folder, tie_word_embeddings=True)
+        leaves = all_leaves(folder)
+        np.testing.assert_array_equal(leaves[2], leaves[0].T)
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+    def test_of_the_file_and_of_the_deployment(self, stored, dtype, tmp_path):
+        table = all_leaves(write_tiny_step3(tmp_path, dtype=stored), {"dtype": dtype})[0]
+        expected = TinyStep3().tensors()["model.embed_tokens.weight"]
+        if "bfloat16" in (stored, dtype):
+            expected = expected.astype(ml_dtypes.bfloat16)
+        assert table.dtype == dtype
+        np.testing.assert_array_equal(table.astype(np.float32), expected.astype(np.float32))
+
+    def test_float16(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        tensors[name] = tensors[name].astype(np.float16)
+        save_file(tensors, folder / "model.safetensors")
+        np.testing.assert_array_equal(all_leaves(folder)[0], tensors[name].astype(np.float32))
+
+
+class TestReading:
+    def test_says_how_much_it_read(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        config, names = read_config(folder)
+        deployment = layouts.deployment(folder, {})
+        templates = ModelTemplates(config, deployment, Submeshes(deployment))
+        checkpoint, sizes = HFCheckpoint(folder, names), []
+        checkpoint.on_read = sizes.append
+        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
+        leaves = checkpoint.leaves(templates.head, names.head, [sharding] * 2)
+        assert sizes == []  # nothing before it is asked for
+        next(leaves)
+        assert sizes == [64 * 4]
+        next(leaves)
+        assert sizes == [64 * 4, 160 * 64 * 4]
+        assert checkpoint.size == (folder / "model.safetensors").stat().st_size
+
+    def test_a_file_that_goes_away_meanwhile(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        checkpoint = open_folder(folder)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight cannot be read"):
+            checkpoint._slice("model.norm.weight", (slice(0, 4),))
+
+
+def edit_config(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+class TestBadConfig:
+    def message(self, folder):
+        with pytest.raises(CheckpointError) as error:
+            read_config(folder)
+        return str(error.value)
+
+    def test_no_such_folder(self, tmp_path):
+        folder = tmp_path / "none"
+        assert self.message(folder) == (
+            f"no model at {folder}: config.json: No such file or directory"
+        )
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"{", r"config\.json: not JSON: Expecting property name"),
+            (b"", r"config\.json: not JSON"),
+            (b"\xff\xfe{}", r"config\.json: not JSON"),
+            (b"[]", r"config\.json: not an object but list$"),
+            (b'"step3_vl"', r"config\.json: not an object but str$"),
+            (b"null", r"config\.json: not an object but NoneType$"),
+            (b"{}", r"config\.json: model_type None is not known; known: step3_vl, step3_text$"),
+            (b'{"model_type": "llama"}', r"model_type 'llama' is not known; known: step3_vl, st"),
+            (b'{"model_type": ["step3_vl"]}', r"model_type \['step3_vl'\] is not known"),
+        ],
+    )
+    def test_content(self, content, message, tmp_path):
+        (tmp_path / "config.json").write_bytes(content)
+        assert re.search(message, self.message(tmp_path))
+
+    def test_entries(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        edit_config(folder, vocab_size="x", num_attention_heads=None)
+        assert self.message(folder) == (
+            f"{folder}: config.json: vocab_size = 'x' is not a whole number from 1; "
+            "num_attention_heads is missing"
+        )
+
+
+class TestBadFiles:
+    def message(self, folder):
+        with pytest.raises(CheckpointError) as error:
+            open_folder(folder)
+        return str(error.value)
+
+    def test_all_problems_at_once(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.norm.weight"], tensors["model.layers.2.moe.gate.weight"]
+        tensors["model.layers.0.self_attn.wq.weight"] = np.zeros((48, 128), np.float32)
+        tensors["model.layers.9.mlp.gate_proj.weight"] = np.zeros(3, np.float32)
+        tensors["rotary.inv_freq"] = np.zeros(16, np.float32)
+        tensors["lm_head.weight"] = np.zeros((160, 64), np.int8)
+        save_file(tensors, folder / "model.safetensors")
+        assert self.message(folder) == (
+            f"{folder}: 6 problems:\n"
+            "  missing model.layers.2.moe.gate.weight [8, 64]\n"
+            "  missing model.norm.weight [64]\n"
+            "  unexpected model.layers.9.mlp.gate_proj.weight\n"
+            "  unexpected rotary.inv_freq\n"
+            "  lm_head.weight is I8, not one of F64, F32, F16, BF16\n"
+            "  model.layers.0.self_attn.wq.weight is [48, 128], not [128, 48]"
+        )
+
+    def test_one_problem(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, shards=2)
+        tensors = load_file(folder / "model-00001-of-00002.safetensors")
+        del tensors["model.embed_tokens.weight"]
+        save_file(tensors, folder / "model-00001-of-00002.safetensors")
+        assert self.message(folder) == (
+            f"{folder}: 1 problem:\n  missing model.embed_tokens.weight [160, 64]"
+        )
+
+    def test_a_missing_shard(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, shards=3)
+        with open(folder / "model.safetensors.index.json") as file:
+            files = json.load(file)["weight_map"]
+        (folder / "model-00002-of-00003.safetensors").unlink()
+        gone = {name for name, path in files.items() if path.startswith("model-00002")}
+        message = self.message(folder)
+        assert f"{len(gone)} problems:" in message
+        assert set(re.findall(r"missing (\S+)", message)) == gone
+
+    def test_no_file(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        (folder / "model.safetensors").unlink()
+        assert self.message(folder) == f"{folder}: no .safetensors file"
+
+    @pytest.mark.parametrize("size", [0, 5, 100, -1])
+    def test_truncated(self, size, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+        assert self.message(folder).startswith(f"{path}: truncated or no safetensors: ")
+
+    def test_something_else(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        (folder / "extra.safetensors").write_text("no tensors in here, just a few words\n")
+        assert "extra.safetensors: truncated or no safetensors" in self.message(folder)
+
+    def test_a_folder_in_place_of_a_file(self, tmp_path):
+        folder = write_tiny_step3(tmp_path)
+        (folder / "extra.safetensors").mkdir()
+        assert "extra.safetensors: truncated or no safetensors" in self.message(folder)

@@ -1,0 +1,63 @@
+"""Loading takes hardly more memory than what stays: measured by the kernel, in its own process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+MIB = 2**20
+RUNTIME = 48 * MIB
+"""What a process gets in load that is no weight, whatever the model's size: compiled code of the
+programs that fill the weights in, and JAX's and the allocator's own."""
+
+SIZES = TinyStep3(
+    hidden_size=512,
+    num_hidden_layers=10,
+    moe_layers=tuple(range(1, 9)),
+    num_attention_heads=8,
+    head_dim=64,
+    share_q_dim=256,
+    intermediate_size=1024,
+    moe_intermediate_size=256,
+    share_expert_dim=256,
+    moe_num_experts=12,
+    vocab_size=2000,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_step3(tmp_path_factory.mktemp("large"), SIZES, shards=2)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux's accounts")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mode=afd", "dtype=float32"),
+        ("mode=afd", "dtype=float32", "attention.dp=2", "ffn.ep=2", "ffn.tp=2"),
+        ("mode=colocated", "dtype=float32"),
+    ],
+    ids=str,
+)
+def test_peak_while_loading(folder, overrides):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.jaxserve.checkpoint.loading", folder, *overrides],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    report = json.loads(run.stdout)
+    print({name: round(size / MIB) for name, size in report.items()})
+    assert report["weights"] > 180 * MIB
+    assert report["stays"] <= report["weights"] + RUNTIME
+    assert report["peak"] <= 1.2 * report["stays"]
+    assert report["peak"] <= 1.2 * report["weights"] + RUNTIME
