@@ -322,13 +322,20 @@ class ColocatedPrograms(_Programs):
 
     row_multiple = 1
 
+    @property
+    def pages_shape(self) -> tuple[int, int, int, int]:
+        """Global shape of the K (or V) pages of all layers."""
+        pages, *page = self.page_shape
+        return (self.config.layers * pages, *page)
+
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Runs of equal layers, whose leaves are stacked along a new first axis."""
         return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
         """(last_tokens, batch, page_table, k, v, embedding…, head…, stacked runs…) →
-        (last_tokens, sampled, logits, k, v); k and v hold all layers, `[layers, pages, …]`."""
+        (last_tokens, sampled, logits, k, v); k and v hold a DP group's pages of all layers, layer
+        after layer: `[dp * layers * pages, …]`."""
         templates = self.templates
         parts = [len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
@@ -340,14 +347,14 @@ class ColocatedPrograms(_Programs):
             context = self.step_context(bucket, batch, table)
             embedding, head, *stacks = _cut(leaves, parts)
             x = self.embed(context, last, embedding)
-            flat = tuple(p.reshape(-1, *p.shape[2:]) for p in (k, v))
+            pages = (k, v)
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 layers = jnp.arange(start, stop, dtype=jnp.int32)
                 scanned = (layers, *stacks[2 * index : 2 * index + 2])
-                layer = functools.partial(self._layer, kind, context.batch, k.shape[1])
-                (x, flat), _ = jax.lax.scan(layer, (x, flat), scanned)
+                layer = functools.partial(self._layer, kind, context.batch)
+                (x, pages), _ = jax.lax.scan(layer, (x, pages), scanned)
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
-            return last, sampled, logits, *(p.reshape(k.shape) for p in flat)
+            return last, sampled, logits, *pages
 
         arguments = [*templates.embedding.leaves, *templates.head.leaves]
         specs = [
@@ -364,23 +371,24 @@ class ColocatedPrograms(_Programs):
                     for leaf in template.leaves
                 ]
                 specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
-        pages_spec = PartitionSpec(None, *PAGES_SPEC)
-        pages = self._shape(self.config.layers, *self.page_shape, dtype=self.dtype)
+        pages = self._shape(*self.pages_shape, dtype=self.dtype)
         return Program(
             "step",
             body,
             self.meshes.attention,
             (*self._step_shapes(bucket), pages, pages, *arguments),
-            (ROWS, ROWS, ROWS, pages_spec, pages_spec, *specs),
-            (ROWS, REPLICATED, ROWS, pages_spec, pages_spec),
+            (ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC, *specs),
+            (ROWS, REPLICATED, ROWS, PAGES_SPEC, PAGES_SPEC),
             donated=(0, 3, 4),
         )
 
     def _layer(
-        self, kind: LayerKind, batch: RaggedBatch, pages_a_layer: int, carry: Any, scanned: Any
+        self, kind: LayerKind, batch: RaggedBatch, carry: Any, scanned: Any
     ) -> tuple[Any, None]:
         (x, pages), (layer, attention, ffn) = carry, scanned
-        shifted = batch._replace(page_table=batch.page_table + layer * pages_a_layer)
+        shifted = batch._replace(
+            page_table=batch.page_table + layer * self.deployment.cache.pages
+        )
         block = self.templates.attention[kind].merge(attention)
         x, message, pages = block(x, pages, shifted, self.sentinel)
         formats, axes = self.formats[kind], self.meshes.ffn_axes

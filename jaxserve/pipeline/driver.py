@@ -201,9 +201,7 @@ class ColocatedDriver:
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
         mesh = programs.meshes.attention
-        shape = (programs.config.layers, *programs.page_shape)
-        spec = jax.sharding.PartitionSpec(None, "dp")
-        make = zeros_maker(shape, programs.dtype, cached_sharding(mesh, spec))
+        make = zeros_maker(programs.pages_shape, programs.dtype, cached_sharding(mesh, ROWS))
         self._k, self._v = make(), make()
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None

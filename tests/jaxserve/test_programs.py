@@ -89,7 +89,7 @@ def test_layers_of_a_kind_share_their_programs(tmp_path):
 def test_weights_of_a_run_are_stacked(tmp_path):
     p = programs(tmp_path, ColocatedPrograms)
     step = p.step(Bucket(24, 18))
-    assert step.arguments[3].shape == (4, 160, 8, 1, 32)
+    assert step.arguments[3].shape == (4 * 160, 8, 1, 32)
     shapes = [argument.shape for argument in step.arguments]
     assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
     assert (1, 64, 98) in shapes  # a dense layer's gate
