@@ -7,14 +7,14 @@ dependencies let them. Every process of a deployment runs the same driver over t
 process without devices of a role passes that role's stages over.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jaxserve.config.model import LayerKind
-from jaxserve.link.transport import Arrays, Transport
+from jaxserve.link.transport import Arrays
 from jaxserve.mesh import cached_sharding, has_local_devices
 from jaxserve.pipeline.executables import AFDExecutables
 from jaxserve.pipeline.plan import StepPlan, batch_array, page_table_array
@@ -22,6 +22,8 @@ from jaxserve.pipeline.schedule import Rotation, Stage
 from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, layer_pages, zeros_maker
 from jaxserve.programs import ROWS, AFDPrograms, ColocatedPrograms
 from jaxserve.step import Bucket
+
+Send = Callable[[Arrays], Arrays]
 
 
 class Finished(NamedTuple):
@@ -45,14 +47,19 @@ class Observer(Protocol):
 
 
 class _Layer(NamedTuple):
-    """What the stages of one layer run, for one bucket. What runs elsewhere is None or empty."""
+    """What the stages of one layer run, looked up once. What runs elsewhere is None or empty."""
 
     attend: jax.stages.Compiled | None
     """In layer 0 the program `enter`."""
-    dispatch: Transport
+    dispatch: Send
     ffn: jax.stages.Compiled | None
+    combine: Send
     attention_leaves: tuple[jax.Array, ...]
     ffn_leaves: tuple[jax.Array, ...]
+    absent_pieces: Arrays
+    """What dispatch takes where there is no attend."""
+    absent_results: Arrays
+    """What combine takes where there is no ffn."""
 
 
 class AFDDriver:
@@ -114,15 +121,16 @@ class AFDDriver:
         """Enqueues stages up to and including the next `leave`."""
         if not self._rotation.active:
             raise ValueError("no lane has begun a step")
-        turns, steps, observer = self._rotation.turns, self._steps, self.observer
-        while True:
-            for stage in next(turns):
+        steps, observer = self._steps, self.observer
+        for turn in self._rotation.turns:
+            for stage in turn:
                 self.at = stage
                 made = next(steps[stage.lane])
                 if observer is not None:
                     self._observe(observer, stage, made)
             if isinstance(made, Finished):
                 return made
+        raise AssertionError("the rotation has no end")
 
     def _step(
         self, plan: StepPlan, batch: jax.Array | None, table: jax.Array | None
@@ -132,23 +140,21 @@ class AFDDriver:
         The first attend is `enter`, which takes the last tokens and the embedding where the others
         take the residual stream (and donate it) and what came from the ffn mesh.
         """
-        executables, pages = self._executables[plan.bucket], self._pages
-        combine, leave = executables.combine, executables.leave
+        pages, leave = self._pages, self._executables[plan.bucket].leave
         x = self._last_tokens[plan.lane]
         combined: Arrays = self._weights.embedding
-        for layer, (attend, dispatch, ffn, attention_leaves, ffn_leaves) in enumerate(
-            self._layers[plan.bucket]
-        ):
+        results: Arrays = ()
+        for layer, bound in enumerate(self._layers[plan.bucket]):
+            attend, dispatch, ffn, combine, attention_leaves, ffn_leaves, pieces, results = bound
             if attend is not None:
                 k, v = pages[layer]
                 x, *pieces, k, v = attend(x, batch, table, k, v, *combined, *attention_leaves)
                 pages[layer] = k, v
-            else:
-                pieces = dispatch.placeholders()
             yield pieces
             arrived = dispatch(pieces)
             yield arrived
-            results = combine.placeholders() if ffn is None else ffn(*arrived, *ffn_leaves)
+            if ffn is not None:
+                results = ffn(*arrived, *ffn_leaves)
             yield results
             combined = combine(results)
             yield combined
@@ -175,16 +181,27 @@ def _bind_layers(
     kinds: Sequence[LayerKind], executables: AFDExecutables, weights: AFDWeights
 ) -> list[_Layer]:
     """One entry a layer."""
-    return [
-        _Layer(
-            executables.attend[kind] if layer else executables.enter,
+    layers = []
+    for layer, kind in enumerate(kinds):
+        attend = executables.attend[kind] if layer else executables.enter
+        dispatch, ffn, combine = (
             executables.dispatch[kind],
             executables.ffn[kind],
-            weights.attention[layer],
-            weights.ffn[layer],
+            executables.combine,
         )
-        for layer, kind in enumerate(kinds)
-    ]
+        layers.append(
+            _Layer(
+                attend,
+                dispatch.bind(),
+                ffn,
+                combine.bind(),
+                weights.attention[layer],
+                weights.ffn[layer],
+                dispatch.placeholders() if attend is None else (),
+                combine.placeholders() if ffn is None else (),
+            )
+        )
+    return layers
 
 
 class ColocatedDriver:

@@ -1,0 +1,365 @@
+"""Host time per layer and lane on 1A1F in one process: the driver against two loops (part a).
+
+The *naive* loop is what one would write first: jitted calls, a message of four arrays (values,
+scales, expert ids, gate weights), JAX's public `device_put`. The *bare* loop is the driver without
+a driver: the driver's own programs and copies, called one after the other in a straight loop that
+knows everything beforehand. All three run the same model, tiny, so that devices wait for the host;
+they take turns, and each ratio is the median of the ratios of single rounds. The clock runs while
+one step is enqueued onto empty queues.
+
+Run by `pipeline.py` as a worker: `python -m jaxserve.bench.host --result FILE`.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.bench.random_model import RandomModel, build, deployment_of
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.config.model import ModelConfig
+from jaxserve.link.message import Message
+from jaxserve.pipeline.driver import AFDDriver, GroupPut
+from jaxserve.pipeline.executables import AFDExecutables
+from jaxserve.pipeline.weights import layer_pages
+from jaxserve.programs import AFDPrograms, Program
+from jaxserve.quant.rows import decode_rows, encode_rows
+
+LAYERS = 8
+KV_LENGTH = 3
+_SECONDS = 300.0
+NAIVE_LIMIT, BARE_LIMIT = 0.25, 1.15
+LOOPS = ("driver", "bare", "naive")
+
+
+def measure(quick: bool) -> Part:
+    """Runs the worker and puts its numbers into words; starts no JAX in this process."""
+    arguments = ["--rounds", "20" if quick else "400"]
+    environment = {"JAX_NUM_CPU_DEVICES": "2"}
+    result = run_worker(Worker("jaxserve.bench.host", arguments, environment), _SECONDS)
+    wall, cpu, stages = result["wall"], result["cpu"], result["stages"]
+    measures = [
+        Measure("driver ÷ naive loop, wall", wall["driver ÷ naive"], "", NAIVE_LIMIT),
+        Measure("driver ÷ bare loop, wall", wall["driver ÷ bare"], "", BARE_LIMIT),
+        Measure("driver ÷ naive loop, CPU", cpu["driver ÷ naive"]),
+        Measure("driver ÷ bare loop, CPU", cpu["driver ÷ bare"]),
+        *[Measure(f"{loop}, a layer", wall[loop]["median"], "µs") for loop in LOOPS],
+        *[Measure(f"  {name}", times["median"], "µs") for name, times in stages.items()],
+    ]
+    notes = [
+        "Medians. Targets: wall time on an idle machine; CPU is the enqueuing thread's own time.",
+        "Single stages are timed one by one inside their loop, on queues that are not drained.",
+    ]
+    title = "(a) host time per layer and lane, 1A1F in one process"
+    return Part("host", title, measures, notes, result)
+
+
+def tiny_model() -> RandomModel:
+    """Eight MoE layers whose programs take less time than their calls; INT8 on the wire."""
+    config = ModelConfig(
+        vocab=64,
+        d_model=16,
+        layers=LAYERS,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=8,
+        latent=8,
+        d_ff=16,
+        moe_layers=frozenset(range(LAYERS)),
+        experts=4,
+        top_k=2,
+        expert_d_ff=8,
+        shared_d_ff=8,
+        rope_theta=1e4,
+        norm_epsilon=1e-5,
+        max_positions=64,
+    )
+    wire: dict[str, Any] = {"link.dispatch": "int8"}
+    return build(deployment_of(slots=4, max_length=32, page_size=16, **wire), config)
+
+
+class NaivePrograms(NamedTuple):
+    """`enter`, `attend` and `ffn` with the message as four arrays; `leave` is the driver's."""
+
+    enter: jax.stages.Compiled
+    attend: jax.stages.Compiled
+    ffn: jax.stages.Compiled
+
+
+def compile_naive(model: RandomModel) -> NaivePrograms:
+    """The driver's programs with the packing undone: the same blocks, another message."""
+    programs, bucket = model.programs, model.bucket
+    return NaivePrograms(
+        _unpacked(programs, programs.enter(bucket, "moe")).compile(),
+        _unpacked(programs, programs.attend(bucket, "moe")).compile(),
+        _fed_unpacked(programs, programs.ffn(bucket, "moe")).compile(),
+    )
+
+
+def _unpacked(programs: AFDPrograms, program: Program) -> Program:
+    """The program with (values, scales, expert ids, gate weights) in place of the message."""
+    message = programs.formats["moe"]
+
+    def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        x, packed, k, v = program.body(*arguments)
+        rows = message.unpack(packed, programs.dtype)
+        values, scales = encode_rows(rows.tokens, message.rows)
+        assert scales is not None
+        assert rows.experts is not None
+        assert rows.gates is not None
+        return x, values, scales, rows.experts, rows.gates, k, v
+
+    x, pieces, k, v = program.out_specs
+    return program._replace(body=body, out_specs=(x, *[pieces] * 4, k, v))
+
+
+def _fed_unpacked(programs: AFDPrograms, program: Program) -> Program:
+    """The ffn program that takes the four arrays."""
+    message = programs.formats["moe"]
+    packed, *leaves = program.arguments
+    rows, top_k = packed.shape[0], message.top_k
+
+    def body(*arguments: jax.Array) -> Any:
+        values, scales, experts, gates, *rest = arguments
+        tokens = decode_rows(values, scales, programs.dtype)
+        return program.body(message.pack(Message(tokens, experts, gates)), *rest)
+
+    four = (
+        jax.ShapeDtypeStruct((rows, message.d_model), np.int8),
+        jax.ShapeDtypeStruct((rows,), np.float32),
+        jax.ShapeDtypeStruct((rows, top_k), np.int32),
+        jax.ShapeDtypeStruct((rows, top_k), np.float32),
+    )
+    pieces, *specs = program.in_specs
+    return program._replace(body=body, arguments=(*four, *leaves), in_specs=(*[pieces] * 4, *specs))
+
+
+Pages = list[tuple[jax.Array, jax.Array]]
+Step = Callable[[Pages, jax.Array, jax.Array, jax.Array], Any]
+"""(pages, last tokens, batch, page table) → (last tokens, sampled, logits)."""
+
+
+Wrap = Callable[[str, Any], Any]
+"""(stage, call) → the call to make in its place."""
+
+
+def _as_it_is(stage: str, call: Any) -> Any:
+    return call
+
+
+def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
+    """The cheapest loop over the driver's own calls."""
+    executables, weights = model.executables, model.weights
+    enter, leave = executables.enter, executables.leave
+    assert enter is not None
+    assert leave is not None
+    attend = wrap("attend", executables.attend["moe"])
+    ffn = wrap("ffn", executables.ffn["moe"])
+    dispatch = wrap("dispatch", executables.dispatch["moe"].bind())
+    combine = wrap("combine", executables.combine.bind())
+    attention, experts = weights.attention, weights.ffn
+
+    def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
+        k, v = pages[0]
+        x, message, k, v = enter(last, batch, table, k, v, *weights.embedding, *attention[0])
+        pages[0] = k, v
+        (arrived,) = dispatch((message,))
+        (combined,) = combine(ffn(arrived, *experts[0]))
+        for layer in range(1, LAYERS):
+            k, v = pages[layer]
+            x, message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
+            pages[layer] = k, v
+            (arrived,) = dispatch((message,))
+            (combined,) = combine(ffn(arrived, *experts[layer]))
+        return leave(x, last, batch, combined, *weights.head)
+
+    return step
+
+
+def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is) -> Step:
+    """The loop that one would write first."""
+    weights, leave = model.weights, model.executables.leave
+    assert leave is not None
+    attend, ffn = wrap("attend", naive.attend), wrap("ffn", naive.ffn)
+    here = model.executables.combine.destination_sharding
+    there = model.executables.dispatch["moe"].destination_sharding
+    dispatch = wrap("dispatch", lambda message: jax.device_put(message, there))
+    combine = wrap("combine", lambda result: jax.device_put(result, here))
+    attention, experts = weights.attention, weights.ffn
+
+    def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
+        k, v = pages[0]
+        x, *message, k, v = naive.enter(last, batch, table, k, v, *weights.embedding, *attention[0])
+        pages[0] = k, v
+        (result,) = ffn(*dispatch(message), *experts[0])
+        combined = combine(result)
+        for layer in range(1, LAYERS):
+            k, v = pages[layer]
+            x, *message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
+            pages[layer] = k, v
+            (result,) = ffn(*dispatch(message), *experts[layer])
+            combined = combine(result)
+        return leave(x, last, batch, combined, *weights.head)
+
+    return step
+
+
+class _Timed(NamedTuple):
+    """Seconds of enqueuing one step."""
+
+    wall: float
+    cpu: float
+
+
+Run = Callable[[], _Timed]
+
+
+def timed_driver(model: RandomModel, driver: AFDDriver) -> Run:
+    """Runs one step through a driver and times `advance`."""
+    plan = model.decode_plan(lane=0, number=0, kv_length=KV_LENGTH)
+
+    def run() -> _Timed:
+        driver.begin(plan)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        finished = driver.advance()
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        jax.block_until_ready(finished.logits)
+        return _Timed(wall, cpu)
+
+    return run
+
+
+def timed_loop(model: RandomModel, step: Step) -> Run:
+    """Runs one step through a loop with pages and last tokens of its own."""
+    plan = model.decode_plan(lane=0, number=0, kv_length=KV_LENGTH)
+    put = GroupPut(model.programs)
+    pages, last = layer_pages(model.programs), put.last_tokens()
+
+    def run() -> _Timed:
+        nonlocal last
+        batch, table = put(plan)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        last, _, logits = step(pages, last, batch, table)
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        jax.block_until_ready(logits)
+        return _Timed(wall, cpu)
+
+    return run
+
+
+class _Nowhere:
+    """A transport that hands on what it gets."""
+
+    def bind(self) -> Callable[[Any], Any]:
+        return lambda pieces: pieces
+
+
+def without_calls(model: RandomModel) -> AFDDriver:
+    """A driver whose programs and copies do nothing: what is left is its own Python."""
+    nothing = jax.numpy.zeros(())
+    four, three = (nothing,) * 4, (nothing,) * 3
+    hollow: Any = {
+        "enter": lambda *arguments: four,
+        "attend": {"moe": lambda *arguments: four},
+        "ffn": {"moe": lambda *arguments: (nothing,)},
+        "leave": lambda *arguments: three,
+        "dispatch": {"moe": _Nowhere()},
+        "combine": _Nowhere(),
+    }
+    return model.driver(AFDExecutables(**hollow))
+
+
+class _Stopwatch:
+    """Wall seconds of every call it wraps, by name."""
+
+    def __init__(self, loop: str):
+        self._loop = loop
+        self.samples: dict[str, list[float]] = {}
+
+    def __call__(self, stage: str, call: Any) -> Any:
+        samples = self.samples.setdefault(f"{self._loop}: {stage}", [])
+
+        def run(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*arguments)
+            samples.append(time.perf_counter() - start)
+            return result
+
+        return run
+
+
+def _microseconds(seconds: Sequence[float], calls: int = 1) -> dict[str, float]:
+    """Median and tenth percentile of one call's time."""
+    ordered = sorted(value / calls * 1e6 for value in seconds)
+    return {"median": statistics.median(ordered), "p10": ordered[len(ordered) // 10]}
+
+
+def _take_turns(runs: Mapping[str, Run], rounds: int) -> dict[str, list[_Timed]]:
+    """Runs all in every round, in an order drawn anew; the first tenth is for warming up."""
+    draw, names = random.Random(0), list(runs)
+    taken: dict[str, list[_Timed]] = {name: [] for name in names}
+    for number in range(-(rounds // 10) - 1, rounds):
+        draw.shuffle(names)
+        for name in names:
+            timed = runs[name]()
+            if number >= 0:
+                taken[name].append(timed)
+    return taken
+
+
+def compare(model: RandomModel, rounds: int) -> dict[str, Any]:
+    """Everything that this part measures."""
+    naive = compile_naive(model)
+    taken = _take_turns(
+        {
+            "driver": timed_driver(model, model.driver()),
+            "bare": timed_loop(model, bare_step(model)),
+            "naive": timed_loop(model, naive_step(model, naive)),
+        },
+        rounds,
+    )
+    result: dict[str, Any] = {"rounds": rounds, "layers": LAYERS}
+    for place, clock in enumerate(_Timed._fields):
+        seconds = {name: [timed[place] for timed in taken[name]] for name in taken}
+        result[clock] = {name: _microseconds(seconds[name], LAYERS) for name in seconds} | {
+            f"driver ÷ {other}": statistics.median(
+                mine / theirs
+                for mine, theirs in zip(seconds["driver"], seconds[other], strict=True)
+            )
+            for other in ("bare", "naive")
+        }
+    watches = _Stopwatch("bare"), _Stopwatch("naive")
+    _take_turns(
+        {
+            "bare": timed_loop(model, bare_step(model, watches[0])),
+            "naive": timed_loop(model, naive_step(model, naive, watches[1])),
+        },
+        rounds,
+    )
+    samples = watches[0].samples | watches[1].samples
+    result["stages"] = {name: _microseconds(seconds) for name, seconds in samples.items()}
+    hollow = _take_turns({"driver": timed_driver(model, without_calls(model))}, rounds)["driver"]
+    result["stages"]["driver: its own Python"] = _microseconds(
+        [timed.wall for timed in hollow], LAYERS
+    )
+    return result
+
+
+def main() -> None:
+    """The worker."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--result", required=True)
+    options = parser.parse_args()
+    with writing(options.result) as result:
+        result |= compare(tiny_model(), options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Runs the workers of a bench: processes that measure and leave their result in a file.
+
+JAX counts its devices once a process, so every setting gets a process of its own. No worker
+outlives its deadline or the bench.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import JaxserveError
+
+_LOOK_SECONDS = 0.05
+
+
+class BenchError(JaxserveError):
+    """A worker failed or was late; the message holds the end of its output."""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One process of a bench."""
+
+    module: str
+    """Run as `python -m module arguments --result FILE`."""
+    arguments: list[str] = []
+    environment: Mapping[str, str] = {}
+    """On top of this process's own."""
+
+
+def run_worker(worker: Worker, seconds: float) -> Any:
+    """Runs one worker and returns what it left.
+
+    Raises:
+      BenchError: it failed, or did not end within `seconds`.
+    """
+    return run_workers([worker], seconds)[0]
+
+
+def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
+    """Runs workers side by side; what each left, or None where it left nothing.
+
+    Raises:
+      BenchError: one failed, or they did not all end within `seconds`. None is left running.
+    """
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder, _Group() as group:
+        results = [Path(folder, f"{number}.json") for number in range(len(workers))]
+        outputs = [Path(folder, f"{number}.txt") for number in range(len(workers))]
+        for worker, result, output in zip(workers, results, outputs, strict=True):
+            command = [sys.executable, "-m", worker.module, *worker.arguments]
+            group.start([*command, "--result", str(result)], worker.environment, output)
+        while (codes := group.poll()).count(None):
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        for number, code in enumerate(codes):
+            if code:
+                raise BenchError(_failure(workers[number], f"ended with {code}", outputs[number]))
+        if None in codes:
+            number = codes.index(None)
+            late = f"took more than {seconds:g} s"
+            raise BenchError(_failure(workers[number], late, outputs[number]))
+        return [msgspec.json.decode(r.read_bytes()) if r.exists() else None for r in results]
+
+
+class _Group:
+    """Processes that end with this block, whatever happens."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "_Group":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:
+            end(process)
+
+    def start(self, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+        with output.open("wb") as target:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=target,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),  # noqa: PLW1509  (no thread runs here)
+                )
+            )
+
+    def poll(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that leads its own session, and all its children, now."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def die_with_parent() -> Any:
+    """What a child does before it becomes another program: ask to be killed with its parent."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def prepare() -> None:
+        if libc is not None:
+            set_parent_death_signal = 1
+            libc.prctl(set_parent_death_signal, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return prepare
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[dict[str, Any]]:
+    """For the worker: a dictionary that is written to the result file at the end."""
+    result: dict[str, Any] = {}
+    yield result
+    Path(path).write_bytes(msgspec.json.encode(result))
+
+
+def _failure(worker: Worker, what: str, output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()[-20:]
+    name = " ".join([worker.module, *worker.arguments])
+    return "\n".join([f"{name} {what}:", *(f"  {line}" for line in lines)])
