@@ -25,6 +25,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from jaxserve.pipeline.compilation import CompilationCounter
 from jaxserve.pipeline.driver import Finished
 from jaxserve.pipeline.plan import StepPlan
 
@@ -94,6 +95,7 @@ class Engine:
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._results = ResultReader()
         self._in_flight: deque[StepPlan] = deque()
+        self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     @property
@@ -105,6 +107,11 @@ class Engine:
     def failure(self) -> EngineFailedError | None:
         """Why the engine failed, if it did."""
         return self._failure
+
+    @property
+    def compilations_after_ready(self) -> int:
+        """Programs that this process compiled since `start`: more than 0 is a flaw."""
+        return self._compilations.count if self._compilations else 0
 
     def model_info(self) -> dict[str, Any]:
         """Model, layout and limits, as plain values."""
@@ -119,8 +126,17 @@ class Engine:
         callback(self._failure)
 
     def start(self) -> None:
-        """Starts the loop; the engine is ready afterwards."""
-        self._status = "ready"
+        """Starts the loop; the engine is ready afterwards.
+
+        Raises:
+          EngineFailedError: it has failed, or ended, before.
+        """
+        with self._wake:
+            if self._status != "starting":
+                self._raise_unless_ready()
+                return
+            self._status = "ready"
+        self._compilations = CompilationCounter()
         self._thread.start()
 
     def submit(
@@ -158,7 +174,7 @@ class Engine:
         )
         self.scheduler.check(request)
         with self._wake:
-            self._check_open()
+            self._raise_unless_ready()
             if request.request_id in self._open:
                 raise InvalidRequestError(
                     "request_id", f"{request.request_id!r} is running already"
@@ -188,19 +204,18 @@ class Engine:
             return self._wake.wait_for(lambda: not self._open, timeout)
 
     def close(self) -> None:
-        """Ends the loop; open requests end as cancelled."""
+        """Ends the loop; open requests end as cancelled. Once is enough, more does no harm."""
         with self._wake:
-            if self._status in ("closed", "starting"):
-                self._status = "closed"
-                return
             if self._status != "failed":
                 self._status = "closed"
             self._wake.notify_all()
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self.deployment.cluster.step_seconds)
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
         self._results.close()
+        if self._compilations is not None:
+            self._compilations.stop()
 
     def fail(self, error: EngineFailedError) -> None:
         """Marks the engine as failed and ends every open request with the error; any thread."""
@@ -214,7 +229,10 @@ class Engine:
             news = TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
             self._deliver([news])
         for callback in self._failure_callbacks:
-            callback(error)
+            try:
+                callback(error)
+            except Exception:
+                logger.exception("a failure callback failed")
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -225,9 +243,10 @@ class Engine:
                     f"prompt[{place}]", f"token id {token} is not in [0, {self._vocab - 1}]"
                 )
 
-    def _check_open(self) -> None:
+    def _raise_unless_ready(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            # A new one for everybody: an error that is raised again and again keeps every stack.
+            raise EngineFailedError(str(self._failure))
         if self._status == "draining":
             raise DrainingError("the server is shutting down and takes no new requests")
         if self._status != "ready":
@@ -297,7 +316,9 @@ class Engine:
             self._deliver(command())
         if self._deadlines:
             now = time.monotonic()
-            for request_id in [r for r, at in self._deadlines.items() if at <= now]:
+            with self._wake:
+                late = [request_id for request_id, at in self._deadlines.items() if at <= now]
+            for request_id in late:
                 self._deliver(self.scheduler.cancel(request_id))
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
