@@ -1,0 +1,37 @@
+"""`python -m jaxserve.bench NAME`: the benches by name."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.bench import pipeline
+from jaxserve.errors import JaxserveError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a bench; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
+    parser = argparse.ArgumentParser(prog="python -m jaxserve.bench", description="Measure.")
+    benches = parser.add_subparsers(dest="bench", required=True)
+    of_pipeline = benches.add_parser("pipeline", help="host time, overlap, tokens/s, start-up")
+    of_pipeline.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_pipeline.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(pipeline.PARTS),
+        metavar="PARTS",
+        help=f"some of {','.join(pipeline.PARTS)}",
+    )
+    of_pipeline.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.only) - set(pipeline.PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
+    try:
+        return pipeline.run(options.only, options.quick, options.json)
+    except JaxserveError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`serve` from the command to its `ready` line, with an empty and with a full compile cache (d)."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.tokens import CONFIG
+from jaxserve.bench.workers import BenchError, end, prepare
+
+COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
+_SECONDS = 180.0
+
+
+def measure(quick: bool) -> Part:
+    """Starts `serve` cold once and warm once (three times unless quick)."""
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as cache:
+        cold = start(cache)
+        warm = min((start(cache) for _ in range(1 if quick else 3)), key=lambda run: run["ready"])
+    measures = [
+        Measure("cold compile cache", cold["ready"], "s", COLD_LIMIT),
+        Measure("warm compile cache", warm["ready"], "s", WARM_LIMIT),
+        *[Measure(f"  {name}, cold", cold[name], "s") for name in cold if name != "ready"],
+        *[Measure(f"  {name}, warm", warm[name], "s") for name in warm if name != "ready"],
+    ]
+    notes = [
+        "From exec to `ready`. Warm: the fastest of the runs that find the cache of the first."
+    ]
+    title = "(d) python -m jaxserve.serve --config configs/demo.yaml, to ready"
+    return Part("startup", title, measures, notes, {"cold": cold, "warm": warm})
+
+
+def start(cache: str) -> dict[str, float]:
+    """Seconds from exec until `serve` is ready, and of its parts; ends it with SIGTERM.
+
+    Raises:
+      BenchError: it ended before it was ready, or is late.
+    """
+    command = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", str(CONFIG)]
+    command += ["--set", "server.grpc_port=0"]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(Path(cache)),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
+    )
+    late = threading.Timer(_SECONDS, end, [process])
+    late.start()
+    lines: list[str] = []
+    seconds: dict[str, float] = {}
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if took := re.search(r"(load|compile): .* in ([\d.]+) s", line):
+                seconds[took[1]] = float(took[2])
+            if line.startswith("ready"):
+                seconds["ready"] = time.monotonic() - begin
+                process.send_signal(signal.SIGTERM)
+        process.wait(_SECONDS)
+    finally:
+        late.cancel()
+        end(process)
+    if "ready" not in seconds:
+        raise BenchError("serve never got ready:\n" + "".join(lines[-20:]))
+    known = seconds.get("load", 0.0) + seconds.get("compile", 0.0)
+    seconds["imports and warm-up"] = seconds["ready"] - known
+    return seconds
