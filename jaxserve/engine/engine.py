@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def compilations_after_ready(self) -> int:
-        """Programs that this process compiled since `start`: more than 0 is a flaw."""
+        """Programs that the step loop had to wait for since `start`: more than 0 is a flaw."""
         return self._compilations.count if self._compilations else 0
 
     def model_info(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Engine:
                 self._raise_unless_ready()
                 return
             self._status = "ready"
-        self._compilations = CompilationCounter()
+        self._compilations = CompilationCounter(self._thread)
         self._thread.start()
 
     def submit(

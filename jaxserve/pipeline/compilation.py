@@ -1,7 +1,7 @@
-"""Counts what this process compiles once its programs are warm: while it serves, nothing may be.
+"""Counts what is compiled once the programs are warm: while a thread serves, nothing may be.
 
-Wired in by `engine/build.py` after the warm-up. A program that comes out of the compile cache on
-disk counts too: it was missing in memory, and its step waited for it.
+The engine counts on the thread of its step loop from its start on. A program that comes out of the
+compile cache on disk counts too: it was missing in memory, and its step waited for it.
 """
 
 import logging
@@ -17,26 +17,31 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class CompilationCounter:
-    """Counts from the moment it is made, on all threads, and warns of each.
+    """Counts from the moment it is made, and warns of each.
+
+    Args:
+      thread: where to count; others may build another engine meanwhile. None: everywhere.
 
     Attributes:
       count: compilations so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread | None = None) -> None:
         self.count = 0
+        self._thread = thread
         self._stopped = False
         _listen()
         with _lock:
             _counters.add(self)
 
     def stop(self) -> None:
-        """Counts no more: others may compile in this process now."""
+        """Counts no more."""
         self._stopped = True
 
     def compiled(self, name: str, seconds: float) -> None:
-        """Notes one."""
-        if self._stopped:
+        """Notes one, of the thread that calls."""
+        elsewhere = self._thread not in (None, threading.current_thread())
+        if self._stopped or elsewhere:
             return
         self.count += 1
         logger.warning(

@@ -147,12 +147,13 @@ class Collector:
     def submit(
         self, engine: Engine, prompt: Sequence[int], params: SamplingParams, **options: Any
     ) -> str:
-        """Submits a request whose outputs come here."""
+        """Submits a request whose outputs come here, or go to `on_output` that hands them on."""
+        on_output = options.pop("on_output", self)
         request_id = options.pop("request_id", None) or f"request {len(self._outputs)}"
         self._outputs[request_id] = []
         self._open.add(request_id)
         try:
-            return engine.submit(prompt, params, self, request_id=request_id, **options)
+            return engine.submit(prompt, params, on_output, request_id=request_id, **options)
         except Exception:
             self._open.discard(request_id)
             raise
@@ -178,6 +179,11 @@ class Collector:
             assert self._ended.wait_for(
                 lambda: len(self.output(request_id).token_ids) >= count, seconds
             )
+
+    def wait_for_end(self, request_id: str, seconds: float = 60.0) -> None:
+        """Until a request has ended."""
+        with self._ended:
+            assert self._ended.wait_for(lambda: request_id not in self._open, seconds)
 
     def output(self, request_id: str) -> Output:
         """What came so far."""

@@ -1,0 +1,580 @@
+"""The loop around scheduler and driver, on a driver without devices; see `test_serving.py` too."""
+
+import threading
+import time
+
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import (
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from tests.jaxserve.engine.fake_driver import fake_engine
+from tests.jaxserve.layouts import Collector, Output, idle
+
+LONG = SamplingParams(max_tokens=40)
+
+
+@pytest.fixture
+def make():
+    """Engines that are closed at the end, whatever became of them."""
+    engines = []
+
+    def make(**options):
+        started = options.pop("start", True)
+        engine, driver = fake_engine(**options)
+        engines.append((engine, driver))
+        if started:
+            engine.start()
+        return engine, driver
+
+    yield make
+    for engine, driver in engines:
+        driver.gate.set()
+        engine.close()
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.002)
+
+
+class TestRequests:
+    def test_one(self, make):
+        engine, _ = make()
+        collector = Collector()
+        collector.submit(engine, [5, 6, 7], SamplingParams(max_tokens=4))
+        assert collector.wait() == {"request 0": Output([3, 4, 5, 6], "length")}
+        idle(engine)
+
+    def test_prefill_in_chunks(self, make):
+        engine, driver = make()
+        collector = Collector()
+        collector.submit(engine, list(range(20)), SamplingParams(max_tokens=2))
+        assert collector.wait()["request 0"] == Output([20, 21], "length")
+        assert driver.count("begin") == 4  # 8, 8 and 4 tokens, then one
+
+    def test_more_than_slots(self, make):
+        engine, _ = make(overrides={"lanes": 2, "attention.dp": 2, "scheduler.max_waiting": 50})
+        collector = Collector()
+        for length in range(1, 31):
+            params = SamplingParams(max_tokens=1 + length % 7)
+            collector.submit(engine, [1] * length, params)
+        outputs = collector.wait()
+        for length in range(1, 31):
+            expected = list(range(length, length + 1 + length % 7))
+            assert outputs[f"request {length - 1}"] == Output(expected, "length")
+        idle(engine)
+
+    @pytest.mark.parametrize(
+        ("params", "output"),
+        [
+            (SamplingParams(max_tokens=9), Output([3, 4, 5], "stop")),
+            (SamplingParams(max_tokens=9, ignore_eos=True), Output([*range(3, 12)], "length")),
+            (SamplingParams(max_tokens=9, min_tokens=3), Output([*range(3, 8)], "stop")),
+            (SamplingParams(max_tokens=9, stop_token_ids=(4,)), Output([3, 4], "stop")),
+            (
+                SamplingParams(max_tokens=9, stop_token_ids=(7,), ignore_eos=True),
+                Output([*range(3, 8)], "stop"),
+            ),
+        ],
+    )
+    def test_ends(self, make, params, output):
+        """The model's end ids are 5 and 7; the id that ended a request comes last here."""
+        engine, _ = make(eos_token_ids=(5, 7))
+        collector = Collector()
+        collector.submit(engine, [1, 2, 3], params)
+        assert collector.wait()["request 0"] == output
+        idle(engine)
+
+    def test_ids_are_drawn(self, make):
+        engine, _ = make()
+        ids = {
+            engine.submit([1], SamplingParams(max_tokens=1), lambda output: None) for _ in range(3)
+        }
+        assert len(ids) == 3
+
+    def test_an_id_is_free_again_when_its_request_has_ended(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], LONG, request_id="a")
+        with pytest.raises(InvalidRequestError, match="request_id: 'a' is running already"):
+            engine.submit([1], LONG, lambda output: None, request_id="a")
+        driver.gate.set()
+        collector.wait()
+        engine.submit([1], SamplingParams(max_tokens=1), lambda output: None, request_id="a")
+
+    def test_info(self, make):
+        engine, _ = make(info={"model": "x"})
+        info = engine.model_info()
+        info["model"] = "y"
+        assert engine.model_info() == {"model": "x"}
+
+
+class TestBadRequests:
+    @pytest.mark.parametrize(
+        ("prompt", "params", "message"),
+        [
+            ([], LONG, "prompt: is empty"),
+            ([1, 1000], LONG, "prompt[1]: token id 1000 is not in [0, 999]"),
+            ([1, 2, -1], LONG, "prompt[2]: token id -1 is not in [0, 999]"),
+            (
+                [1] * 48,
+                LONG,
+                "prompt: 48 tokens leave no room for an output: prompt and output together have "
+                "at most 48 tokens",
+            ),
+            ([1], SamplingParams(max_tokens=0), "max_tokens: 0 is not in [1, 2147483647]"),
+            ([1], SamplingParams(temperature=-1), "temperature: -1 is not in [0, 2] (0 is greedy)"),
+            ([1], SamplingParams(top_p=float("nan")), "top_p: nan is not in (0, 1]"),
+        ],
+    )
+    def test_are_refused_and_nobody_notices(self, make, prompt, params, message):
+        engine, _ = make()
+        collector = Collector()
+        collector.submit(engine, [1, 2], SamplingParams(max_tokens=30))
+        with pytest.raises(InvalidRequestError) as error:
+            engine.submit(prompt, params, lambda output: None, request_id="bad")
+        assert str(error.value) == message
+        assert collector.wait()["request 0"] == Output([*range(2, 32)], "length")
+        idle(engine)
+
+
+class TestOneStepAhead:
+    def test_the_next_step_is_enqueued_before_the_last_one_is_read(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], SamplingParams(max_tokens=3))
+        until(lambda: driver.count("advance") == 2)
+        time.sleep(0.05)
+        assert driver.log == [("begin", 0), ("advance", 0), ("begin", 1), ("advance", 1)]
+        driver.gate.set()
+        assert collector.wait()["request 0"] == Output([1, 2, 3], "length")
+
+    def test_lanes_do_not_wait_for_each_other(self, make):
+        engine, driver = make(overrides={"lanes": 2})
+        driver.gate.clear()
+        collector = Collector()
+        for _ in range(2):
+            collector.submit(engine, [1], SamplingParams(max_tokens=4))
+        until(lambda: driver.count("advance") >= 3)
+        driver.gate.set()
+        for output in collector.wait().values():
+            assert output == Output([1, 2, 3, 4], "length")
+
+    def test_followers_hear_of_every_boundary_before_the_driver(self, make):
+        heard = []
+
+        def broadcast(plans):
+            heard.append(([plan.number for plan in plans], list(driver.log)))
+
+        engine, driver = make(broadcast=broadcast, overrides={"lanes": 2}, start=False)
+        engine.start()
+        collector = Collector()
+        for _ in range(3):
+            collector.submit(engine, [1], SamplingParams(max_tokens=3))
+        collector.wait()
+        numbers = [number for plans, _ in heard for number in plans]
+        assert numbers == sorted(numbers) == [n for event, n in driver.log if event == "begin"]
+        for plans, before in heard:
+            assert not {("begin", number) for number in plans} & set(before)
+
+
+class TestCancel:
+    @pytest.mark.parametrize("started", [True, False], ids=["running", "waiting"])
+    def test_returns_pages(self, make, started):
+        engine, _ = make(pace=0.002)
+        collector = Collector()
+        for number in range(3):  # two slots: the third waits
+            collector.submit(engine, [1] * 5, LONG, request_id=str(number))
+        victim = "0" if started else "2"
+        collector.wait_for_tokens("0", 3)
+        engine.cancel(victim)
+        outputs = collector.wait()
+        assert outputs[victim].finish_reason == "cancelled"
+        assert 3 <= len(outputs["0"].token_ids) < 40 if started else not outputs["2"].token_ids
+        others = [outputs[str(n)] for n in range(3) if str(n) != victim]
+        assert others == [Output([*range(5, 45)], "length")] * 2
+        idle(engine)
+
+    def test_from_its_own_output(self, make):
+        engine, _ = make()
+        outputs, ended = [], threading.Event()
+
+        def on_output(output):
+            outputs.append(output)
+            if len(outputs) == 3:
+                engine.cancel("a")
+            if output.finish_reason:
+                ended.set()
+
+        engine.submit([1], LONG, on_output, request_id="a")
+        assert ended.wait(20)
+        idle(engine)
+        assert outputs[-1].finish_reason == "cancelled"
+        assert len(outputs) <= 5
+
+    def test_twice_unknown_or_ended_is_fine(self, make):
+        engine, _ = make()
+        collector = Collector()
+        collector.submit(engine, [1], SamplingParams(max_tokens=2), request_id="a")
+        collector.wait()
+        for request_id in ("a", "a", "never"):
+            engine.cancel(request_id)
+        collector.submit(engine, [1], LONG, request_id="b")
+        engine.cancel("b")
+        engine.cancel("b")
+        assert collector.wait()["b"].finish_reason == "cancelled"
+        idle(engine)
+
+    def test_between_submit_and_the_loop(self, make):
+        """Both before the loop looked: the request ends without a step."""
+        engine, driver = make(start=False)
+        engine.start()
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], LONG, request_id="busy")
+        until(lambda: driver.count("advance") == 2)  # the loop waits for a result now
+        collector.submit(engine, [1], LONG, request_id="a")
+        engine.cancel("a")
+        driver.gate.set()
+        assert collector.wait()["a"] == Output([], "cancelled")
+
+
+class TestDeadline:
+    def test_ends_the_request(self, make):
+        engine, _ = make(pace=0.02)
+        collector = Collector()
+        started = time.monotonic()
+        collector.submit(engine, [1], LONG, request_id="a", deadline=started + 0.2)
+        collector.submit(engine, [1], LONG, request_id="b", deadline=started + 60)
+        outputs = collector.wait()
+        assert outputs["a"].finish_reason == "cancelled"
+        assert 0 < len(outputs["a"].token_ids) < 40
+        assert outputs["b"].finish_reason == "length"
+        idle(engine)
+        assert engine._deadlines == {}
+
+    def test_that_has_passed_already(self, make):
+        engine, driver = make()
+        collector = Collector()
+        collector.submit(engine, [1], LONG, deadline=time.monotonic() - 1)
+        assert collector.wait()["request 0"] == Output([], "cancelled")
+        assert driver.count("begin") == 0
+        idle(engine)
+
+    def test_many_threads_set_them_while_the_loop_looks(self, make):
+        engine, _ = make(overrides={"scheduler.max_waiting": 10000})
+        collectors = [Collector() for _ in range(4)]
+
+        def work(collector, name):
+            for number in range(100):
+                collector.submit(
+                    engine,
+                    [1],
+                    SamplingParams(max_tokens=2),
+                    request_id=f"{name} {number}",
+                    deadline=time.monotonic() + 60,
+                )
+
+        threads = [
+            threading.Thread(target=work, args=(collector, name))
+            for name, collector in enumerate(collectors)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for collector in collectors:
+            assert {o.finish_reason for o in collector.wait().values()} == {"length"}
+        assert engine.status == "ready"
+        idle(engine)
+
+
+class TestOverload:
+    def test_refuses_with_a_time_to_come_back(self, make):
+        """2 slots and 5 places to wait."""
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+
+        def flood():
+            for _ in range(20):
+                collector.submit(engine, [1], LONG)
+                time.sleep(0.01)
+
+        with pytest.raises(OverloadedError, match="5 requests wait already") as error:
+            flood()
+        assert error.value.retry_after_s > 0
+        assert 5 <= len(collector._outputs) - 1 <= 7
+        driver.gate.set()
+        outputs = collector.wait()
+        assert [o.finish_reason for o in outputs.values()].count("length") == len(outputs) - 1
+        collector.submit(engine, [1], SamplingParams(max_tokens=1), request_id="later")
+        assert collector.wait()["later"].finish_reason == "length"
+        idle(engine)
+
+    def test_counts_what_the_loop_has_not_taken_yet(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        until(lambda: driver.count("advance") == 2)  # the loop waits for a result
+        for _ in range(5):
+            collector.submit(engine, [1], LONG)
+        with pytest.raises(OverloadedError):
+            collector.submit(engine, [1], LONG)
+
+
+class TestDrain:
+    def test_finishes_what_runs_and_refuses_the_rest(self, make):
+        engine, _ = make(pace=0.005)
+        collector = Collector()
+        for _ in range(4):
+            collector.submit(engine, [1], LONG)
+        collector.wait_for_tokens("request 0", 2)
+        drained = []
+        thread = threading.Thread(target=lambda: drained.append(engine.drain(30)))
+        thread.start()
+        until(lambda: engine.status == "draining")
+        with pytest.raises(DrainingError, match="shutting down and takes no new requests"):
+            engine.submit([1], LONG, lambda output: None)
+        assert {o.finish_reason for o in collector.wait().values()} == {"length"}
+        thread.join(10)
+        assert drained == [True]
+        assert engine.status == "draining"
+        idle(engine)
+
+    def test_says_when_the_time_is_up(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        assert engine.drain(0.1) is False
+        driver.gate.set()
+        assert engine.drain(20) is True
+        assert collector.wait()["request 0"].finish_reason == "length"
+
+    def test_of_an_idle_engine(self, make):
+        engine, _ = make()
+        assert engine.drain(0.0) is True
+
+    def test_cancelled_requests_do_not_hold_it_up(self, make):
+        engine, _ = make(pace=0.005)
+        collector = Collector()
+        collector.submit(engine, [1], LONG, request_id="a")
+        collector.wait_for_tokens("a", 1)
+        engine.cancel("a")
+        assert engine.drain(20) is True
+
+
+class TestClose:
+    def test_ends_open_requests_as_cancelled(self, make):
+        engine, _ = make(pace=0.005)
+        collector = Collector()
+        for _ in range(4):
+            collector.submit(engine, [1], LONG)
+        collector.wait_for_tokens("request 0", 2)
+        engine.close()
+        assert {o.finish_reason for o in collector.wait(1).values()} == {"cancelled"}
+        assert engine.status == "closed"
+        with pytest.raises(EngineFailedError, match="the engine is closed"):
+            engine.submit([1], LONG, lambda output: None)
+        engine.close()
+
+    def test_ends_its_threads(self, make):
+        engine, _ = make()
+        mine = [engine._thread]
+        engine.close()
+        until(lambda: not any(thread.is_alive() for thread in mine))
+
+    def test_before_the_start(self, make):
+        engine, _ = make(start=False)
+        assert engine.status == "starting"
+        with pytest.raises(EngineFailedError, match="the engine is starting"):
+            engine.submit([1], LONG, lambda output: None)
+        engine.close()
+        assert engine.status == "closed"
+        with pytest.raises(EngineFailedError, match="the engine is closed"):
+            engine.start()
+
+    def test_from_an_output(self, make):
+        engine, _ = make()
+        ended = threading.Event()
+
+        def on_output(output):
+            engine.close()
+            if output.finish_reason:
+                ended.set()
+
+        engine.submit([1], LONG, on_output)
+        assert ended.wait(20)
+        assert engine.status == "closed"
+
+    def test_start_twice(self, make):
+        engine, _ = make()
+        engine.start()
+        assert engine.status == "ready"
+
+
+class TestReceiverThatRaises:
+    def test_loses_its_request_and_nobody_elses(self, make, caplog):
+        engine, _ = make()
+        collector, calls = Collector(), []
+
+        def on_output(output):
+            calls.append(output)
+            raise RuntimeError("the client is gone")
+
+        engine.submit([1], LONG, on_output, request_id="bad")
+        collector.submit(engine, [1], LONG)
+        assert collector.wait()["request 0"] == Output([*range(1, 41)], "length")
+        idle(engine)
+        assert engine.status == "ready"
+        assert 2 <= len(calls) <= 4
+        assert calls[-1].finish_reason == "cancelled"
+        assert "request bad: its receiver failed" in caplog.text
+
+    def test_at_the_last_output(self, make):
+        engine, _ = make()
+
+        def on_output(output):
+            raise RuntimeError("the client is gone")
+
+        engine.submit([1], SamplingParams(max_tokens=1), on_output)
+        until(lambda: not engine.scheduler.has_work)
+        idle(engine)
+        assert engine.status == "ready"
+
+
+class TestFailure:
+    def failed(self, engine, collector, message):
+        """Every open request and every later one hears of it."""
+        outputs = collector.wait(10)
+        assert {(o.finish_reason, o.error) for o in outputs.values()} == {("error", message)}
+        assert engine.status == "failed"
+        assert isinstance(engine.failure, EngineFailedError)
+        assert str(engine.failure) == message
+        for _ in range(2):
+            with pytest.raises(EngineFailedError) as error:
+                engine.submit([1], LONG, lambda output: None)
+            assert str(error.value) == message
+        assert engine.drain(0.1) is True
+        engine.close()
+        assert engine.status == "failed"
+
+    def test_results_that_never_come(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector = Collector()
+        started = time.monotonic()
+        for _ in range(4):
+            collector.submit(engine, [1], LONG)
+        self.failed(engine, collector, "a step's tokens did not arrive within 1.0 s")
+        assert 1.0 <= time.monotonic() - started < 8
+
+    def test_a_driver_that_raises(self, make, caplog):
+        engine, driver = make(start=False)
+        driver.fault = RuntimeError("device lost")
+        engine.start()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        message = "step loop: RuntimeError('device lost') after ('attend', 0, 3, 7)"
+        self.failed(engine, collector, message)
+        assert "Traceback" in caplog.text
+
+    def test_a_computation_that_fails(self, make):
+        engine, driver = make(start=False)
+        driver.result_fault = RuntimeError("NaN in a collective")
+        engine.start()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        self.failed(engine, collector, "step 0 of lane 0: NaN in a collective")
+
+    def test_told_by_somebody_else_while_the_loop_waits(self, make):
+        """A follower is gone: nobody waits for the step's deadline."""
+        engine, driver = make(overrides={"cluster.step_seconds": 60.0})
+        driver.gate.clear()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        until(lambda: driver.count("advance") == 2)
+        started = time.monotonic()
+        engine.fail(EngineFailedError("process 1: its connection closed"))
+        assert engine.status == "failed"
+        self.failed(engine, collector, "process 1: its connection closed")
+        assert time.monotonic() - started < 8
+
+    def test_the_first_one_counts(self, make):
+        engine, _ = make()
+        engine.fail(EngineFailedError("first"))
+        engine.fail(EngineFailedError("second"))
+        assert str(engine.failure) == "first"
+
+    def test_before_the_start(self, make):
+        engine, _ = make(start=False)
+        engine.fail(EngineFailedError("process 1: gone"))
+        with pytest.raises(EngineFailedError, match="process 1: gone"):
+            engine.start()
+        engine.close()
+
+    def test_after_the_end_is_none(self, make):
+        engine, _ = make()
+        engine.close()
+        engine.fail(EngineFailedError("the peer has left"))
+        assert (engine.status, engine.failure) == ("closed", None)
+
+    def test_callbacks(self, make, caplog):
+        engine, _ = make()
+        heard = []
+
+        def bad(error):
+            raise ValueError("bad callback")
+
+        engine.add_failure_callback(bad)
+        engine.add_failure_callback(heard.append)
+        error = EngineFailedError("gone")
+        engine.fail(error)
+        assert heard == [error]
+        assert "bad callback" in caplog.text
+        engine.add_failure_callback(heard.append)  # too late, and told at once
+        assert heard == [error, error]
+
+    def test_is_explained_by_who_is_behind_it(self, make):
+        def explain(error):
+            return EngineFailedError(f"process 1 is gone (then: {error})")
+
+        engine, driver = make(explain=explain, start=False)
+        driver.result_fault = RuntimeError("transfer failed")
+        engine.start()
+        collector = Collector()
+        collector.submit(engine, [1], LONG)
+        message = "process 1 is gone (then: step 0 of lane 0: transfer failed)"
+        self.failed(engine, collector, message)
+
+    def test_books_that_do_not_add_up(self, make, monkeypatch):
+        """Checked whenever the loop is idle."""
+        engine, _ = make(start=False)
+
+        def broken():
+            raise RuntimeError("page pool of 12: lost pages [3]")
+
+        monkeypatch.setattr(engine.scheduler, "check_integrity", broken)
+        engine.start()
+        until(lambda: engine.status == "failed")
+        assert "lost pages [3]" in str(engine.failure)
+
+    def test_later_errors_do_not_carry_each_others_stacks(self, make):
+        engine, _ = make()
+        engine.fail(EngineFailedError("gone"))
+        for _ in range(3):
+            with pytest.raises(EngineFailedError) as error:
+                engine.submit([1], LONG, lambda output: None)
+            assert error.value is not engine.failure
+        assert engine.failure.__traceback__ is None

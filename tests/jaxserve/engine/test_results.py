@@ -1,0 +1,79 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.results import ResultReader
+from jaxserve.errors import EngineFailedError
+from jaxserve.pipeline.driver import Finished
+from jaxserve.pipeline.plan import Bucket, StepPlan
+from tests.jaxserve.engine.fake_driver import FakeArray
+
+
+@pytest.fixture
+def reader():
+    reader = ResultReader()
+    yield reader
+    reader.close()
+
+
+def step(number, wait=lambda: None):
+    array = FakeArray(np.asarray([[number, number + 1]], np.int32), wait)
+    return Finished(StepPlan(0, number, Bucket(8, 1), [[]]), array, None, array)
+
+
+def no_failure():
+    return None
+
+
+def test_in_the_order_of_the_steps(reader):
+    slow = threading.Event()
+    reader.read(step(4, lambda: slow.wait(20)))
+    reader.read(step(5))
+    assert not reader.ready()
+    slow.set()
+    taken = [reader.take(20, no_failure) for _ in range(2)]
+    assert [(plan.number, sampled) for plan, sampled in taken] == [(4, [[4, 5]]), (5, [[5, 6]])]
+    assert not reader.ready()
+
+
+def test_late(reader):
+    gate = threading.Event()
+    reader.read(step(0, lambda: gate.wait(20)))
+    started = time.monotonic()
+    with pytest.raises(EngineFailedError, match=r"did not arrive within 0\.2 s"):
+        reader.take(0.2, no_failure)
+    assert 0.2 <= time.monotonic() - started < 5
+    gate.set()
+
+
+def test_a_failure_elsewhere_ends_the_wait(reader):
+    gate = threading.Event()
+    reader.read(step(0, lambda: gate.wait(20)))
+    failure = EngineFailedError("process 1 is gone")
+    started = time.monotonic()
+    with pytest.raises(EngineFailedError, match="process 1 is gone"):
+        reader.take(60, lambda: failure)
+    assert time.monotonic() - started < 5
+    gate.set()
+
+
+def test_an_error_of_the_computation_and_the_next_step(reader):
+    def broken():
+        raise RuntimeError("device lost")
+
+    reader.read(step(3, broken))
+    reader.read(step(4))
+    with pytest.raises(EngineFailedError, match="step 3 of lane 0: device lost"):
+        reader.take(20, no_failure)
+    assert reader.take(20, no_failure)[0].number == 4
+
+
+def test_its_thread_ends():
+    before = set(threading.enumerate())
+    reader = ResultReader()
+    (thread,) = set(threading.enumerate()) - before
+    reader.close()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,246 @@
+"""The engine on real programs of a tiny model: what callers get, and what it costs."""
+
+import random
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.request import SamplingParams
+from tests.jaxserve import layouts
+from tests.jaxserve.layouts import Collector, Output
+from tests.reference.step3_numpy import Step3Numpy
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+VOCAB = layouts.SIZES.vocab_size
+
+
+@pytest.fixture(params=["colocated", "afd"])
+def engine(request):
+    runtime = request.getfixturevalue(f"{request.param}_runtime")
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine.start()
+    yield engine
+    layouts.idle(engine)
+    engine.close()
+
+
+class TestEnds:
+    """The first eight greedy tokens of one prompt, by NumPy."""
+
+    PROMPT = layouts.PROMPTS[3][:10]
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def expected(tiny_model):
+        return Step3Numpy.from_folder(tiny_model).greedy(TestEnds.PROMPT, 8)
+
+    def run(self, engine, **params):
+        collector = Collector()
+        collector.submit(engine, self.PROMPT, SamplingParams(temperature=0, **params))
+        return collector.wait()["request 0"]
+
+    def test_length(self, engine, expected):
+        assert self.run(engine, max_tokens=8) == Output(expected, "length")
+
+    def test_stop_id(self, engine, expected):
+        place = expected.index(expected[4]) + 1
+        output = self.run(engine, max_tokens=8, stop_token_ids=(expected[4],))
+        assert output == Output(expected[:place], "stop")
+
+    def test_end_ids_of_the_model(self, afd_runtime, expected):
+        ends = frozenset({expected[2], expected[5]})
+        place = min(expected.index(token) for token in ends) + 1
+        engine = make_engine(afd_runtime, eos_token_ids=ends)
+        engine.start()
+        assert self.run(engine, max_tokens=8) == Output(expected[:place], "stop")
+        assert self.run(engine, max_tokens=8, ignore_eos=True) == Output(expected, "length")
+        layouts.idle(engine)
+        engine.close()
+
+
+class TestSeeds:
+    PARAMS = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=77, ignore_eos=True)
+
+    def alone(self, engine):
+        collector = Collector()
+        collector.submit(engine, layouts.PROMPTS[5], self.PARAMS)
+        return collector.wait()["request 0"].token_ids
+
+    def in_a_crowd(self, engine, place):
+        """Among 17 others, greedy and sampled, of which it is the n-th."""
+        collector, draw = Collector(), random.Random(place)
+        for number, prompt in enumerate(layouts.PROMPTS):
+            params = SamplingParams(
+                max_tokens=draw.randrange(1, 30),
+                temperature=draw.choice([0.0, 0.7, 1.3]),
+                top_k=draw.choice([0, 5]),
+                top_p=draw.choice([1.0, 0.7]),
+                seed=number,
+            )
+            mine = number == place
+            prompt = layouts.PROMPTS[5] if mine else prompt
+            collector.submit(
+                engine, prompt, self.PARAMS if mine else params, request_id=str(number)
+            )
+        return collector.wait()[str(place)].token_ids
+
+    def test_alone_and_in_a_crowd(self, engine):
+        alone = self.alone(engine)
+        assert len(alone) == 20
+        assert self.alone(engine) == alone
+        for place in (0, 9, 17):
+            assert self.in_a_crowd(engine, place) == alone
+
+    def test_in_both_modes(self, colocated_runtime, afd_runtime):
+        tokens = []
+        for runtime in (colocated_runtime, afd_runtime):
+            engine = make_engine(runtime, eos_token_ids=frozenset())
+            engine.start()
+            tokens.append(self.alone(engine))
+            engine.close()
+        assert tokens[0] == tokens[1]
+
+    def test_preempted_and_recomputed(self, afd_runtime, tiny_model):
+        """A sequence that lost its pages draws the same tokens again."""
+        deployment = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 24})
+        runtime = afd_runtime._replace(deployment=deployment)
+        outputs = []
+        for pool in (afd_runtime, runtime):
+            engine = make_engine(pool, eos_token_ids=frozenset())
+            engine.start()
+            collector = Collector()
+            for number, prompt in enumerate(layouts.PROMPTS):
+                params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=number)
+                collector.submit(engine, prompt, params)
+            outputs.append(collector.wait())
+            layouts.idle(engine)
+            preemptions = engine.scheduler.num_preemptions
+            engine.close()
+        assert preemptions > 5
+        assert outputs[0] == outputs[1]
+
+    def test_another_seed_another_text(self, engine):
+        collector = Collector()
+        for seed in range(4):
+            params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed)
+            collector.submit(engine, layouts.PROMPTS[5], params)
+        texts = {tuple(output.token_ids) for output in collector.wait().values()}
+        assert len(texts) == 4
+
+    def test_without_a_seed_every_request_has_its_own(self, engine):
+        collector = Collector()
+        for _ in range(3):
+            params = SamplingParams(max_tokens=20, temperature=1.0)
+            collector.submit(engine, layouts.PROMPTS[5], params)
+        assert len({tuple(output.token_ids) for output in collector.wait().values()}) == 3
+
+
+class TestCancel:
+    def test_while_others_run(self, engine, tiny_model):
+        """Every third request goes after a few tokens; the others' tokens stay as they were."""
+        model = Step3Numpy.from_folder(tiny_model)
+        collector = Collector()
+        params = SamplingParams(max_tokens=24, temperature=0)
+        prompts = layouts.PROMPTS[4:16]
+        for number, prompt in enumerate(prompts):
+            collector.submit(engine, prompt, params, request_id=str(number))
+        gone = {str(number) for number in range(0, 12, 3)}
+        for request_id in gone:
+            engine.cancel(request_id)
+        for number, (request_id, output) in enumerate(collector.wait().items()):
+            if request_id in gone:
+                assert output.finish_reason in ("cancelled", "length")
+            elif number < 6:
+                assert output == Output(model.greedy(prompts[number], 24), "length")
+            else:
+                assert (len(output.token_ids), output.finish_reason) == (24, "length")
+
+    def test_a_receiver_that_disconnects(self, engine):
+        """Cancels from another thread after its third token; the pages come back."""
+        reached, ended = threading.Event(), threading.Event()
+        tokens = []
+
+        def on_output(output):
+            tokens.extend(output.token_ids)
+            if len(tokens) >= 3:
+                reached.set()
+            if output.finish_reason:
+                ended.set()
+
+        request_id = engine.submit(layouts.PROMPTS[1], SamplingParams(max_tokens=60), on_output)
+        assert reached.wait(30)
+        engine.cancel(request_id)
+        assert ended.wait(30)
+        layouts.idle(engine)
+
+
+class TestNoCompilationAfterReady:
+    def serve_200(self, engine) -> int:
+        """Random lengths, random sampling, random cancellations; returns how many were cut off."""
+        draw, collector = random.Random(0), Collector()
+        for number in range(200):
+            prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 61))]
+            params = SamplingParams(
+                max_tokens=draw.randrange(1, 13),
+                temperature=draw.choice([0.0, 0.3, 1.0, 2.0]),
+                top_k=draw.choice([0, 1, 5, 1000]),
+                top_p=draw.choice([1.0, 0.9, 0.1]),
+                min_p=draw.choice([0.0, 0.05]),
+                seed=draw.choice([None, number]),
+                min_tokens=draw.choice([0, 1]),
+                stop_token_ids=tuple(draw.sample(range(VOCAB), draw.choice([0, 3]))),
+            )
+            request_id = collector.submit(engine, prompt, params)
+            if draw.random() < 0.2:
+                engine.cancel(f"request {draw.randrange(max(0, number - 3), number + 1)}")
+            if draw.random() < 0.1:
+                collector.wait_for_end(request_id)  # so that the engine idles now and then
+        outputs = collector.wait()
+        layouts.idle(engine)
+        reasons = [output.finish_reason for output in outputs.values()]
+        assert set(reasons) == {"length", "stop", "cancelled"}
+        assert len(outputs) == 200
+        return reasons.count("cancelled")
+
+    @pytest.mark.parametrize(
+        ("overrides", "buckets"),
+        [
+            ({"lanes": 2, "attention.dp": 2, "scheduler.token_buckets": [8, 24]}, 4),
+            ({**layouts.COLOCATED, "lanes": 2}, 2),
+        ],
+        ids=["afd", "colocated"],
+    )
+    def test_200_requests(self, overrides, buckets, tiny_model):
+        """Of all threads none compiles, though all buckets are used."""
+        overrides = {"scheduler.page_buckets": [5, 18], **overrides}
+        engine = build_engine(layouts.deployment(tiny_model, overrides))
+        events, used = [], set()
+
+        def listen(event, seconds, **details):
+            if event == COMPILED:
+                events.append(details)
+
+        begin = engine.driver.begin
+        engine.driver.begin = lambda plan: (used.add(plan.bucket), begin(plan))
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            assert self.serve_200(engine) > 0
+            assert events == []
+            assert engine.compilations_after_ready == 0
+            assert len(used) == buckets
+            # The counts can fail: something new on the engine's thread shows in both.
+            collector = Collector()
+
+            def compile_something(output):
+                jax.jit(lambda x: x * 2 + 1)(np.arange(7))
+                collector(output)
+
+            collector.submit(engine, [1], SamplingParams(max_tokens=1), on_output=compile_something)
+            collector.wait()
+            assert len(events) == engine.compilations_after_ready == 1
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+            engine.close()
