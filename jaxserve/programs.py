@@ -325,8 +325,8 @@ class ColocatedPrograms(_Programs):
     @property
     def pages_shape(self) -> tuple[int, int, int, int]:
         """Global shape of the K (or V) pages of all layers."""
-        pages, *page = self.page_shape
-        return (self.config.layers * pages, *page)
+        pages, page_size, kv_heads, head_dim = self.page_shape
+        return (self.config.layers * pages, page_size, kv_heads, head_dim)
 
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Runs of equal layers, whose leaves are stacked along a new first axis."""

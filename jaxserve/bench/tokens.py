@@ -1,4 +1,4 @@
-"""Tokens a second of the demo model through the engine, per layout and number of sequences (part c).
+"""Tokens a second of the demo model through the engine, a layout and number of sequences (c).
 
 Each layout runs in a process of its own, because JAX counts its devices once. Greedy, 64 tokens a
 sequence, end ids ignored, short prompts; a round of every size runs once before it is timed.
