@@ -73,13 +73,22 @@ def deployment_of(*, slots: int, max_length: int, page_size: int, **overrides: A
     )
 
 
+def bucket_of(deployment: Deployment) -> Bucket:
+    """The one bucket."""
+    limits = deployment.scheduler
+    return Bucket(limits.token_buckets[0], limits.page_buckets[0])
+
+
+def afd_programs(deployment: Deployment, config: ModelConfig) -> AFDPrograms:
+    """The programs, not compiled."""
+    meshes = Submeshes(deployment)
+    return AFDPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes)
+
+
 def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     """Compiles and fills it, on the devices that this process has."""
     use_compilation_cache()
-    meshes = Submeshes(deployment)
-    programs = AFDPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes)
-    limits = deployment.scheduler
-    bucket = Bucket(limits.token_buckets[0], limits.page_buckets[0])
+    programs, bucket = afd_programs(deployment, config), bucket_of(deployment)
     compiled = afd_executables(programs, [bucket], deployment.link.transport)
     weights = AFDWeights(RandomLeaves(), step3_names(config), programs)
     return RandomModel(deployment, config, programs, bucket, compiled[bucket], weights)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Worker(msgspec.Struct, frozen=True):
     arguments: list[str] = []
     environment: Mapping[str, str] = {}
     """On top of this process's own."""
+    core: int | None = None
+    """The one core it runs on; None: all that this process may use."""
 
 
 def run_worker(worker: Worker, seconds: float) -> Any:
@@ -58,7 +60,7 @@ def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
         outputs = [Path(folder, f"{number}.txt") for number in range(len(workers))]
         for worker, result, output in zip(workers, results, outputs, strict=True):
             command = [sys.executable, "-m", worker.module, *worker.arguments]
-            group.start([*command, "--result", str(result)], worker.environment, output)
+            group.start([*command, "--result", str(result)], worker, output)
         while (codes := group.poll()).count(None):
             if any(codes) or time.monotonic() > deadline:
                 break
@@ -86,17 +88,17 @@ class _Group:
         for process in self._processes:
             end(process)
 
-    def start(self, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+    def start(self, command: list[str], worker: Worker, output: Path) -> None:
         with output.open("wb") as target:
             self._processes.append(
                 subprocess.Popen(
                     command,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **worker.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=target,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=die_with_parent(),  # noqa: PLW1509  (no thread runs here)
+                    preexec_fn=prepare(worker.core),  # noqa: PLW1509  (no thread runs here)
                 )
             )
 
@@ -112,19 +114,21 @@ def end(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def die_with_parent() -> Any:
-    """What a child does before it becomes another program: ask to be killed with its parent."""
+def prepare(core: int | None = None) -> Callable[[], None]:
+    """What a child does before it becomes another program: be pinned, die with its parent."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
-    def prepare() -> None:
+    def run() -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         if libc is not None:
             set_parent_death_signal = 1
             libc.prctl(set_parent_death_signal, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
-    return prepare
+    return run
 
 
 @contextlib.contextmanager
