@@ -21,6 +21,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.engine.engine import Broadcast, Engine, Explain
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import CheckpointError
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.module import Template
@@ -114,14 +115,10 @@ def build_engine(
     explain: Explain | None = None,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started."""
+    ends = eos_token_ids(deployment)
     runtime = build_runtime(deployment, observer=observer)
     warm_up(runtime)
-    engine = make_engine(
-        runtime,
-        broadcast=broadcast,
-        explain=explain,
-        eos_token_ids=eos_token_ids(deployment),
-    )
+    engine = make_engine(runtime, broadcast=broadcast, explain=explain, eos_token_ids=ends)
     if broadcast is None:
         engine.start()
     return engine
@@ -215,15 +212,31 @@ def use_compilation_cache() -> None:
 
 
 def eos_token_ids(deployment: Deployment) -> frozenset[int]:
-    """End ids from the checkpoint's own files: generation_config.json, else config.json."""
+    """End ids from the checkpoint's own files: generation_config.json, else config.json.
+
+    Raises:
+      CheckpointError: a file is not JSON, or names something that is no token id.
+    """
     for name in ("generation_config.json", "config.json"):
         path = Path(deployment.model) / name
         if not path.exists():
             continue
-        tree = json.loads(path.read_text())
-        ids = tree.get("eos_token_id", tree.get("text_config", {}).get("eos_token_id"))
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+        try:
+            tree = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not JSON: {error}") from None
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{path}: not an object but {type(tree).__name__}")
+        text = tree.get("text_config")
+        ids = tree.get("eos_token_id")
+        if ids is None and isinstance(text, dict):
+            ids = text.get("eos_token_id")
+        if ids is None:
+            continue
+        several = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
+            raise CheckpointError(f"{path}: eos_token_id = {ids!r} is not one or several token ids")
+        return frozenset(several)
     return frozenset()
 
 

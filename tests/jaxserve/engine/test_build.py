@@ -1,0 +1,194 @@
+"""From a deployment to a warm runtime: buckets, warm-up, end ids, and errors before any work."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.engine.build import (
+    build_runtime,
+    eos_token_ids,
+    use_compilation_cache,
+    warm_up_plans,
+)
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.pipeline.plan import FROM_DEVICE, Bucket
+from tests.jaxserve import layouts
+
+
+class TestErrorsBeforeAnythingIsLoaded:
+    @pytest.fixture(autouse=True)
+    def nothing_is_compiled_or_read(self, monkeypatch):
+        def never(*arguments, **options):
+            raise AssertionError("too late")
+
+        monkeypatch.setattr("jaxserve.programs.Program.compile", never)
+        monkeypatch.setattr("jaxserve.checkpoint.hf.HFCheckpoint._slice", never)
+
+    def test_too_few_devices(self, tiny_model):
+        message = "layout attention.dp 8 x attention.tp 1 + ffn.ep 1 x ffn.tp 1 = 9 devices, but"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            build_runtime(layouts.deployment(tiny_model, {"attention.dp": 8}))
+
+    def test_no_model(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"no model at .*none: config\.json: No such"):
+            build_runtime(layouts.deployment(tmp_path, {"model": str(tmp_path / "none")}))
+
+    def test_missing_tensors(self, tmp_path):
+        folder = layouts.write_model(tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+        with pytest.raises(CheckpointError, match=r"11 problems:\n  missing model\.layers\.4\."):
+            build_runtime(layouts.deployment(folder, {}))
+
+    def test_a_model_that_is_too_short(self, tiny_model):
+        longer = {"scheduler.max_length": 4096, "scheduler.page_buckets": [512], "cache.pages": 512}
+        with pytest.raises(ConfigError, match="beyond the model's 2048 positions"):
+            build_runtime(layouts.deployment(tiny_model, longer))
+
+
+class TestWarmUp:
+    def test_every_bucket_on_every_lane(self, afd_runtime):
+        plans = warm_up_plans(afd_runtime)
+        assert [(plan.lane, plan.bucket) for plan in plans] == [
+            (0, Bucket(24, 18)),
+            (1, Bucket(24, 18)),
+        ]
+        (row,) = plans[0].groups[0]
+        assert (row.token_ids, row.kv_length, row.sample) == ([FROM_DEVICE], 1, True)
+        assert row.page_ids == [160], "a page past the pool: nothing is written"
+
+    def test_leaves_the_driver_idle(self, afd_runtime, colocated_runtime):
+        for runtime in (afd_runtime, colocated_runtime):
+            assert not runtime.driver.active
+            assert runtime.driver.idle_lanes == [0, 1]
+
+
+class TestBuckets:
+    """Sizes are rounded up, so that both meshes get equal shares."""
+
+    def buckets(self, monkeypatch, model, overrides):
+        made = {}
+
+        def stop(programs, buckets, *rest):
+            made["buckets"] = buckets
+            raise KeyboardInterrupt
+
+        for name in ("afd_executables", "colocated_executables"):
+            monkeypatch.setattr(f"jaxserve.engine.build.{name}", stop)
+        for name in ("AFDWeights", "ColocatedWeights"):
+            monkeypatch.setattr(f"jaxserve.engine.build.{name}", lambda *arguments: None)
+        limits = {
+            "scheduler.token_budget": 22,
+            "scheduler.token_buckets": [5, 7, 22],
+            "scheduler.page_buckets": [9, 18],
+        }
+        with pytest.raises(KeyboardInterrupt):
+            build_runtime(layouts.deployment(model, limits | overrides))
+        return [(bucket.tokens, bucket.pages) for bucket in made["buckets"]]
+
+    @pytest.mark.parametrize(
+        ("overrides", "tokens"),
+        [
+            (layouts.COLOCATED, [5, 7, 22]),
+            ({}, [5, 7, 22]),
+            ({"ffn.ep": 2}, [6, 8, 22]),
+            ({"attention.dp": 2, "ffn.ep": 2}, [5, 7, 22]),
+            ({"attention.dp": 3, "ffn.ep": 2}, [6, 8, 22]),
+            (layouts.LAYOUTS["2A4F"], [8, 24]),
+            (layouts.LAYOUTS["2A4F"] | {"link.route": "broadcast"}, [6, 8, 22]),
+        ],
+        ids=str,
+    )
+    def test_token_sizes(self, overrides, tokens, tiny_model, monkeypatch):
+        expected = [(size, pages) for size in tokens for pages in (9, 18)]
+        assert self.buckets(monkeypatch, tiny_model, overrides) == expected
+
+
+class TestEndIds:
+    def ids(self, folder):
+        return eos_token_ids(layouts.deployment(folder, {}))
+
+    @pytest.mark.parametrize(
+        ("config", "generation", "ids"),
+        [
+            ({"eos_token_id": 1}, None, {1}),
+            ({"eos_token_id": [1, 5]}, None, {1, 5}),
+            ({"text_config": {"eos_token_id": 3}}, None, {3}),
+            ({"eos_token_id": 1}, {"eos_token_id": [163586, 163585]}, {163586, 163585}),
+            ({"eos_token_id": 1}, {"temperature": 0.6}, {1}),
+            ({"eos_token_id": 1}, {"eos_token_id": None}, {1}),
+            ({"text_config": None}, None, set()),
+            ({}, None, set()),
+        ],
+    )
+    def test_come_from_the_checkpoint(self, config, generation, ids, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        assert self.ids(tmp_path) == ids
+
+    def test_no_files(self, tmp_path):
+        assert self.ids(tmp_path) == frozenset()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "generation_config.json: not JSON"),
+            ("[]", "generation_config.json: not an object but list"),
+            ('{"eos_token_id": "</s>"}', "eos_token_id = '</s>' is not one or several token ids"),
+            ('{"eos_token_id": [1, -1]}', "eos_token_id = [1, -1] is not one or several token ids"),
+            ('{"eos_token_id": true}', "eos_token_id = True is not one or several token ids"),
+        ],
+    )
+    def test_bad_ones(self, text, message, tmp_path):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            self.ids(tmp_path)
+
+
+class TestCompilationCache:
+    OPTIONS = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+
+    @pytest.fixture(autouse=True)
+    def options(self):
+        before = {name: getattr(jax.config, name) for name in self.OPTIONS}
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+
+    def test_or_where_jax_was_told(self, tmp_path):
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+
+    def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
+        (tmp_path / "jaxserve").write_text("a file where the folder should be")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        assert "no compilation cache" in caplog.text
+
+
+def test_logits_have_a_column_for_every_token_and_no_more(colocated_runtime):
+    colocated_runtime.driver.begin(warm_up_plans(colocated_runtime)[0])
+    finished = colocated_runtime.driver.advance()
+    assert np.asarray(finished.logits).shape == (5, 161)
