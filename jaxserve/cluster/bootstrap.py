@@ -245,6 +245,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     jax.config.update("jax_enable_recoverability", True)
     # JAX's preemption service would catch the SIGTERM that starts our own drain.
     jax.config.update("jax_enable_preemption_service", False)
+    if on_cpu and share.devices > 1:
+        _widen_cpu_pool(share.devices)
     host, port = _split_address(arguments.coordinator, "--coordinator")
     if on_cpu:
         here = _local_address(host, port)
@@ -292,6 +294,17 @@ def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
                 f"{share.ffn} ffn), and JAX has already started with {there}: create the "
                 f"deployment before any other use of JAX, or set JAX_NUM_CPU_DEVICES={wanted}"
             ) from None
+
+
+def _widen_cpu_pool(devices: int) -> None:
+    """Gives XLA's CPU client threads enough for transfers and collectives at the same time.
+
+    A collective among simulated devices holds a thread of the pool for each of them, and the pool
+    has max(cores, devices) of them. Transfers from other processes wait in the same pool: with two
+    cores, four devices and four lanes a collective was seen to wait for a thread for ever.
+    XLA takes the number of cores from NPROC where that is set.
+    """
+    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 4 * devices))
 
 
 def _delay_abort() -> None:
