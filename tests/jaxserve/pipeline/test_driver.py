@@ -1,0 +1,111 @@
+"""What the drivers enqueue and in which order; what the stages compute is tested elsewhere."""
+
+import numpy as np
+import pytest
+
+from jaxserve.pipeline.plan import SequenceRow, StepPlan
+from jaxserve.pipeline.schedule import Rotation
+from tests.reference.step3_numpy import Step3Numpy
+
+
+def plan(runtime, lane, number, tokens=(5, 6), page=0):
+    row = SequenceRow(
+        slot=1, token_ids=list(tokens), kv_length=len(tokens), page_ids=[page], sample=True
+    )
+    return StepPlan(lane, number, runtime.buckets[-1], [[row]])
+
+
+class Notes:
+    """An observer that writes down what it is told."""
+
+    def __init__(self):
+        self.stages = []
+        self.devices = {}
+
+    def observe(self, stage, lane, layer, step, result, /):
+        self.stages.append((stage, lane, layer, step))
+        self.devices[stage] = {device.id for device in result.devices()}
+
+
+@pytest.fixture
+def driver(afd_runtime):
+    """1A1F with two lanes, both idle, and it is lane 0's turn."""
+    driver = afd_runtime.driver
+    driver._rotation = Rotation(layers=4, lanes=2)
+    yield driver
+    driver.observer = None
+    while driver.active:
+        driver.advance()
+
+
+class TestAFD:
+    def test_stages_in_the_order_of_the_schedule(self, afd_runtime, driver):
+        """Lane 0 leaves, and begins anew while lane 1 is in its last layer."""
+        driver.observer = notes = Notes()
+        expected, steps = [], {}
+        rotation = Rotation(layers=4, lanes=2)
+
+        def begin(lane, number):
+            driver.begin(plan(afd_runtime, lane, number, page=lane))
+            rotation.begin(lane)
+            steps[lane] = number
+
+        def advance():
+            for turn in rotation.turns:
+                for name, lane, layer in turn:
+                    # The head and the sampler are the attention role's work of one more layer.
+                    expected.append(
+                        ("attend" if name == "leave" else name, lane, layer, steps[lane])
+                    )
+                if turn[-1].name == "leave":
+                    return driver.advance().plan.number, steps[turn[-1].lane]
+
+        begin(0, 10)
+        begin(1, 11)
+        finished = [advance()]
+        begin(0, 12)
+        finished += [advance(), advance()]
+        assert finished == [(10, 10), (11, 11), (12, 12)]
+        assert notes.stages == expected
+        assert not driver.active
+        assert notes.devices == {"attend": {0}, "dispatch": {1}, "ffn": {1}, "combine": {0}}
+
+    def test_position(self, afd_runtime, driver):
+        driver.begin(plan(afd_runtime, 1, 33))
+        assert driver.idle_lanes == [0]
+        driver.advance()
+        assert driver.position() == ("leave", 1, 4, 33)
+        assert driver.idle_lanes == [0, 1]
+
+    def test_a_lane_takes_one_step_at_a_time(self, afd_runtime, driver):
+        driver.begin(plan(afd_runtime, 0, 1))
+        with pytest.raises(ValueError, match="lane 0 is still at layer 0"):
+            driver.begin(plan(afd_runtime, 0, 2))
+
+    def test_nothing_to_advance(self, driver):
+        with pytest.raises(ValueError, match="no lane has begun a step"):
+            driver.advance()
+
+    def test_lanes_do_not_touch_each_other(self, afd_runtime, driver, tiny_model):
+        """Different prompts on the same slot of two lanes, interleaved layer by layer."""
+        model = Step3Numpy.from_folder(tiny_model)
+        prompts = [(5, 6, 7), (80, 3)]
+        for lane, tokens in enumerate(prompts):
+            driver.begin(plan(afd_runtime, lane, lane, tokens, page=lane))
+        for tokens in prompts:
+            logits = np.asarray(driver.advance().logits)[1]
+            np.testing.assert_allclose(logits, model.logits(list(tokens))[-1], atol=1e-4)
+
+
+class TestColocated:
+    def test_finishes_what_waited_longest(self, colocated_runtime):
+        driver = colocated_runtime.driver
+        driver.begin(plan(colocated_runtime, 1, 4))
+        driver.begin(plan(colocated_runtime, 0, 5))
+        assert driver.active
+        assert driver.idle_lanes == []
+        assert driver.advance().plan.number == 4
+        assert driver.position() == ("step", 1, 0, 4)
+        assert driver.idle_lanes == [1]
+        assert driver.advance().plan.number == 5
+        assert not driver.active
