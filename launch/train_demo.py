@@ -6,7 +6,7 @@
     python launch/train_demo.py train --resume --decay --minutes 12     decay from here, 12 minutes
     python launch/train_demo.py export                 the latest state, as it is
     python launch/train_demo.py evaluate               held-out bits a byte, next to xz
-    python launch/train_demo.py sample --prompt 'def fibonacci(n):'
+    python launch/train_demo.py sample --temperature 0.6
 
 Runs on two CPU cores; needs the `train` extra (flax, optax, tokenizers, safetensors). The schedule
 counts minutes, not steps, because it is the minutes that are given. Progress lies in a state
@@ -404,7 +404,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command("export", export)
     command("evaluate", evaluate)
     sampling = command("sample", sample)
-    sampling.add_argument("--prompt", default="def fibonacci(n):")
+    # A line break and the indentation after it are one token with the punctuation before them, so
+    # a prompt should end with its indentation, not between the two.
+    sampling.add_argument("--prompt", default="def fibonacci(n):\n    ")
     sampling.add_argument("--tokens", type=int, default=120)
     sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     sampling.add_argument("--seed", type=int, default=0)
