@@ -68,8 +68,16 @@ class FFNBlock(nnx.Module):
         self.experts = Experts(config, ranks, dtype, rngs) if kind == "moe" else None
         self.dense = DenseFFN(d_model, d_ff, dtype, rngs) if d_ff else None
 
-    def __call__(self, message: Message, rank: Int[Array, ""]) -> Float[Array, "tokens d_model"]:
-        """This device's share of the layer's output, FP32; `rank` is its ep coordinate."""
+    def __call__(
+        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+    ) -> Float[Array, "tokens d_model"]:
+        """This device's share of the layer's output, FP32.
+
+        Args:
+          message: what the attention role sent.
+          rank: this device's ep coordinate.
+          layer: see `Experts`.
+        """
         share = jnp.zeros(message.tokens.shape, jnp.float32)
         if self.dense is not None:
             with jax.named_scope("dense"):
@@ -78,7 +86,7 @@ class FFNBlock(nnx.Module):
             assert message.experts is not None
             assert message.gates is not None
             with jax.named_scope("experts"):
-                share += self.experts(message.tokens, message.experts, message.gates, rank)
+                share += self.experts(message.tokens, message.experts, message.gates, rank, layer)
         return share
 
 

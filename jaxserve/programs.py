@@ -349,9 +349,10 @@ class ColocatedPrograms(_Programs):
             x = self.embed(context, last, embedding)
             pages = (k, v)
             for index, (kind, start, stop) in enumerate(self.stacked()):
-                layers = jnp.arange(start, stop, dtype=jnp.int32)
-                scanned = (layers, *stacks[2 * index : 2 * index + 2])
-                layer = functools.partial(self._layer, kind, context.batch)
+                attention, ffn = stacks[2 * index : 2 * index + 2]
+                experts, rest = self._part_experts(kind, ffn)
+                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
+                layer = functools.partial(self._layer, kind, start, context.batch, experts)
                 (x, pages), _ = jax.lax.scan(layer, (x, pages), scanned)
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
             return last, sampled, logits, *pages
@@ -382,19 +383,42 @@ class ColocatedPrograms(_Programs):
             donated=(0, 3, 4),
         )
 
+    def _part_experts(
+        self, kind: LayerKind, stacks: Sequence[Array]
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Leaves of routed experts, all layers' in one row, and the rest; by place in the block.
+
+        The scan would copy a layer's experts out of the stack before every use. The experts' op
+        finds the right ones itself.
+        """
+        experts, rest = {}, {}
+        for place, names in enumerate(self.templates.ffn[kind].dimensions):
+            if names[0] == "experts":
+                experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
+            else:
+                rest[place] = stacks[place]
+        return experts, rest
+
     def _layer(
-        self, kind: LayerKind, batch: RaggedBatch, carry: Any, scanned: Any
+        self,
+        kind: LayerKind,
+        start: int,
+        batch: RaggedBatch,
+        experts: dict[int, Array],
+        carry: Any,
+        scanned: Any,
     ) -> tuple[Any, None]:
-        (x, pages), (layer, attention, ffn) = carry, scanned
-        shifted = batch._replace(
-            page_table=batch.page_table + layer * self.deployment.cache.pages
-        )
+        """One layer of a run that begins at layer `start`."""
+        (x, pages), (layer, attention, rest) = carry, scanned
+        first_page = (start + layer) * self.deployment.cache.pages
+        shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
         x, message, pages = block(x, pages, shifted, self.sentinel)
         formats, axes = self.formats[kind], self.meshes.ffn_axes
         packed = jax.lax.all_gather(formats.pack(message), axes[0], axis=0, tiled=True)
-        ffn_block = self.templates.ffn[kind].merge(ffn)
-        share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]))
+        leaves = experts | rest
+        ffn_block = self.templates.ffn[kind].merge([leaves[place] for place in range(len(leaves))])
+        share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]), layer)
         share = jax.lax.psum(share, axes[1])
         rows = jax.lax.psum_scatter(share, axes[0], scatter_dimension=0, tiled=True)
         return (x + rows.astype(x.dtype), pages), None

@@ -204,7 +204,7 @@ def time_ffn(width: int, message: jax.Array, calls: int) -> float:
 
 
 def _milliseconds(call: Callable[[], Any], calls: int) -> float:
-    """Core time of a call: on one core of its own that is its time, and others do not disturb it."""
+    """Core time of a call: its time on a core of its own, whatever else runs here now."""
     samples = []
     for _ in range(calls + 2):
         start = time.process_time()

@@ -22,6 +22,7 @@ class Experts(nnx.Module):
       gate, up: [experts, d_model, expert_d_ff], experts and d_ff padded with zeros to a multiple
         of the axes that split them.
       down: [experts, expert_d_ff, d_model].
+      local: experts of one layer on one device.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Experts(nnx.Module):
     ):
         expert_ranks, tensor_ranks = ranks
         experts = physical_experts(config.experts, expert_ranks)
+        self.local = experts // expert_ranks
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
         self.up = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
@@ -40,6 +42,7 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens top_k"],
         gates: Float[Array, "tokens top_k"],
         rank: Int[Array, ""] | int,
+        layer: Int[Array, ""] | int = 0,
     ) -> Float[Array, "tokens d_model"]:
         """This device's share of Σ_k gate·expert(x), FP32.
 
@@ -47,13 +50,15 @@ class Experts(nnx.Module):
           experts: ids over all ranks; padding tokens carry an id past the last one.
           gates: FP32 weights.
           rank: this device's ep coordinate.
+          layer: which layer's experts to use, where the weights hold those of several layers, one
+            layer's after the other's.
         """
         tokens, top_k = experts.shape
-        local = self.gate[...].shape[0]
+        groups, local = self.gate[...].shape[0], self.local
         group = experts.reshape(-1) - rank * local
-        group = jnp.where((group >= 0) & (group < local), group, local)
+        group = jnp.where((group >= 0) & (group < local), group + layer * local, groups)
         order = jnp.argsort(group, stable=True)
-        sizes = jnp.bincount(group, length=local).astype(jnp.int32)
+        sizes = jnp.bincount(group, length=groups).astype(jnp.int32)
         rows = x[order // top_k]
         out = grouped_swiglu(rows, self.gate[...], self.up[...], self.down[...], sizes)
         out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
