@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.link.message import Message, MessageFormat, row_multiple
@@ -120,6 +120,7 @@ def test_side_fields_are_not_rounded_and_not_interpreted():
     rows=st.sampled_from(FORMATS),
     seed=st.integers(0, 99),
 )
+@settings(max_examples=20)
 def test_any_shape(tokens, d_model, top_k, rows, seed):
     m = message(tokens, d_model, top_k, seed=seed)
     packed = np.asarray(MessageFormat(d_model, top_k, rows).pack(m))
