@@ -1,7 +1,9 @@
 """The engine on real programs of a tiny model: what callers get, and what it costs."""
 
+import concurrent.futures
 import random
 import threading
+import time
 
 import jax
 import numpy as np
@@ -175,6 +177,52 @@ class TestCancel:
         engine.cancel(request_id)
         assert ended.wait(30)
         layouts.idle(engine)
+
+
+class TestManyCallers:
+    """Four threads, a pool that is too small, cancellations at any time, two lanes."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def expected(colocated_runtime):
+        engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+        engine.start()
+        tokens = layouts.generate(engine, params=SamplingParams(max_tokens=24, temperature=0))
+        engine.close()
+        return tokens
+
+    def call(self, engine, collector, seed, expected):
+        draw = random.Random(seed)
+        for number in range(30):
+            prompt = draw.randrange(len(layouts.PROMPTS))
+            request_id = f"{number} of {seed}: prompt {prompt}"
+            params = SamplingParams(max_tokens=draw.randrange(1, 25), temperature=0)
+            collector.submit(engine, layouts.PROMPTS[prompt], params, request_id=request_id)
+            if draw.random() < 0.3:
+                time.sleep(draw.random() * 0.02)
+            if draw.random() < 0.3:
+                engine.cancel(request_id)
+        for request_id, output in collector.wait().items():
+            tokens = expected[int(request_id.split()[-1])]
+            assert output.finish_reason in ("length", "cancelled"), output
+            assert output.token_ids == tokens[: len(output.token_ids)], request_id
+
+    @pytest.mark.parametrize("name", ["afd", "colocated"])
+    def test_everybody_gets_the_tokens_of_their_prompt(self, name, request, tiny_model, expected):
+        runtime = request.getfixturevalue(f"{name}_runtime")
+        overrides = {"mode": name, "lanes": 2, "cache.pages": 24}
+        runtime = runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
+        engine = make_engine(runtime, eos_token_ids=frozenset())
+        engine.start()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            calls = [
+                pool.submit(self.call, engine, Collector(), seed, expected) for seed in range(4)
+            ]
+        for call in calls:
+            call.result()
+        layouts.idle(engine)
+        engine.close()
+        assert engine.scheduler.num_preemptions > 0
 
 
 class TestNoCompilationAfterReady:
