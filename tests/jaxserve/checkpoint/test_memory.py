@@ -11,9 +11,9 @@ from tests.conftest import REPOSITORY
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 MIB = 2**20
-RUNTIME = 48 * MIB
-"""What a process gets in load that is no weight, whatever the model's size: compiled code of the
-programs that fill the weights in, and JAX's and the allocator's own."""
+RUNTIME = 80 * MIB
+"""More than what a process gets in load that is no weight, whatever the model's size: the programs
+that fill weights in, their compiler, the allocator's reserves. 15 to 55 MiB were seen."""
 
 SIZES = TinyStep3(
     hidden_size=512,
