@@ -7,13 +7,14 @@ already under way (design, decision 8). Knows nothing of text or networks.
 """
 
 import logging
+import operator
 import random
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
@@ -141,7 +142,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[SupportsIndex],
         params: SamplingParams,
         on_output: OnOutput,
         *,
@@ -163,10 +164,10 @@ class Engine:
           DrainingError, EngineFailedError: nothing new is taken.
         """
         params.validate()
-        self._check_prompt(prompt)
+        token_ids = self._token_ids(prompt)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
-            prompt=list(prompt),
+            prompt=token_ids,
             params=params,
             eos_token_ids=self._eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(32),
@@ -234,14 +235,22 @@ class Engine:
             except Exception:
                 logger.exception("a failure callback failed")
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
+    def _token_ids(self, prompt: Sequence[Any]) -> list[int]:
+        """The prompt in plain ints, which step plans can carry to other processes."""
+        if not len(prompt):
             raise InvalidRequestError("prompt", "is empty")
+        token_ids = []
         for place, token in enumerate(prompt):
-            if not 0 <= token < self._vocab:
+            try:
+                token_id = operator.index(token)
+            except TypeError:
+                raise InvalidRequestError(f"prompt[{place}]", f"{token!r} is no token id") from None
+            if not 0 <= token_id < self._vocab:
                 raise InvalidRequestError(
-                    f"prompt[{place}]", f"token id {token} is not in [0, {self._vocab - 1}]"
+                    f"prompt[{place}]", f"token id {token_id} is not in [0, {self._vocab - 1}]"
                 )
+            token_ids.append(token_id)
+        return token_ids
 
     def _raise_unless_ready(self) -> None:
         if self._failure is not None:

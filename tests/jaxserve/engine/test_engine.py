@@ -1,8 +1,11 @@
 """The loop around scheduler and driver, on a driver without devices; see `test_serving.py` too."""
 
+import inspect
 import threading
 import time
 
+import msgspec
+import numpy as np
 import pytest
 
 from jaxserve.engine.request import SamplingParams
@@ -144,6 +147,22 @@ class TestBadRequests:
         assert str(error.value) == message
         assert collector.wait()["request 0"] == Output([*range(2, 32)], "length")
         idle(engine)
+
+    def test_ids_of_numpy_become_plain_ones(self, make):
+        """Step plans go to other processes, and msgpack knows no NumPy."""
+        plans = []
+        engine, _ = make(broadcast=plans.extend)
+        collector = Collector()
+        collector.submit(engine, list(np.arange(3)), SamplingParams(max_tokens=1))
+        assert collector.wait()["request 0"] == Output([3], "length")
+        assert msgspec.msgpack.encode(plans)
+
+    @pytest.mark.parametrize("prompt", ["abc", [1, None], [1.0], [[1]]], ids=str)
+    def test_what_is_no_token_id(self, make, prompt):
+        engine, _ = make()
+        submit = inspect.unwrap(type(engine).submit)  # without the tests' check of types
+        with pytest.raises(InvalidRequestError, match=r"prompt\[[01]\]: .* is no token id"):
+            submit(engine, prompt, LONG, lambda output: None)
 
 
 class TestOneStepAhead:
