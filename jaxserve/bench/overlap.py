@@ -49,6 +49,7 @@ TOLERANCE = 0.05
 LIMIT = 1.7
 TRANSPORTS: tuple[TransportKind, ...] = ("device_put", "ppermute")
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
+_BARRIER_SECONDS, _LEADER_STAYS_SECONDS = 60.0, 3.0
 
 
 def measure(quick: bool) -> Part:
@@ -272,8 +273,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for lanes in LANES:
             windows[lanes].append(run_lanes(model, driver, lanes, options.steps))
+    # The leader goes last: JAX aborts a process whose coordination service is gone.
+    multihost_barrier("measured")
+    if options.process == 0:
+        time.sleep(_LEADER_STAYS_SECONDS)
     jax.distributed.shutdown()
     return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
+
+
+def multihost_barrier(name: str) -> None:
+    """Waits for the other process. JAX's public barrier needs equal device counts; this does not."""
+    from jax._src import distributed
+
+    distributed.global_state.client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
 
 
 def _per_layer(windows: list[_Window]) -> dict[str, Any]:
