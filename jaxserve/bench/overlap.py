@@ -274,18 +274,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for lanes in LANES:
             windows[lanes].append(run_lanes(model, driver, lanes, options.steps))
     # The leader goes last: JAX aborts a process whose coordination service is gone.
-    multihost_barrier("measured")
+    _barrier("measured")
     if options.process == 0:
         time.sleep(_LEADER_STAYS_SECONDS)
     jax.distributed.shutdown()
     return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
 
 
-def multihost_barrier(name: str) -> None:
-    """Waits for the other process. JAX's public barrier needs equal device counts; this does not."""
+def _barrier(name: str) -> None:
+    """Waits for the other process; JAX's public barrier would need equal device counts."""
     from jax._src import distributed
 
-    distributed.global_state.client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
 
 
 def _per_layer(windows: list[_Window]) -> dict[str, Any]:

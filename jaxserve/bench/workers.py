@@ -93,7 +93,7 @@ class _Group:
             self._processes.append(
                 subprocess.Popen(
                     command,
-                    env={**os.environ, **worker.environment},
+                    env={"JAX_PLATFORMS": "cpu", **os.environ, **worker.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=target,
                     stderr=subprocess.STDOUT,

@@ -1,0 +1,71 @@
+"""The command line, and one part from end to end."""
+
+import json
+import math
+
+import pytest
+
+from jaxserve.bench import __main__ as command
+from jaxserve.bench import pipeline
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.workers import BenchError
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Two parts that measure nothing; gives what they were asked."""
+    asked = []
+
+    def part(name, value):
+        def measure(quick):
+            asked.append((name, quick))
+            return Part(name, name, [Measure("number", value, "", 1.0)])
+
+        return measure
+
+    monkeypatch.setattr(pipeline, "PARTS", {"one": part("one", 1.0), "two": part("two", 2.0)})
+    return asked
+
+
+def test_all_parts(parts, capsys):
+    assert command.main(["pipeline"]) == 1
+    assert parts == [("one", False), ("two", False)]
+    printed = capsys.readouterr()
+    assert "number  1.00  ≤ 1  met" in printed.out
+    assert printed.err == "\nmissed: two: number\n"
+
+
+def test_only_one_part_quickly(parts):
+    assert command.main(["pipeline", "--quick", "--only", "one"]) == 0
+    assert parts == [("one", True)]
+
+
+@pytest.mark.parametrize("arguments", [["pipeline", "--only", "one,three"], ["other"], []])
+def test_unknown_names_are_refused(parts, arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(arguments)
+    assert end.value.code == 2
+    assert parts == []
+    capsys.readouterr()
+
+
+def test_a_part_that_cannot_run(monkeypatch, capsys):
+    def measure(quick):
+        raise BenchError("needs two cores")
+
+    monkeypatch.setattr(pipeline, "PARTS", {"one": measure})
+    assert command.main(["pipeline"]) == 2
+    assert "bench: needs two cores" in capsys.readouterr().err
+
+
+def test_host_time_quickly(tmp_path, capsys):
+    """Real loops, few rounds: the numbers mean nothing, but they are there."""
+    file = tmp_path / "report.json"
+    assert command.main(["pipeline", "--quick", "--only", "host", "--json", str(file)]) in (0, 1)
+    report = json.loads(file.read_text())
+    assert report["quick"] is True
+    (part,) = report["parts"]
+    values = {measure["name"].strip(): measure["value"] for measure in part["measures"]}
+    assert {"driver ÷ naive loop, wall", "driver ÷ bare loop, wall"} <= set(values)
+    assert all(math.isfinite(value) and value > 0 for value in values.values())
+    assert "(a) host time per layer and lane" in capsys.readouterr().out

@@ -1,0 +1,43 @@
+"""Workers of a bench: results come back, failures are told, nobody outlives the deadline."""
+
+import os
+import time
+
+import pytest
+
+from jaxserve.bench.workers import BenchError, Worker, run_worker, run_workers
+from tests.conftest import REPOSITORY
+
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY)}
+
+
+def worker(mode: str, **options) -> Worker:
+    return Worker("tests.jaxserve.bench.worker", [mode], ENVIRONMENT, **options)
+
+
+def children() -> list[str]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
+
+
+def test_results_come_back_in_order():
+    assert run_workers([worker("a"), worker("b")], 60) == [{"mode": "a"}, {"mode": "b"}]
+
+
+def test_a_failure_says_why():
+    with pytest.raises(BenchError, match=r"worker fail ended with 1:\n  no luck"):
+        run_workers([worker("sleep"), worker("fail")], 60)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs /proc")
+def test_nobody_outlives_the_deadline():
+    before, start = children(), time.monotonic()
+    with pytest.raises(BenchError, match=r"worker sleep took more than 2 s"):
+        run_workers([worker("sleep"), worker("sleep")], 2)
+    assert time.monotonic() - start < 30
+    assert children() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin")
+def test_a_pinned_worker_runs():
+    assert run_worker(worker("a", core=min(os.sched_getaffinity(0))), 60) == {"mode": "a"}
