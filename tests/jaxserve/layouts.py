@@ -166,7 +166,7 @@ class Collector:
                 self._open.remove(output.request_id)
             self._ended.notify_all()
 
-    def wait(self, seconds: float = 120.0) -> dict[str, Output]:
+    def wait(self, seconds: float = 240.0) -> dict[str, Output]:
         """All outputs, once every request has ended."""
         with self._ended:
             ended = self._ended.wait_for(lambda: not self._open, seconds)
@@ -201,7 +201,7 @@ def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     params: SamplingParams = GREEDY,
-    seconds: float = 120.0,
+    seconds: float = 240.0,
 ) -> list[list[int]]:
     """The tokens that follow the prompts, all submitted at once."""
     collector = Collector()
