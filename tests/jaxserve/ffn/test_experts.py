@@ -132,3 +132,21 @@ def test_any_routing(tokens, top_k, ranks, seed):
     x, experts, gates = routing(16, top_k, seed, sentinel, padding=16 - tokens)
     got = total(ranks, x, experts, gates, values)
     np.testing.assert_allclose(got, plain(x, experts, gates, values), atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_of_several_layers_in_one_row(layer, rank):
+    """Colocated mode hands over all layers' experts; `layer` picks its own, and only those."""
+    ranks = (2, 1)
+    x, experts, gates = routing(9, 3, 5, physical_experts(EXPERTS, 2), padding=2)
+    rows = tuple(jnp.asarray(array) for array in (x, experts, gates))
+    layers = [device_share(weights(seed), ranks, rank, 0) for seed in range(3)]
+    alone = layers[layer](*rows, jnp.int32(rank))
+    together = layers[0]
+    for name in ("gate", "up", "down"):
+        stacked = jnp.concatenate([getattr(share, name)[...] for share in layers])
+        getattr(together, name).set_value(stacked)
+    found = together(*rows, jnp.int32(rank), jnp.int32(layer))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(alone))
+    assert np.any(np.asarray(alone))
