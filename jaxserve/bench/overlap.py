@@ -40,8 +40,8 @@ MODULE = "jaxserve.bench.overlap"
 LAYERS = 8
 ROWS = 32
 """Sequences of a lane, each with one decode token."""
-CONTEXT = 256
-"""Tokens that every one of them attends to."""
+CONTEXT = 512
+"""Tokens that every one of them attends to; enough for an attend of 2 ms and more."""
 LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
