@@ -11,6 +11,7 @@ Every `.py` file of the running interpreter's library belongs to one of three pa
 """
 
 import hashlib
+import itertools
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ BEGIN = "<|begin|>"
 END = "<|end|>"
 
 HELD_OUT_PER_MILLE = 40
+
+# Mean length of the parts that training text is encoded in.
+CUT_CHARACTERS = 300
 
 # Not prose by programmers: third-party packages, generated tables (character maps, the help text
 # of `pydoc`), and grammar-test data that is not meant to be valid Python.
@@ -157,13 +161,32 @@ def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
 def pack(files: list[SourceFile], tokenizer: Tokenizer) -> np.ndarray:
     """Files as one token stream, `<|begin|> … <|end|>` each, in an order unrelated to names.
 
+    Each file is encoded in the parts that `cut` makes of it.
+
     Returns: int32 [tokens].
     """
     ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     begin, end = special_ids(tokenizer)
-    encodings = tokenizer.encode_batch([file.text for file in ordered], add_special_tokens=False)
-    streams = [np.array([begin, *encoding.ids, end], np.int32) for encoding in encodings]
-    return np.concatenate([np.empty(0, np.int32), *streams])
+    streams = [np.empty(0, np.int32)]
+    for file in ordered:
+        parts = tokenizer.encode_batch(cut(file), add_special_tokens=False)
+        ids = [token for part in parts for token in part.ids]
+        streams.append(np.array([begin, *ids, end], np.int32))
+    return np.concatenate(streams)
+
+
+def cut(file: SourceFile) -> list[str]:
+    """The file in parts of about CUT_CHARACTERS, the same at every call.
+
+    A prompt ends where its author stops, a token where a merge ends: without cuts the model would
+    never have seen a colon without its line break, and would not know how to go on from one.
+    Every other cut is at the end of a line, the others are anywhere.
+    """
+    random = np.random.default_rng(_per_mille(file.name))
+    places = random.integers(0, len(file.text) + 1, len(file.text) // CUT_CHARACTERS)
+    ends = [max(file.text.find("\n", place), 0) for place in places[::2]]
+    places = sorted({0, *ends, *places[1::2].tolist(), len(file.text)})
+    return [file.text[start:stop] for start, stop in itertools.pairwise(places)]
 
 
 class WindowStream:
