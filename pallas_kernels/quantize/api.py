@@ -1,6 +1,6 @@
-"""Quantising rows to 8 bits: checks the call, then runs the backend.
+"""Quantising to 8 bits: checks the call, then runs the backend.
 
-Called by whoever sends or stores rows in 8 bits. Knows nothing of what the rows are.
+Called by whoever sends or stores rows, or holds weights, in 8 bits. Knows nothing of what they are.
 """
 
 from typing import Literal, get_args
@@ -10,8 +10,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.quant_array import QuantArray, check_quant_array
 
 Format = Literal["fp8", "int8"]
+WeightFormat = Literal["fp8", "fp8_block", "int8"]
+
+BLOCKS: dict[WeightFormat, tuple[int, int]] = {
+    "fp8": (0, 1),
+    "fp8_block": (128, 128),
+    "int8": (0, 1),
+}
+"""How many weights [d_in, d_out] share a scale: a column, or DeepSeek's blocks."""
 
 
 def quantize_rows(
@@ -52,3 +61,46 @@ def dequantize_rows(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype is {dtype}, needs a float type")
     return reference.dequantize_rows(values, scales, dtype)
+
+
+def quantize_weight(
+    w: Float[Array, "*batch d_in d_out"],
+    format: WeightFormat,
+    block: tuple[int, int] | None = None,
+) -> QuantArray:
+    """Quantise a weight (or a stack) symmetrically, by the largest magnitude of every block.
+
+    "fp8" and "int8" have one scale an output channel, "fp8_block" one for 128 x 128 weights; the
+    last block of an axis may be smaller. Rounding, saturation and what is too small or not finite
+    are as in `quantize_rows`: a block of zeros gets the scale 1. It is plain array code, so that
+    under `jax.jit` sharded arrays are quantised as a whole, whatever the sharding.
+
+    Args:
+      w: floats.
+      format: of the values.
+      block: other sizes (block_in, block_out) than the format's own; 0 is the whole axis.
+
+    Raises:
+      ValueError: w is not a float array of rank 2 or more, the format is unknown, or block is not
+        two sizes.
+    """
+    if w.ndim < 2 or 0 in w.shape[-2:] or not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(f"w is {w.dtype}{w.shape}, needs floats [..., d_in, d_out], both > 0")
+    if format not in BLOCKS:
+        raise ValueError(f"format is {format!r}, needs one of {tuple(BLOCKS)}")
+    block = BLOCKS[format] if block is None else block
+    if len(block) != 2 or min(block) < 0:
+        raise ValueError(f"block is {block}, needs two sizes of at least 0")
+    return reference.quantize_weight(w, "int8" if format == "int8" else "fp8", block)
+
+
+def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_in d_out"]:
+    """Multiply every block by its scale, in FP32, and round to `dtype`; too large saturates.
+
+    Raises:
+      ValueError: w's parts do not fit together, or dtype is no float type.
+    """
+    check_quant_array("w", w)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype is {dtype}, needs a float type")
+    return reference.dequantize_weight(w, dtype)

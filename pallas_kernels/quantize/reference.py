@@ -1,4 +1,4 @@
-"""What quantising rows means, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+"""What quantising means, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -6,12 +6,14 @@ with any kernel.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
-INT8_LARGEST = 127.0
-FP8_LARGEST = 448.0
+from pallas_kernels.quantize.quant_array import QuantArray
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -24,17 +26,8 @@ def quantize_rows(
     in others, and a row has to give the same values in all of them.
     """
     x = x.astype(jnp.float32)
-    largest = FP8_LARGEST if format == "fp8" else INT8_LARGEST
-    scales = jnp.max(jnp.abs(x), axis=1) * jnp.float32(1.0 / largest)
-    # Some hardware takes subnormal numbers for zeros. With this limit they are zeros on all, as
-    # part of a larger row too.
-    scales = jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
-    # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
-    # would become NaN.
-    scaled = jnp.clip(x * (1.0 / scales)[:, None], -largest, largest)
-    if format == "fp8":
-        return scaled.astype(jnp.float8_e4m3fn), scales
-    return jnp.round(scaled).astype(jnp.int8), scales
+    scales = _scales(jnp.max(jnp.abs(x), axis=1), format)
+    return _values(x, (1.0 / scales)[:, None], format), scales
 
 
 def dequantize_rows(
@@ -43,3 +36,66 @@ def dequantize_rows(
     """Multiply every row by its scale."""
     largest = jnp.finfo(dtype).max.astype(jnp.float32)
     return jnp.clip(values.astype(jnp.float32) * scales[:, None], -largest, largest).astype(dtype)
+
+
+def quantize_weight(
+    w: Float[Array, "*batch d_in d_out"], format: Literal["fp8", "int8"], block: tuple[int, int]
+) -> QuantArray:
+    """Divide every block by its scale, as `quantize_rows` does with a row."""
+    w = w.astype(jnp.float32)
+    largest = jnp.abs(w)
+    for axis, size in zip((-2, -1), block, strict=True):
+        largest = _block_maximum(largest, axis, size)
+    scales = _scales(largest, format)
+    inverse = spread_scales(1.0 / scales, w.shape, block)
+    return QuantArray(_values(w, inverse, format), scales, block)
+
+
+def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_in d_out"]:
+    """Multiply every block by its scale."""
+    limit = jnp.finfo(dtype).max.astype(jnp.float32)
+    product = w.values.astype(jnp.float32) * spread_scales(w.scales, w.shape, w.block)
+    return jnp.clip(product, -limit, limit).astype(dtype)
+
+
+def spread_scales(
+    scales: Float32[Array, "..."], shape: tuple[int, ...], block: tuple[int, int]
+) -> Float32[Array, "..."]:
+    """Repeat every scale over its block, so that the result broadcasts with values of `shape`."""
+    for axis, size in zip((-2, -1), block, strict=True):
+        if size > 1:
+            scales = jnp.repeat(scales, size, axis=axis)
+            scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=scales.ndim + axis)
+    return scales
+
+
+def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
+    """The maximum of every `size` neighbours along the (negative) axis; 0: of all of them."""
+    if size == 0:
+        return jnp.max(magnitudes, axis=axis, keepdims=True)
+    if size == 1:
+        return magnitudes
+    axis += magnitudes.ndim
+    count = -(-magnitudes.shape[axis] // size)
+    padding = [(0, 0)] * magnitudes.ndim
+    padding[axis] = (0, count * size - magnitudes.shape[axis])
+    shape = (*magnitudes.shape[:axis], count, size, *magnitudes.shape[axis + 1 :])
+    return jnp.max(jnp.pad(magnitudes, padding).reshape(shape), axis=axis + 1)
+
+
+def _scales(largest: Array, format: Literal["fp8", "int8"]) -> Array:
+    """The scales of groups of numbers whose largest magnitudes these are."""
+    scales = largest * jnp.float32(1.0 / LARGEST[format])
+    # Some hardware takes subnormal numbers for zeros. With this limit they are zeros on all, as
+    # part of a larger group too.
+    return jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
+
+
+def _values(x: Array, inverse: Array, format: Literal["fp8", "int8"]) -> Array:
+    """FP32 numbers times the inverse of their scales, rounded to 8 bits."""
+    # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
+    # would become NaN.
+    scaled = jnp.clip(x * inverse, -LARGEST[format], LARGEST[format])
+    if format == "fp8":
+        return scaled.astype(jnp.float8_e4m3fn)
+    return jnp.round(scaled).astype(jnp.int8)

@@ -1,0 +1,77 @@
+"""An array in 8 bits: values, scales, and how many values share a scale.
+
+Made by `quantize_weight` or from the files of a checkpoint; taken by every op that multiplies by
+weights. Knows nothing of formats' names.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantArray:
+    """`values * scales`, with one scale for every block of the last two axes.
+
+    A pytree of two arrays, so that it passes through jit, scan and `shard_map`; its leading axes
+    (layers, experts) may be sliced away with `jax.tree.map`. It checks nothing when it is made,
+    since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
+
+    Attributes:
+      values: [*batch, d_in, d_out], float8_e4m3fn or int8.
+      scales: FP32 [*batch, ceil(d_in / block_in), ceil(d_out / block_out)].
+      block: (block_in, block_out), how many values a scale is for along each axis; 0: all of them.
+        The last block of an axis may be smaller.
+    """
+
+    values: Any
+    scales: Any
+    block: tuple[int, int] = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Of the values."""
+        return len(self.values.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the values."""
+        return jnp.dtype(self.values.dtype)
+
+
+def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of values of this shape, leading axes included."""
+    blocks = tuple(
+        1 if size == 0 else -(-axis // size) for axis, size in zip(shape[-2:], block, strict=True)
+    )
+    return (*shape[:-2], *blocks)
+
+
+def check_quant_array(name: str, array: QuantArray) -> None:
+    """Check that values, scales and block fit together.
+
+    Raises:
+      ValueError: they do not; the message calls the array `name`.
+    """
+    values, scales, block = array.values, array.scales, array.block
+    if values.ndim < 2 or values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
+        raise ValueError(
+            f"{name}.values is {values.dtype}{values.shape}, "
+            "needs float8_e4m3fn or int8 [..., d_in, d_out]"
+        )
+    if len(block) != 2 or min(block) < 0:
+        raise ValueError(f"{name}.block is {block}, needs two sizes of at least 0")
+    expected = scales_shape(values.shape, block)
+    if scales.dtype != jnp.float32 or scales.shape != expected:
+        raise ValueError(
+            f"{name}.scales is {scales.dtype}{scales.shape}, values {values.shape} in blocks of "
+            f"{block} need float32{expected}"
+        )

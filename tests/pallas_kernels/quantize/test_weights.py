@@ -1,0 +1,195 @@
+"""`quantize_weight` and `dequantize_weight` against literal expectations and a NumPy definition."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.quantize import QuantArray, dequantize_weight, quantize_weight
+
+compiled_quantize_weight = jax.jit(quantize_weight, static_argnums=(1, 2))
+compiled_dequantize_weight = jax.jit(dequantize_weight, static_argnums=1)
+
+
+def scales_and_values_numpy(w, format, block):
+    """The definition, in NumPy: every block by itself. Values and scales, both float32."""
+    largest = np.float32(127 if format == "int8" else 448)
+    *batch, d_in, d_out = w.shape
+    sizes = [axis if size == 0 else size for axis, size in zip((d_in, d_out), block, strict=True)]
+    counts = [-(-d_in // sizes[0]), -(-d_out // sizes[1])]
+    values = np.empty(w.shape, np.float32)
+    scales = np.empty((*batch, *counts), np.float32)
+    for place in np.ndindex(*scales.shape):
+        *stack, row, column = place
+        part = (
+            *stack,
+            slice(row * sizes[0], (row + 1) * sizes[0]),
+            slice(column * sizes[1], (column + 1) * sizes[1]),
+        )
+        weights = w[part].astype(np.float32)
+        # Products with reciprocals and not divisions, as in `quantize_rows`: what a compiler makes
+        # of a division depends on the program around it.
+        scale = np.abs(weights).max() * (np.float32(1) / largest)
+        scale = np.float32(1) if scale < np.float32(2.0**-100) else scale
+        scaled = np.clip(weights * (np.float32(1) / scale), -largest, largest)
+        if format == "int8":
+            values[part] = np.rint(scaled)
+        else:
+            values[part] = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        scales[place] = scale
+    return values, scales
+
+
+def finite_weights(draw, shape, dtype):
+    """Any finite bit patterns, or numbers near each other."""
+    if draw(st.booleans()):
+        bits = np.uint16 if dtype == jnp.bfloat16 else np.uint32
+        w = draw(arrays(bits, shape)).view(dtype)
+        return np.where(np.isfinite(w), w, np.asarray(0, dtype))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    w = rng.normal(size=shape) * 2.0 ** draw(st.integers(-140, 120))
+    w[rng.random(shape) < 0.3] = 0
+    return w.astype(dtype)
+
+
+class TestWeights:
+    """Weights: the same as NumPy's, bit for bit, since both multiply by the same reciprocals."""
+
+    def test_literal_columns(self):
+        w = jnp.asarray([[254.0, 0.0, 1.27], [-2.0, 0.0, -0.01]])
+        quantised = quantize_weight(w, "int8")
+        assert quantised.block == (0, 1)
+        assert quantised.dtype == jnp.int8
+        np.testing.assert_array_equal(quantised.values, [[127, 0, 127], [-1, 0, -1]])
+        np.testing.assert_allclose(quantised.scales, [[2.0, 1.0, 0.01]], rtol=1e-6)
+        assert quantised.scales[0, 1] == 1.0
+
+    def test_literal_blocks(self):
+        w = jnp.asarray([[448.0, 1, 896], [0, 0, 2], [0, 0, -44.8]])
+        quantised = quantize_weight(w, "fp8_block", (2, 2))
+        assert quantised.dtype == jnp.float8_e4m3fn
+        np.testing.assert_array_equal(
+            quantised.values.astype(jnp.float32), [[448, 1, 448], [0, 0, 1], [0, 0, -448]]
+        )
+        np.testing.assert_allclose(quantised.scales, [[1, 2], [1, 0.1]], rtol=1e-6)
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize(
+        ("format", "block", "shape"),
+        [
+            ("fp8", None, (5, 7)),
+            ("int8", None, (2, 5, 7)),
+            ("fp8", (0, 0), (3, 5, 7)),
+            ("fp8_block", (4, 4), (8, 12)),
+            ("fp8_block", (4, 4), (2, 9, 6)),
+            ("fp8_block", (4, 2), (2, 3, 6, 5)),
+            ("int8", (4, 0), (9, 3)),
+        ],
+    )
+    @settings(max_examples=30)
+    @given(data=st.data())
+    def test_any_finite_weights(self, format, block, shape, dtype, data):
+        w = finite_weights(data.draw, shape, dtype)
+        got = compiled_quantize_weight(jnp.asarray(w), format, block)
+        used = {"fp8": (0, 1), "int8": (0, 1)}[format] if block is None else block
+        values, scales = scales_and_values_numpy(w, format, used)
+        np.testing.assert_array_equal(got.scales, scales)
+        np.testing.assert_array_equal(np.asarray(got.values, np.float32), values)
+        spread = scales
+        for axis, size in zip((-2, -1), used, strict=True):
+            spread = np.repeat(spread, size or shape[axis], axis)
+            spread = np.take(spread, range(shape[axis]), axis)
+        back = compiled_dequantize_weight(got, jnp.float32)
+        with np.errstate(over="ignore"):
+            expected = np.clip(values * spread, -np.finfo(np.float32).max, np.finfo(np.float32).max)
+        np.testing.assert_array_equal(back, expected)
+
+    def test_deepseek_blocks(self):
+        """kv_a_proj of DeepSeek-V3: 576 outputs are four blocks and a half."""
+        w = np.random.default_rng(0).normal(size=(256, 576)).astype(np.float32)
+        got = quantize_weight(jnp.asarray(w), "fp8_block")
+        assert got.block == (128, 128)
+        assert got.scales.shape == (2, 5)
+        values, scales = scales_and_values_numpy(w, "fp8_block", (128, 128))
+        np.testing.assert_array_equal(got.scales, scales)
+        np.testing.assert_array_equal(np.asarray(got.values, np.float32), values)
+        np.testing.assert_allclose(dequantize_weight(got, jnp.float32), w, rtol=0.07, atol=1e-2)
+
+    @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+    def test_operation_by_operation_and_sharded(self, format):
+        """The scale of a block that lies on several devices is that of the whole block."""
+        w = np.random.default_rng(0).normal(size=(2, 320, 192)).astype(np.float32)
+        block = (128, 128) if format == "fp8_block" else (0, 1)
+        values, scales = scales_and_values_numpy(w, format, block)
+        mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 2, 2), ("ep", "in", "out"))
+        sharding = NamedSharding(mesh, PartitionSpec("ep", "in", "out"))
+        for function, array in (
+            (quantize_weight, jnp.asarray(w)),
+            (compiled_quantize_weight, jax.device_put(w, sharding)),
+        ):
+            got = function(array, format)
+            np.testing.assert_array_equal(got.scales, scales)
+            np.testing.assert_array_equal(np.asarray(got.values, np.float32), values)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_a_column_that_is_not_finite_shows_it(self, bad):
+        w = jnp.asarray([[1.0, bad], [1.0, 2.0]])
+        for format in ("fp8", "int8"):
+            output = dequantize_weight(quantize_weight(w, format), jnp.float32)
+            assert np.isnan(output[:, 1]).all()
+            np.testing.assert_allclose(output[:, 0], [1, 1], rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((jnp.zeros(3), "fp8"), r"w is float32\(3,\)"),
+            ((jnp.zeros((3, 0)), "fp8"), r"w is float32\(3, 0\)"),
+            ((jnp.zeros((3, 4), jnp.int8), "fp8"), r"w is int8\(3, 4\)"),
+            ((jnp.zeros((3, 4)), "fp4"), "'fp4', needs one of .*'fp8_block'"),
+            ((jnp.zeros((3, 4)), "fp8", (2, -1)), r"block is \(2, -1\)"),
+        ],
+    )
+    def test_bad_calls(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(quantize_weight)(*arguments)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"values": jnp.zeros((2, 5, 3))}, r"w.values is float32\(2, 5, 3\)"),
+            ({"values": jnp.zeros(5, jnp.int8)}, r"w.values is int8\(5,\)"),
+            ({"scales": jnp.ones((2, 2, 3))}, r"w.scales is float32\(2, 2, 3\), .*\(2, 2, 2\)"),
+            ({"scales": jnp.ones((2, 2, 2), jnp.bfloat16)}, "w.scales is bfloat16"),
+            ({"block": (2, -1)}, r"w.block is \(2, -1\)"),
+        ],
+    )
+    def test_parts_that_do_not_fit(self, change, message):
+        good = QuantArray(jnp.zeros((2, 5, 3), jnp.int8), jnp.ones((2, 2, 2)), (4, 2))
+        inspect.unwrap(dequantize_weight)(good, jnp.float32)
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(dequantize_weight)(dataclasses.replace(good, **change), jnp.float32)
+
+    def test_is_a_pytree(self):
+        """Of arrays, shapes or specs; block is part of the structure."""
+        w = jnp.ones((3, 4, 6))
+        quantised = quantize_weight(w, "fp8_block", (2, 4))
+        assert quantised.shape == (3, 4, 6)
+        assert quantised.ndim == 3
+        specs = jax.tree.map(lambda _: PartitionSpec(), quantised)
+        assert specs == QuantArray(PartitionSpec(), PartitionSpec(), (2, 4))
+        shapes = jax.eval_shape(lambda: quantised)
+        assert shapes.scales.shape == (3, 2, 2)
+        assert shapes.dtype == jnp.float8_e4m3fn
+        layers = jax.lax.map(lambda layer: dequantize_weight(layer, jnp.float32), quantised)
+        np.testing.assert_allclose(layers, w, rtol=1e-6)
+        first = jax.tree.map(lambda leaf: leaf[0], quantised)
+        assert first.shape == (4, 6)
+        assert first.block == (2, 4)
