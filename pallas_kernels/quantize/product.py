@@ -1,0 +1,66 @@
+"""Rows times a quantised weight, in plain `jax.numpy`.
+
+The arithmetic that every op with `QuantArray` weights defines itself by; called by the reference of
+`grouped_matmul` and by models' linear maps. Shares no code with any kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.quantize.quant_array import QuantArray
+from pallas_kernels.quantize.reference import quantize_rows, spread_scales
+
+
+def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array, "rows d_out"]:
+    """x · w for one weight [d_in, d_out]; the caller has checked shapes and dtypes.
+
+    FP8 weights: x as it is, times the e4m3 values, accumulated in FP32 over the rows of one block;
+    these sums times their scales are added up in FP32, in order. INT8 weights: every row of x is
+    quantised to INT8 first, over the whole of d_in, the sums are exact integers (int32), and
+    `x_scale * w_scale` is what they are multiplied by.
+    """
+    if w.dtype == jnp.int8:
+        values, x_scales = quantize_rows(x, "int8")
+        return _sum_of_blocks(values, w, x_scales)
+    return _sum_of_blocks(x, w, None)
+
+
+def _sum_of_blocks(
+    x: Array, w: QuantArray, x_scales: Float32[Array, " rows"] | None
+) -> Float32[Array, "rows d_out"]:
+    d_in, d_out = w.shape
+    block = w.block[0] or d_in
+
+    def partial_sum(index: Array | int, size: int) -> Array:
+        start = index * block
+        columns = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        values = jax.lax.dynamic_slice_in_dim(w.values, start, size)
+        scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1)
+        scales = spread_scales(scales, (1, d_out), (1, w.block[1]))
+        if x_scales is not None:
+            scales = x_scales[:, None] * scales
+        return _dot(columns, values).astype(jnp.float32) * scales
+
+    whole, rest = divmod(d_in, block)
+    if not whole:
+        return partial_sum(0, rest)
+    # A loop, and not all blocks at once: their sums would take more memory than the weights.
+    total = partial_sum(0, block)
+    if whole > 1:
+        total = jax.lax.fori_loop(
+            1, whole, lambda index, total: total + partial_sum(index, block), total
+        )
+    return total + partial_sum(whole, rest) if rest else total
+
+
+def _dot(x: Array, values: Array) -> Array:
+    """Products of 8-bit values, summed in int32 or FP32. Every e4m3 number is one of BF16 too."""
+    if values.dtype == jnp.int8:
+        return jnp.matmul(x, values, preferred_element_type=jnp.int32)
+    return jnp.matmul(
+        x,
+        values.astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
