@@ -1,6 +1,7 @@
 """Number formats: what a value looks like in weights, in the KV cache and on the wire."""
 
 from jaxserve.quant.matmul import matmul
+from jaxserve.quant.rows import quantize_heads
 from pallas_kernels.quantize import (
     QuantArray,
     WeightFormat,
@@ -8,4 +9,11 @@ from pallas_kernels.quantize import (
     quantize_weight,
 )
 
-__all__ = ["QuantArray", "WeightFormat", "dequantize_weight", "matmul", "quantize_weight"]
+__all__ = [
+    "QuantArray",
+    "WeightFormat",
+    "dequantize_weight",
+    "matmul",
+    "quantize_heads",
+    "quantize_weight",
+]

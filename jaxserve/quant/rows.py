@@ -1,4 +1,4 @@
-"""Activation formats of the wire: a row of values with one scale a token.
+"""Rows of activations in 8 bits: a scale a token on the wire, a scale a head in the KV cache.
 
 `float32` and `bfloat16` are casts without scales; `fp8` (e4m3) and `int8` are symmetric with the
 row's largest magnitude as the scale (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: INT8).
@@ -7,9 +7,9 @@ row's largest magnitude as the scale (Step-3 §4.3: FP8 dispatch; xDeepServe §4
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Num
 
-from pallas_kernels.quantize.api import dequantize_rows, quantize_rows
+from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
 
 RowFormat = Literal["float32", "bfloat16", "fp8", "int8"]
 
@@ -42,3 +42,15 @@ def decode_rows(
     if scales is None:
         return values.astype(dtype)
     return dequantize_rows(values, scales, dtype)
+
+
+def quantize_heads(
+    rows: Float[Array, "tokens heads width"], row_format: Format
+) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"]]:
+    """Values and scales of keys, values or latents for the KV cache: a row a token and head.
+
+    The arithmetic of `quantize_rows`; `paged_attention` takes pages of both. "fp8" or "int8".
+    """
+    tokens, heads, width = rows.shape
+    values, scales = quantize_rows(rows.reshape(tokens * heads, width), row_format)
+    return values.reshape(rows.shape), scales.reshape(tokens, heads)

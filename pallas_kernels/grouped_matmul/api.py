@@ -4,17 +4,23 @@ Called by the expert layers of a model. Knows nothing of routing: its rows come 
 Group g owns the rows from `sum(group_sizes[:g])` on, `group_sizes[g]` of them; rows past
 `sum(group_sizes)` are padding, give zeros and cost nothing. Groups may be empty. The sum of the
 group sizes, which only the device knows, must not exceed the number of rows.
+
+Weights are floats of the rows' dtype, or a `QuantArray`. FP8 values are multiplied by the rows as
+they are, and the FP32 sums over a block of d_in by its scales, before they are added up. For INT8
+every row is quantised to INT8 too (`quantize_rows`), sums are int32, and the product of both scales
+is what they are multiplied by.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.quantize import QuantArray, check_quant_array
 
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_in d_out"],
+    weights: Float[Array, "groups d_in d_out"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
@@ -32,15 +38,16 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_model d_ff"],
-    up_weights: Float[Array, "groups d_model d_ff"],
-    down_weights: Float[Array, "groups d_ff d_out"],
+    gate_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
+    up_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
+    down_weights: Float[Array, "groups d_ff d_out"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wg) * (x Wu)) Wd`.
 
     Products are accumulated in FP32; silu and its product with the up projection are FP32 and
-    rounded once, to the dtype of `rows`, before the down projection.
+    rounded once, to the dtype of `rows`, before the down projection. If that one is INT8, it
+    quantises the rounded rows. The three weights may have different formats.
 
     Returns:
       the outputs in the dtype of `rows`.
@@ -67,14 +74,16 @@ def _check_rows(rows: Array, group_sizes: Array) -> None:
 
 
 def _check_weights(
-    name: str, weights: Array, rows: Array, expected: tuple[int, int, int | None]
+    name: str, weights: Array | QuantArray, rows: Array, expected: tuple[int, int, int | None]
 ) -> None:
     """Check shape (None: any size) and dtype of one weight array."""
+    if isinstance(weights, QuantArray):
+        check_quant_array(name, weights)
     fits = weights.ndim == 3 and all(
         size in (None, actual) for size, actual in zip(expected, weights.shape, strict=True)
     )
     if not fits:
         wanted = tuple("any" if size is None else size for size in expected)
         raise ValueError(f"{name} has shape {weights.shape}, needs {wanted}")
-    if weights.dtype != rows.dtype:
+    if not isinstance(weights, QuantArray) and weights.dtype != rows.dtype:
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")

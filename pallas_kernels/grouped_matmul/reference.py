@@ -15,17 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.quantize.product import quant_product
+from pallas_kernels.quantize.quant_array import QuantArray
+
 BLOCK_ROWS = 8
+
+Weights = Array | QuantArray
 
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_in d_out"],
+    weights: Float[Array, "groups d_in d_out"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
 
-    def product(block: Array, weights: Array) -> Array:
+    def product(block: Array, weights: Weights) -> Array:
         return _matmul(block, weights).astype(rows.dtype)
 
     return _map_blocks(product, rows, (weights,), group_sizes)
@@ -33,21 +38,24 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_model d_ff"],
-    up_weights: Float[Array, "groups d_model d_ff"],
-    down_weights: Float[Array, "groups d_ff d_out"],
+    gate_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
+    up_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
+    down_weights: Float[Array, "groups d_ff d_out"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group."""
 
-    def swiglu(block: Array, gate: Array, up: Array, down: Array) -> Array:
+    def swiglu(block: Array, gate: Weights, up: Weights, down: Weights) -> Array:
         hidden = jax.nn.silu(_matmul(block, gate)) * _matmul(block, up)
         return _matmul(hidden.astype(rows.dtype), down).astype(rows.dtype)
 
     return _map_blocks(swiglu, rows, (gate_weights, up_weights, down_weights), group_sizes)
 
 
-def _matmul(left: Array, right: Array) -> Array:
+def _matmul(left: Array, right: Weights) -> Array:
+    """Rows times one group's weights, FP32. INT8 weights: every row is quantised by itself."""
+    if isinstance(right, QuantArray):
+        return quant_product(left, right)
     return jnp.matmul(
         left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
@@ -56,7 +64,7 @@ def _matmul(left: Array, right: Array) -> Array:
 def _map_blocks(
     function: Callable[..., Array],
     rows: Array,
-    weights: tuple[Array, ...],
+    weights: tuple[Weights, ...],
     group_sizes: Array,
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
@@ -73,7 +81,7 @@ def _map_blocks(
         group = jnp.sum(block_end <= index)
         start = row_start[group] + (index - block_start[group]) * BLOCK_ROWS
         block = jax.lax.dynamic_slice_in_dim(padded_rows, start, BLOCK_ROWS)
-        result = function(block, *(array[group] for array in weights))
+        result = function(block, *jax.tree.map(lambda stack: stack[group], weights))
         # A block that reaches into the next group must leave that group's rows alone.
         owned = start + jnp.arange(BLOCK_ROWS) < row_end[group]
         before = jax.lax.dynamic_slice_in_dim(output, start, BLOCK_ROWS)
@@ -81,7 +89,7 @@ def _map_blocks(
         return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
 
     output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-1]), rows.dtype)
-    output = _vary_like(output, (rows, *weights, group_sizes))
+    output = _vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))
     return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]
 
 

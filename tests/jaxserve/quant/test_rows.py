@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.quant.rows import STORAGE, decode_rows, encode_rows, has_scales
+from jaxserve.quant.rows import STORAGE, decode_rows, encode_rows, has_scales, quantize_heads
 
 X = np.asarray([[1.0, -2.0, 0.5, 0.0], [3e-3, 1e-3, 0.0, -4e-3]], np.float32)
 
@@ -54,3 +54,33 @@ def test_comes_back_within_half_a_step(rows, tolerance, dtype):
     error = np.abs(np.asarray(back, np.float32) - np.asarray(x, np.float32))
     largest = np.abs(np.asarray(x, np.float32)).max(axis=1, keepdims=True)
     assert np.all(error <= largest * (tolerance + 2.0**-8 * (dtype == jnp.bfloat16)))
+
+
+def test_heads_have_their_own_scales():
+    values, scales = quantize_heads(
+        jnp.asarray([[[254.0, 2], [0, 0]], [[1.27, -1.27], [0, 127]]]), "int8"
+    )
+    np.testing.assert_array_equal(values, [[[127, 1], [0, 0]], [[127, -127], [0, 127]]])
+    np.testing.assert_allclose(scales, [[2, 1], [0.01, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("row_format", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_heads_are_rows(row_format, dtype):
+    """A token's head is quantised as a row of its own would be."""
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 24)), dtype)
+    values, scales = quantize_heads(rows, row_format)
+    assert values.dtype == STORAGE[row_format]
+    assert values.shape == rows.shape
+    for head in range(3):
+        expected_values, expected_scales = encode_rows(rows[:, head], row_format)
+        np.testing.assert_array_equal(scales[:, head], expected_scales)
+        np.testing.assert_array_equal(
+            np.asarray(values[:, head], np.float32), np.asarray(expected_values, np.float32)
+        )
+
+
+def test_no_tokens_no_heads():
+    values, scales = quantize_heads(jnp.zeros((0, 2, 4)), "fp8")
+    assert values.shape == (0, 2, 4)
+    assert scales.shape == (0, 2)
