@@ -8,10 +8,48 @@ of `page_table`; position p of a sequence lies in row `p % page_size` of its pag
 A padding token has position -1.
 """
 
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
+
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.int8)
+"""The dtypes of pages whose rows need a scale."""
+
+
+def write_rows(
+    pages: tuple[Num[Array, "..."], ...],
+    rows: tuple[Num[Array, "..."], ...],
+    page_table: Int32[Array, "sequences pages_per_sequence"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+) -> tuple[Num[Array, "..."], ...]:
+    """Write every token's rows into their place in the pages; padding tokens write nothing.
+
+    In place when the caller donates the pages. A token whose sequence, page or position lies
+    outside the table or the pool writes nothing either.
+
+    Args:
+      pages: the arrays of one cache [pages, page_size, ...]: keys, values, their scales, a latent.
+      rows: for each of them what to write, [tokens, ...], in its dtype.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    if not pages or len(pages) != len(rows):
+        raise ValueError(f"{len(pages)} arrays of pages and {len(rows)} of rows")
+    for index, (array, new) in enumerate(zip(pages, rows, strict=True)):
+        _check_write(f"rows[{index}]", new, array, rows[0].shape[:1])
+        if array.shape[:2] != pages[0].shape[:2]:
+            raise ValueError(
+                f"pages[{index}] has [pages, page_size] {array.shape[:2]}, "
+                f"pages[0] has {pages[0].shape[:2]}"
+            )
+    _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
+    return reference.write_rows(pages, rows, page_table, sequence_of_token, position)
 
 
 def write_pages(
@@ -26,80 +64,198 @@ def write_pages(
     Float[Array, "pages page_size kv_heads head_dim"],
     Float[Array, "pages page_size kv_heads v_head_dim"],
 ]:
-    """Write every token's key and value into its place in the pages; padding tokens write nothing.
-
-    In place when the caller donates the pages. A token whose sequence, page or position lies
-    outside the table or the pool writes nothing either.
+    """`write_rows` of keys and values.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
     """
-    _check_pages(k_pages, v_pages)
-    _check_tokens(keys.shape[0], page_table, sequence_of_token, position)
     for name, rows, pages in (("keys", keys, k_pages), ("values", values, v_pages)):
-        expected = (keys.shape[0], *pages.shape[2:])
-        if rows.shape != expected:
-            raise ValueError(f"{name} has shape {rows.shape}, its pages need {expected}")
-        if rows.dtype != pages.dtype:
-            raise ValueError(f"{name} is {rows.dtype}, its pages are {pages.dtype}")
-    return reference.write_pages(
-        k_pages, v_pages, keys, values, page_table, sequence_of_token, position
+        _check_write(name, rows, pages, keys.shape[:1])
+    written = write_rows(
+        (k_pages, v_pages), (keys, values), page_table, sequence_of_token, position
     )
+    return written[0], written[1]
+
+
+@overload
+def paged_attention(
+    queries: Array,
+    k_pages: Array,
+    v_pages: Array | None,
+    page_table: Array,
+    sequence_of_token: Array,
+    position: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    v_width: int = 0,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    with_lse: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def paged_attention(
+    queries: Array,
+    k_pages: Array,
+    v_pages: Array | None,
+    page_table: Array,
+    sequence_of_token: Array,
+    position: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    v_width: int = 0,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    with_lse: Literal[True],
+) -> tuple[Array, Array]: ...
 
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"],
+    k_pages: Num[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Num[Array, "pages page_size kv_heads v_head_dim"] | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     *,
     scale: float,
-) -> Float[Array, "tokens q_heads v_head_dim"]:
+    window: int = 0,
+    v_width: int = 0,
+    k_scales: Float32[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float32[Array, "pages page_size kv_heads"] | None = None,
+    with_lse: bool = False,
+) -> (
+    Float[Array, "tokens q_heads v_head_dim"]
+    | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
+):
     """Attend from every token to the positions 0..position of its own sequence.
 
-    The keys and values of the batch itself are in the pages already (`write_pages`), so that the
+    The keys and values of the batch itself are in the pages already (`write_rows`), so that the
     causal mask is all there is between a prefill chunk and a decode token. Query head h reads key
     and value head `h // (q_heads // kv_heads)`. Scores are `scale * query . key`; scores and
-    softmax are FP32. Padding tokens give zeros; what lies past a token's position does not matter,
-    be it NaN. Page ids outside the pool are clamped into it.
+    softmax are FP32. Padding tokens give zeros; what no token sees does not matter, be it NaN.
+    Page ids outside the pool are clamped into it.
+
+    Args:
+      v_pages: None if a key's first `v_width` elements are its value, as in absorbed latent
+        attention; nothing is copied then.
+      window: a token at position i sees position j only if i - j < window; 0: all of them.
+      v_width: width of the values; only with v_pages None.
+      k_scales, v_scales: what a row of pages in 8 bits (float8_e4m3fn or int8) is multiplied by, a
+        scale a position and head; k_scales is for the values too when v_pages is None.
+      with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
+        tokens, by which parts of an attention can be merged (`merge`).
 
     Returns:
-      one row per token and query head, in the dtype of `queries`.
+      one row per token and query head, in the dtype of `queries`; with_lse: that and the sums.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together.
+      ValueError: the shapes, dtypes or options do not fit together.
     """
-    _check_pages(k_pages, v_pages)
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
             f"queries is {queries.dtype}{queries.shape}, needs floats [tokens, q_heads, head_dim]"
         )
+    _check_pages("k_pages", k_pages, "k_scales", k_scales)
+    if v_pages is not None:
+        _check_pages("v_pages", v_pages, "v_scales", v_scales)
+    _check_values(k_pages, v_pages, v_width, v_scales)
     tokens, q_heads, head_dim = queries.shape
     kv_heads = k_pages.shape[2]
     if head_dim != k_pages.shape[3]:
         raise ValueError(f"queries has head_dim {head_dim}, k_pages has {k_pages.shape[3]}")
     if q_heads % kv_heads != 0:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
+    if window < 0:
+        raise ValueError(f"window is {window}, needs at least 0")
     _check_tokens(tokens, page_table, sequence_of_token, position)
-    return reference.paged_attention(
-        queries, k_pages, v_pages, page_table, sequence_of_token, position, scale=scale
+    width = v_width if v_pages is None else v_pages.shape[3]
+    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
+    output, lse = reference.paged_attention(
+        queries, cache, page_table, sequence_of_token, position, scale=scale, window=window
     )
+    return (output, lse) if with_lse else output
 
 
-def _check_pages(k_pages: Array, v_pages: Array) -> None:
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.ndim != 4 or 0 in pages.shape or not jnp.issubdtype(pages.dtype, jnp.floating):
+def merge(
+    outputs: Sequence[Float[Array, "tokens q_heads v_width"]],
+    lses: Sequence[Float32[Array, "tokens q_heads"]],
+) -> Float[Array, "tokens q_heads v_width"]:
+    """The attention to several sets of positions together, from the attentions to each alone.
+
+    Args:
+      outputs: of each part.
+      lses: log(sum(exp(scores))) of each part; -inf: it saw nothing, and its output is ignored.
+
+    Returns:
+      rows in the dtype of the first output, zeros where no part saw anything.
+
+    Raises:
+      ValueError: the shapes do not fit together.
+    """
+    if not outputs or len(outputs) != len(lses):
+        raise ValueError(f"{len(outputs)} outputs and {len(lses)} lses")
+    for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.ndim != 3 or output.shape != outputs[0].shape or lse.shape != output.shape[:2]:
             raise ValueError(
-                f"{name} is {pages.dtype}{pages.shape}, "
-                "needs floats [pages, page_size, kv_heads, head_dim], none of them 0"
+                f"outputs[{index}] has shape {output.shape} and lses[{index}] {lse.shape}, "
+                f"outputs[0] has {outputs[0].shape}"
             )
-    if k_pages.shape[:3] != v_pages.shape[:3]:
+    return reference.merge(outputs, lses)
+
+
+def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:
+    eight_bits = pages.dtype in EIGHT_BITS
+    fits = eight_bits or jnp.issubdtype(pages.dtype, jnp.floating)
+    if pages.ndim != 4 or 0 in pages.shape or not fits:
         raise ValueError(
-            f"k_pages has [pages, page_size, kv_heads] {k_pages.shape[:3]}, "
-            f"v_pages has {v_pages.shape[:3]}"
+            f"{name} is {pages.dtype}{pages.shape}, needs floats or int8 "
+            "[pages, page_size, kv_heads, head_dim], none of them 0"
         )
+    if not eight_bits and scales is not None:
+        raise ValueError(
+            f"{name} is {pages.dtype}, which has no scales, but there is {scales_name}"
+        )
+    if eight_bits:
+        got: Any = None if scales is None else f"{scales.dtype}{scales.shape}"
+        expected = f"float32{pages.shape[:3]}"
+        if got != expected:
+            raise ValueError(f"{name} is {pages.dtype}, {scales_name} is {got}, needs {expected}")
+
+
+def _check_values(
+    k_pages: Array, v_pages: Array | None, v_width: int, v_scales: Array | None
+) -> None:
+    """Check where the values come from."""
+    if v_pages is not None:
+        if v_width:
+            raise ValueError(f"v_width is {v_width}, which is for v_pages None")
+        if k_pages.shape[:3] != v_pages.shape[:3]:
+            raise ValueError(
+                f"k_pages has [pages, page_size, kv_heads] {k_pages.shape[:3]}, "
+                f"v_pages has {v_pages.shape[:3]}"
+            )
+        return
+    if not 0 < v_width <= k_pages.shape[3]:
+        raise ValueError(f"v_width is {v_width}, needs 1 to {k_pages.shape[3]} with v_pages None")
+    if v_scales is not None:
+        raise ValueError("there is v_scales, but no v_pages; k_scales is for the values too")
+
+
+def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:
+    if pages.ndim < 2 or 0 in pages.shape:
+        raise ValueError(
+            f"the pages of {name} are {pages.dtype}{pages.shape}, "
+            "need [pages, page_size, ...], none of them 0"
+        )
+    expected = (*tokens, *pages.shape[2:])
+    if rows.shape != expected:
+        raise ValueError(f"{name} has shape {rows.shape}, its pages need {expected}")
+    if rows.dtype != pages.dtype:
+        raise ValueError(f"{name} is {rows.dtype}, its pages are {pages.dtype}")
 
 
 def _check_tokens(

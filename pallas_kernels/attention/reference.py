@@ -4,28 +4,26 @@ Called by `api.py`, which has checked the arguments, and by the tests of the ker
 with any kernel.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Scalar
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 GATHERED_BYTES = 8 * 2**20
 """The most memory for the FP32 keys and values that are gathered from the pages at one time."""
 
 
-def write_pages(
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"],
-    keys: Float[Array, "tokens kv_heads head_dim"],
-    values: Float[Array, "tokens kv_heads v_head_dim"],
+def write_rows(
+    pages: tuple[Num[Array, "pages page_size ..."], ...],
+    rows: tuple[Num[Array, "tokens ..."], ...],
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
-) -> tuple[
-    Float[Array, "pages page_size kv_heads head_dim"],
-    Float[Array, "pages page_size kv_heads v_head_dim"],
-]:
+) -> tuple[Num[Array, "pages page_size ..."], ...]:
     """Scatter to row `position % page_size` of page `position // page_size` of the sequence."""
-    pages, page_size = k_pages.shape[:2]
+    pool, page_size = pages[0].shape[:2]
     sequences, pages_per_sequence = page_table.shape
     page_of_sequence = position // page_size
     page = page_table.at[sequence_of_token, page_of_sequence].get(mode="clip")
@@ -37,70 +35,120 @@ def write_pages(
         & (sequence_of_token < sequences)
         & (page >= 0)
     )
-    page = jnp.where(exists, page, pages)
+    page = jnp.where(exists, page, pool)
     row = position % page_size
-    return (
-        k_pages.at[page, row].set(keys, mode="drop"),
-        v_pages.at[page, row].set(values, mode="drop"),
+    return tuple(
+        array.at[page, row].set(new, mode="drop") for array, new in zip(pages, rows, strict=True)
     )
+
+
+class Cache(NamedTuple):
+    """The pages of one layer, as `paged_attention` takes them."""
+
+    k_pages: Num[Array, "pages page_size kv_heads head_dim"]
+    v_pages: Num[Array, "pages page_size kv_heads v_head_dim"] | None
+    """None: the first `v_width` elements of the keys."""
+    k_scales: Float32[Array, "pages page_size kv_heads"] | None
+    v_scales: Float32[Array, "pages page_size kv_heads"] | None
+    v_width: int
 
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"],
+    cache: Cache,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     *,
     scale: float,
-) -> Float[Array, "tokens q_heads v_head_dim"]:
+    window: int,
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time."""
-    tokens, q_heads, _ = queries.shape
-    page_size, kv_heads = k_pages.shape[1:3]
-    grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, -1)
+    tokens, q_heads, head_dim = queries.shape
+    page_size, kv_heads = cache.k_pages.shape[1:3]
+    grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
-
-    def attend_one(token: tuple[Array, Array, Array]) -> Array:
-        query, pages, last = token
-        return _attend_one(query, k_pages, v_pages, pages, last, scale)
-
     context = page_table.shape[1] * page_size
-    bytes_a_token = context * kv_heads * (k_pages.shape[3] + v_pages.shape[3]) * 4
-    block = max(1, GATHERED_BYTES // bytes_a_token)
+    first = jnp.zeros_like(position)
+    if window:
+        # The pages in which the visible positions of a token may lie.
+        count = min(page_table.shape[1], (window + page_size - 2) // page_size + 1)
+        first_page = jnp.maximum(position - window + 1, 0) // page_size
+        first_page = jnp.minimum(first_page, page_table.shape[1] - count)
+        columns = first_page[:, None] + jnp.arange(count, dtype=jnp.int32)
+        pages_of_token = jnp.take_along_axis(pages_of_token, columns, axis=1)
+        context, first = count * page_size, first_page * page_size
+
+    def attend_one(token: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        query, pages, first, last = token
+        place = first + jnp.arange(context, dtype=jnp.int32)
+        visible = place <= last
+        if window:
+            visible &= place > last - window
+        return _attend_one(query, cache, pages, visible, scale)
+
+    inputs = (grouped, pages_of_token, first, position)
+    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
+    block = max(1, GATHERED_BYTES // (context * kv_heads * width * 4))
     if tokens <= block:
-        output = jax.vmap(attend_one)((grouped, pages_of_token, position))
+        output, lse = jax.vmap(attend_one)(inputs)
     else:
-        output = jax.lax.map(attend_one, (grouped, pages_of_token, position), batch_size=block)
-    return output.reshape(tokens, q_heads, -1)
+        output, lse = jax.lax.map(attend_one, inputs, batch_size=block)
+    return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
 
 
 def _attend_one(
     query: Float[Array, "kv_heads group head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"],
-    pages: Int32[Array, " pages_per_sequence"],
-    last: Int32[Scalar, ""],
+    cache: Cache,
+    pages: Int32[Array, " pages_of_token"],
+    visible: Array,
     scale: float,
-) -> Float[Array, "kv_heads group v_head_dim"]:
-    """Attend from one token to the positions 0..last of the sequence that has these pages."""
-    kv_heads = query.shape[0]
-    keys = k_pages.at[pages].get(mode="clip").reshape(-1, kv_heads, k_pages.shape[3])
-    values = v_pages.at[pages].get(mode="clip").reshape(-1, kv_heads, v_pages.shape[3])
-    # [kv_heads, context, head_dim]: heads first, and FP32, are what CPUs multiply fastest.
-    keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
-    values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)
-
-    visible = jnp.arange(keys.shape[1], dtype=jnp.int32) <= last
+) -> tuple[Float[Array, "kv_heads group v_width"], Float32[Array, "kv_heads group"]]:
+    """Attend from one token to the `visible` rows [context] of these pages."""
+    keys = _gather(cache.k_pages, pages)
+    values = keys[..., : cache.v_width] if cache.v_pages is None else _gather(cache.v_pages, pages)
+    v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
     # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
     values = jnp.where(visible[:, None], values, 0.0)
 
     highest = jax.lax.Precision.HIGHEST
     scores = scale * jnp.einsum("kgd,kcd->kgc", query.astype(jnp.float32), keys, precision=highest)
+    if cache.k_scales is not None:
+        scores *= _gather(cache.k_scales, pages)[:, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     # A padding token sees nothing: its largest score is -inf and its total 0.
-    weights = jnp.exp(scores - jnp.where(last < 0, 0.0, largest))
-    total = jnp.where(last < 0, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
+    blind = jnp.logical_not(jnp.any(visible))
+    weights = jnp.exp(scores - jnp.where(blind, 0.0, largest))
+    total = jnp.where(blind, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
+    if v_scales is not None:
+        weights *= jnp.where(visible, _gather(v_scales, pages), 0.0)[:, None]
     output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
-    return output.astype(query.dtype)
+    return output.astype(query.dtype), (largest + jnp.log(total))[..., 0]
+
+
+def _gather(
+    array: Num[Array, "pages page_size kv_heads ..."], pages: Int32[Array, " pages_of_token"]
+) -> Float32[Array, "kv_heads context ..."]:
+    """The rows of these pages. Heads first, and FP32, are what CPUs multiply fastest."""
+    rows = array.at[pages].get(mode="clip")
+    rows = rows.reshape(-1, *array.shape[2:])
+    return jnp.swapaxes(rows, 0, 1).astype(jnp.float32)
+
+
+def merge(
+    outputs: Sequence[Float[Array, "tokens q_heads v_width"]],
+    lses: Sequence[Float32[Array, "tokens q_heads"]],
+) -> Float[Array, "tokens q_heads v_width"]:
+    """Weigh every part by its share of the sum of the exponentials."""
+    lse = jnp.stack(list(lses))  # [parts, tokens, q_heads]
+    largest = jnp.max(lse, axis=0)
+    shares = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    total = jnp.sum(shares, axis=0)
+    shares = shares / jnp.where(total == 0, 1.0, total)
+    merged = jnp.zeros(outputs[0].shape, jnp.float32)
+    for share, output in zip(shares, outputs, strict=True):
+        # What saw nothing has nothing to say, be it NaN.
+        said = jnp.where((share == 0)[..., None], 0.0, output.astype(jnp.float32))
+        merged = merged + share[..., None] * said
+    return merged.astype(outputs[0].dtype)
