@@ -1,4 +1,4 @@
-"""`write_pages` and `paged_attention` against literal expectations and a NumPy definition."""
+"""`write_rows` and `paged_attention` against literal expectations and a NumPy definition."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.attention import paged_attention, reference, write_pages
+from pallas_kernels.attention import paged_attention, reference, write_pages, write_rows
 
 PAGE = 4
 
@@ -137,6 +137,58 @@ class TestWritePages:
             k_pages, v_pages, rows, rows, int32([[1, 2]]), int32([0, 0, 0]), int32([3, 4, -1])
         )
         assert (k_pages.unsafe_buffer_pointer(), v_pages.unsafe_buffer_pointer()) == addresses
+
+
+class TestWriteRows:
+    def test_any_number_of_arrays(self):
+        latent = jnp.zeros((2, PAGE, 1, 3), jnp.float8_e4m3fn)
+        scales = jnp.zeros((2, PAGE, 1))
+        rows = jnp.asarray([1.0, 2.0, 3.0])
+        latents = jnp.broadcast_to(rows[:, None, None], (3, 1, 3)).astype(latent.dtype)
+        where = (
+            jnp.asarray([[1, 0]], jnp.int32),
+            jnp.zeros(3, jnp.int32),
+            jnp.asarray([0, 5, -1], jnp.int32),
+        )
+        new_latent, new_scales = write_rows((latent, scales), (latents, rows[:, None]), *where)
+        assert new_latent.dtype == jnp.float8_e4m3fn
+        expected = [[0, 2, 0, 0], [1, 0, 0, 0]]
+        np.testing.assert_array_equal(new_scales[:, :, 0], expected)
+        for element in range(3):
+            np.testing.assert_array_equal(new_latent[:, :, 0, element], expected)
+
+    def test_in_place_when_donated(self):
+        pages = (jnp.zeros((8, PAGE, 1, 2), jnp.int8), jnp.zeros((8, PAGE, 1)))
+        addresses = [array.unsafe_buffer_pointer() for array in pages]
+        rows = (jnp.ones((2, 1, 2), jnp.int8), jnp.ones((2, 1)))
+        where = (jnp.asarray([[1]]), jnp.asarray([0, 0]), jnp.asarray([1, 2]))
+        where = tuple(array.astype(jnp.int32) for array in where)
+        written = jax.jit(write_rows, donate_argnums=0)(pages, rows, *where)
+        assert [array.unsafe_buffer_pointer() for array in written] == addresses
+
+    @pytest.mark.parametrize(
+        ("pages", "rows", "message"),
+        [
+            ((), (), "0 arrays of pages and 0 of rows"),
+            ((jnp.zeros((2, 4, 1)),), (), "1 arrays of pages and 0 of rows"),
+            ((jnp.zeros((2, 4, 1)),), (jnp.zeros((1, 2)),), r"rows\[0\] has shape \(1, 2\)"),
+            ((jnp.zeros(2),), (jnp.zeros(1),), r"pages of rows\[0\] are float32\(2,\)"),
+            (
+                (jnp.zeros((2, 4, 1)), jnp.zeros((3, 4, 1))),
+                (jnp.zeros((1, 1)), jnp.zeros((1, 1))),
+                r"pages\[1\] has \[pages, page_size\] \(3, 4\), pages\[0\] has \(2, 4\)",
+            ),
+            (
+                (jnp.zeros((2, 4, 1)), jnp.zeros((2, 4, 1), jnp.int8)),
+                (jnp.zeros((1, 1)), jnp.zeros((1, 1))),
+                r"rows\[1\] is float32, its pages are int8",
+            ),
+        ],
+    )
+    def test_bad_calls(self, pages, rows, message):
+        where = (jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(write_rows)(pages, rows, *where)
 
 
 class TestPagedAttention:
