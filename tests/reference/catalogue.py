@@ -21,7 +21,7 @@ _KIMI = replace(
     topk_group=1,
     routed_scaling_factor=2.827,
     rope_theta=50_000.0,
-    yarn=Yarn(factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    yarn=Yarn(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
 )
 _FP8 = replace(
     _DEEPSEEK,
@@ -57,7 +57,7 @@ def _entries() -> list[TinyModel]:
     return [
         TinyModel("deepseek_v3", replace(_DEEPSEEK, num_nextn_predict_layers=1)),
         TinyModel("deepseek_v3_transformers5", _DEEPSEEK, spelling="transformers 5"),
-        TinyModel("deepseek_v3_fp8", _FP8, fp8_blocks=True),
+        TinyModel("deepseek_v3_fp8", _FP8, fp8_blocks=True, sigma=0.08),
         deepseek("full_query", q_lora_rank=None),
         deepseek("raw_gates", norm_topk_prob=False, routed_scaling_factor=1.5),
         deepseek("one_group", n_group=1, topk_group=1),

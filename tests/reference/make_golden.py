@@ -54,9 +54,13 @@ class Reference(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether no choice is a close one, and every continuation has several tokens."""
-        varied = min(len(set(tokens)) for tokens in self.tokens) >= LEAST_VARIETY
-        return varied and self.logit_margin > CLOSE_LOGITS and self.expert_margin > CLOSE_EXPERTS
+        """Whether no choice is a close one."""
+        return self.logit_margin > CLOSE_LOGITS and self.expert_margin > CLOSE_EXPERTS
+
+    @property
+    def varied(self) -> bool:
+        """Whether every continuation has several tokens."""
+        return min(len(set(tokens)) for tokens in self.tokens) >= LEAST_VARIETY
 
 
 def run_transformers(model: TinyModel, questions: Sequence[Sequence[int]]) -> Reference:
@@ -206,12 +210,12 @@ def write_golden(model: TinyModel, reference: Reference) -> dict[str, Any]:
     return {"digest": model.digest(), "margins": closest}
 
 
-def find_seed(model: TinyModel) -> tuple[TinyModel, Reference]:
+def find_seed(model: TinyModel, *, varied: bool = True) -> tuple[TinyModel, Reference]:
     """The model with the first seed, from its own on, that will do."""
     for seed in range(model.seed, model.seed + 200):
         tried = replace(model, seed=seed)
         reference = run_transformers(tried, prompts())
-        if reference.clear:
+        if reference.clear and (reference.varied or not varied):
             return tried, reference
     raise AssertionError(f"{model.name}: no seed of 200 will do")
 

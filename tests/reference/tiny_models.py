@@ -333,6 +333,9 @@ class TinyModel:
     spelling: Spelling = "released"
     fp8_blocks: bool = False
     """The projections are stored in FP8 with a scale for every block of 128 × 128."""
+    sigma: float = 0.15
+    """Standard deviation of matrices and biases. In wider models 0.15 makes scores so large that
+    the rounding of FP32 shows."""
 
     def config(self, *, dequantised: bool = False) -> dict[str, Any]:
         """The content of config.json."""
@@ -352,7 +355,7 @@ class TinyModel:
         return dict(sorted(entries.items()))
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Random float32 weights: σ 0.15, a router's bias σ 0.3, norms 1 ± 0.2."""
+        """Random float32 weights: σ `sigma`, a router's bias σ 0.3, norms 1 ± 0.2."""
         raw = np.random.PCG64(self.seed)
         tensors: dict[str, np.ndarray] = {}
         for name, shape in self.sizes.shapes().items():
@@ -361,7 +364,7 @@ class TinyModel:
             elif name.endswith("e_score_correction_bias"):
                 tensor = 0.3 * _normal(raw, shape)
             else:
-                tensor = 0.15 * _normal(raw, shape)
+                tensor = self.sigma * _normal(raw, shape)
             tensors[name] = tensor.astype(np.float32)
         for name in tensors:  # MTP modules repeat the embedding and the head
             for copy, original in _MTP_COPIES:

@@ -1,0 +1,63 @@
+"""Prompts fed to a driver by hand, with no scheduler in between: what a step's logits are.
+
+Used by the tests that compare a model's logits with a reference.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.engine.build import Runtime
+from jaxserve.pipeline.plan import SequenceRow, StepPlan
+
+
+class Sequences:
+    """Up to three prompts on slots and pages that do not lie in order, stepped by hand."""
+
+    def __init__(self, runtime: Runtime, prompts: Sequence[Sequence[int]], lane: int = 0):
+        self.runtime, self.prompts, self.lane = runtime, prompts, lane
+        self.slots = [4, 0, 2][: len(prompts)]
+        self.fed = [0] * len(prompts)
+        size = runtime.deployment.cache.page_size
+        pages = np.random.default_rng(0).permutation(runtime.deployment.cache.pages).tolist()
+        self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
+        self.steps = 0
+
+    def step(self, counts: Sequence[int]) -> dict[int, np.ndarray]:
+        """Feeds so many further tokens of each prompt; the logits after the last one of each."""
+        rows, size = [], self.runtime.deployment.cache.page_size
+        for index, count in enumerate(counts):
+            if not count:
+                continue
+            start, end = self.fed[index], self.fed[index] + count
+            self.fed[index] = end
+            rows.append(
+                SequenceRow(
+                    slot=self.slots[index],
+                    token_ids=list(self.prompts[index][start:end]),
+                    kv_length=end,
+                    page_ids=self.pages[index][: -(-end // size)],
+                    sample=end == len(self.prompts[index]),
+                )
+            )
+        groups = [sorted(rows, key=lambda row: row.slot)]
+        groups += [[]] * (self.runtime.deployment.attention.dp - 1)
+        plan = StepPlan(self.lane, self.steps, self.runtime.buckets[-1], groups)
+        self.steps += 1
+        self.runtime.driver.begin(plan)
+        finished = self.runtime.driver.advance()
+        assert finished.plan is plan
+        logits = np.asarray(finished.logits)
+        return {i: logits[self.slots[i]] for i, count in enumerate(counts) if count}
+
+    def in_chunks(self, size: int) -> list[dict[int, np.ndarray]]:
+        """Feeds all of the prompts, at most `size` tokens of each a step.
+
+        Returns:
+          for every prompt, position -> logits after the token there.
+        """
+        logits: list[dict[int, np.ndarray]] = [{} for _ in self.prompts]
+        while any(rest := [len(p) - fed for p, fed in zip(self.prompts, self.fed, strict=True)]):
+            for index, row in self.step([min(size, count) for count in rest]).items():
+                logits[index][self.fed[index] - 1] = row
+        return logits

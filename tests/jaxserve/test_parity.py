@@ -1,0 +1,184 @@
+"""Logits and tokens are the reference implementation's, for every model of the catalogue.
+
+The reference is transformers: its results lie in `tests/reference/golden/`, and `pytest -m hf` runs
+it again where it is installed, on further, random variations too. FP32: logits to 1e-4, greedy
+tokens equal. Step-3, which transformers does not have, is compared in `test_model.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.engine.build import Runtime, build_runtime, make_engine, warm_up
+from jaxserve.engine.request import SamplingParams
+from jaxserve.llm import LLM
+from tests.jaxserve import layouts
+from tests.jaxserve.stepping import Sequences
+from tests.reference.catalogue import CATALOGUE, random_model
+from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS, find_seed, run_transformers
+from tests.reference.tiny_models import TinyModel, prompts
+
+TOLERANCE = 1e-4
+PROMPTS = prompts()
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "cache.page_size": 8,
+    "cache.pages": 40,
+    "scheduler.slots": 5,
+    "scheduler.max_length": 64,
+    "scheduler.token_budget": 48,
+    "scheduler.token_buckets": [48],
+    "scheduler.page_buckets": [8],
+}
+"""One bucket, which all prompts together fill but for one token."""
+
+COLOCATED = LIMITS | {"mode": "colocated"}
+
+CHUNKED = LIMITS | {"scheduler.token_budget": 16, "scheduler.token_buckets": [16]}
+"""The scheduler cuts the longest prompt into chunks."""
+
+AFD: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"attention.dp": 2, "ffn.ep": 2, "lanes": 2},
+    "deepseek_v3_biases": {"attention.tp": 2, "ffn.tp": 2},
+    "qwen3_moe_biases": {"attention.tp": 2, "ffn.ep": 2},
+    "qwen3_window": {"attention.dp": 2, "ffn.tp": 2},
+}
+"""2A2F for every family; those with biases on devices that must not add them twice."""
+
+RANDOM_MODELS = 16
+
+
+class Expected(NamedTuple):
+    """The reference's results for `PROMPTS`."""
+
+    logits: list[np.ndarray]
+    """After every token of each prompt."""
+    tokens: list[list[int]]
+
+    @classmethod
+    def golden(cls, name: str) -> "Expected":
+        stored = load_file(GOLDEN / f"{name}.safetensors")
+        ends = np.cumsum([len(prompt) for prompt in PROMPTS])
+        return cls(np.split(stored["logits"], ends[:-1]), stored["tokens"].tolist())
+
+    @classmethod
+    def live(cls, model: TinyModel) -> "Expected":
+        reference = run_transformers(model, PROMPTS)
+        return cls(
+            [rows[: len(p)] for rows, p in zip(reference.logits, PROMPTS, strict=True)],
+            reference.tokens,
+        )
+
+
+def load(model: TinyModel, folder: Path, overrides: dict[str, Any]) -> Runtime:
+    """A warm runtime of a model of the catalogue."""
+    runtime = build_runtime(load_deployment(model.write(folder), overrides))
+    warm_up(runtime)
+    return runtime
+
+
+def check_logits(runtime: Runtime, expected: Expected, chunk: int) -> None:
+    """Prompts fed in chunks of so many tokens have the reference's logits after each chunk."""
+    for index, rows in enumerate(Sequences(runtime, PROMPTS).in_chunks(chunk)):
+        positions = list(rows)
+        assert positions[-1] == len(PROMPTS[index]) - 1
+        np.testing.assert_allclose(
+            np.stack(list(rows.values())),
+            expected.logits[index][positions],
+            rtol=0,
+            atol=TOLERANCE,
+            err_msg=f"prompt {index}, after the tokens {positions}",
+        )
+
+
+def greedy_tokens(runtime: Runtime) -> list[list[int]]:
+    """What an engine around the runtime generates, all prompts at once."""
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine.start()
+    try:
+        return layouts.generate(engine, PROMPTS, GREEDY)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=CATALOGUE)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runtime(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    return load(CATALOGUE[name], tmp_path_factory.mktemp(name), COLOCATED)
+
+
+class TestColocated:
+    @pytest.mark.parametrize("chunk", [40, 16, 7])
+    def test_prefill_at_once_and_in_chunks(self, runtime: Runtime, name: str, chunk: int):
+        check_logits(runtime, Expected.golden(name), chunk)
+
+    def test_token_by_token(self, runtime: Runtime, name: str):
+        check_logits(runtime, Expected.golden(name), 1)
+
+    def test_greedy(self, runtime: Runtime, name: str):
+        assert greedy_tokens(runtime) == Expected.golden(name).tokens
+
+
+def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
+    """What the Python face generates."""
+    with LLM(folder, overrides=overrides) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("name", AFD)
+def test_greedy_on_two_meshes(name: str, tmp_path: Path):
+    folder = CATALOGUE[name].write(tmp_path, shards=2)
+    assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2A4F", "3A2F"])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
+    folder = CATALOGUE[name].write(tmp_path)
+    overrides = CHUNKED | layouts.LAYOUTS[layout] | {"lanes": 2}
+    assert llm_tokens(folder, overrides) == Expected.golden(name).tokens
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+class TestLiveTransformers:
+    """The comparison with transformers as it is installed here."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _installed(self) -> None:
+        for package in ("torch", "transformers"):
+            pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+
+    @pytest.mark.parametrize("name", CATALOGUE)
+    def test_golden_files(self, name: str):
+        golden, live = Expected.golden(name), Expected.live(CATALOGUE[name])
+        assert live.tokens == golden.tokens
+        for rows, expected in zip(live.logits, golden.logits, strict=True):
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=2e-5)
+
+    @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
+    def test_random_variation(self, seed: int, tmp_path: Path):
+        model, _ = find_seed(random_model(seed), varied=False)
+        expected = Expected.live(model)
+        runtime = load(model, tmp_path, COLOCATED)
+        for chunk in (40, 7, 1):
+            check_logits(runtime, expected, chunk)
+        assert greedy_tokens(runtime) == expected.tokens
+
+
+def test_positions_of_chunks(runtime: Runtime):
+    """The helper itself: which logits a chunk size asks for."""
+    rows: Sequence[dict[int, np.ndarray]] = Sequences(runtime, PROMPTS).in_chunks(16)
+    assert [list(positions) for positions in rows] == [[0], [8], [15, 31, 36]]

@@ -1,0 +1,291 @@
+"""DeepSeek-V3 (and Kimi K2) and Qwen3 in plain NumPy, written from the models' descriptions.
+
+For tests, where transformers is not installed. Shares no code with jaxserve or with the writer of
+the tiny checkpoints. Float64, one sequence at a time, everything computed anew for every token:
+there is no cache that could be wrong.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.reference.step3_numpy import decode, rms_norm, silu, softmax
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """A safetensors file as float64; FP8 weights multiplied by their blocks' scales."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    stored: dict[str, np.ndarray] = {}
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        kind = entry["dtype"]
+        read = decode_e4m3(data[begin:end]) if kind == "F8_E4M3" else decode(data[begin:end], kind)
+        stored[name] = read.astype(np.float64).reshape(entry["shape"])
+    return stored
+
+
+def decode_e4m3(data: bytes) -> np.ndarray:
+    """Numbers of one sign, four exponent and three mantissa bits; no infinities (e4m3fn)."""
+    bits = np.frombuffer(data, np.uint8).astype(np.int64)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+    values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+    values = np.where(bits & 127 == 127, np.nan, values)
+    return np.where(bits & 128, -values, values)
+
+
+def dequantise(tensors: dict[str, np.ndarray], block: list[int]) -> dict[str, np.ndarray]:
+    """Multiplies every block of a weight by its scale, and leaves the scales out."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scales = tensors.get(f"{name}_scale_inv")
+        if scales is not None:
+            tensor = tensor.copy()
+            for row, column in np.ndindex(scales.shape):
+                rows = slice(row * block[0], (row + 1) * block[0])
+                columns = slice(column * block[1], (column + 1) * block[1])
+                tensor[rows, columns] *= scales[row, column]
+        result[name] = tensor
+    return result
+
+
+class RopeNumpy:
+    """Angles and factors of rotary embedding, with YaRN where the config asks for it."""
+
+    def __init__(self, config: dict[str, Any], dim: int):
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = float(scaling.get("rope_theta") or config["rope_theta"])
+        pairs = np.arange(dim // 2)
+        self.frequencies = theta ** (-2.0 * pairs / dim)
+        self.magnitude = 1.0
+        """Factor of cosine and sine."""
+        self.score_factor = 1.0
+        """DeepSeek's factor of the attention scores."""
+        if scaling.get("rope_type", scaling.get("type", "default")) != "yarn":
+            return
+        factor = float(scaling["factor"])
+        low, high = (
+            dim
+            * math.log(scaling["original_max_position_embeddings"] / (2 * math.pi * rotations))
+            / (2 * math.log(theta))
+            for rotations in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+        ramp = np.clip((pairs - low) / (high - low or 0.001), 0, 1)
+        self.frequencies *= ramp / factor + 1 - ramp
+        above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if above and below:
+            self.magnitude = yarn_magnitude(factor, above) / yarn_magnitude(factor, below)
+        else:
+            self.magnitude = yarn_magnitude(factor, 1.0)
+        if below:
+            self.score_factor = yarn_magnitude(factor, below) ** 2
+
+    def turn(self, x: np.ndarray, *, interleaved: bool) -> np.ndarray:
+        """Turns pairs of x [tokens, heads, dim]: neighbours, or element i with i + dim / 2."""
+        angles = np.arange(len(x))[:, None, None] * self.frequencies
+        cosine, sine = (self.magnitude * wave(angles) for wave in (np.cos, np.sin))
+        half = x.shape[-1] // 2
+        first, second = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if interleaved
+            else (slice(half), slice(half, None))
+        )
+        turned = np.empty_like(x)
+        turned[..., first] = x[..., first] * cosine - x[..., second] * sine
+        turned[..., second] = x[..., second] * cosine + x[..., first] * sine
+        return turned
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """0.1 · mscale · ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def attend(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, window: int
+) -> np.ndarray:
+    """Causal attention, [tokens, heads, dim] each; key and value heads serve equal shares.
+
+    A token sees itself and `window - 1` tokens before it; all of them if the window is 0.
+    """
+    tokens, heads, _ = query.shape
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    visible = (distance >= 0) & ((distance < window) if window else True)
+    output = np.empty((tokens, heads, value.shape[-1]))
+    for head in range(heads):
+        group = head * key.shape[1] // heads
+        scores = query[:, head] @ key[:, group].T * scale
+        output[:, head] = softmax(np.where(visible, scores, -np.inf)) @ value[:, group]
+    return output
+
+
+class DecoderNumpy:
+    """What both families share; `attention`, `is_moe` and `route` are theirs."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, np.ndarray]):
+        self.config, self.tensors = config, tensors
+
+    @staticmethod
+    def from_folder(path: str | Path) -> "DecoderNumpy":
+        """Reads a Hugging Face folder of one of the families."""
+        config = json.loads((Path(path) / "config.json").read_text())
+        tensors: dict[str, np.ndarray] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            tensors |= read_safetensors(file)
+        if config.get("quantization_config"):
+            tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
+        deepseek = config["model_type"] in ("deepseek_v3", "kimi_k2")
+        return (DeepseekNumpy if deepseek else Qwen3Numpy)(config, tensors)
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """After every token of one sequence, [tokens, vocab]."""
+        x = self.tensors["model.embed_tokens.weight"][np.asarray(token_ids)]
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"model.layers.{layer}."
+            x = x + self.attention(layer, self.norm(f"{name}input_layernorm", x))
+            normed = self.norm(f"{name}post_attention_layernorm", x)
+            x = x + (self.experts if self.is_moe(layer) else self.mlp)(f"{name}mlp", normed)
+        tied = self.config["tie_word_embeddings"]
+        return self.linear("model.embed_tokens" if tied else "lm_head", self.norm("model.norm", x))
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The `count` tokens that follow the prompt."""
+        text = list(prompt)
+        for _ in range(count):
+            text.append(int(self.logits(text)[-1].argmax()))
+        return text[len(prompt) :]
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def is_moe(self, layer: int) -> bool:
+        raise NotImplementedError
+
+    def route(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Every expert's weight for every token, [tokens, experts]; 0 for those not chosen."""
+        raise NotImplementedError
+
+    def experts(self, name: str, x: np.ndarray) -> np.ndarray:
+        weights = self.route(f"{name}.gate", x)
+        output = np.zeros_like(x)
+        for expert in range(weights.shape[1]):
+            output += weights[:, expert, None] * self.mlp(f"{name}.experts.{expert}", x)
+        if f"{name}.shared_experts.up_proj.weight" in self.tensors:
+            output += self.mlp(f"{name}.shared_experts", x)
+        return output
+
+    def mlp(self, name: str, x: np.ndarray) -> np.ndarray:
+        gated = silu(self.linear(f"{name}.gate_proj", x)) * self.linear(f"{name}.up_proj", x)
+        return self.linear(f"{name}.down_proj", gated)
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
+
+    def norm(self, name: str, x: np.ndarray, epsilon: float | None = None) -> np.ndarray:
+        if epsilon is None:
+            epsilon = self.config["rms_norm_eps"]
+        return rms_norm(x, self.tensors[f"{name}.weight"], epsilon)
+
+
+def keep_best(scores: np.ndarray, count: int) -> np.ndarray:
+    """True for the `count` best of every row."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    best = np.zeros(scores.shape, bool)
+    np.put_along_axis(best, order[:, :count], True, axis=-1)
+    return best
+
+
+class DeepseekNumpy(DecoderNumpy):
+    """Latent attention, and experts chosen by biased sigmoid scores within the best groups."""
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
+        heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
+        plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        rope = RopeNumpy(config, turned)
+        if config["q_lora_rank"] is None:
+            query = self.linear(f"{name}q_proj", x)
+        else:
+            low_rank = self.norm(f"{name}q_a_layernorm", self.linear(f"{name}q_a_proj", x), 1e-6)
+            query = self.linear(f"{name}q_b_proj", low_rank)
+        query = query.reshape(tokens, heads, plain + turned)
+        shared = self.linear(f"{name}kv_a_proj_with_mqa", x)
+        compressed = self.norm(f"{name}kv_a_layernorm", shared[:, :latent], 1e-6)
+        expanded = self.linear(f"{name}kv_b_proj", compressed).reshape(tokens, heads, -1)
+        key_turned = rope.turn(shared[:, None, latent:], interleaved=True)
+        key = np.concatenate(
+            [expanded[..., :plain], np.broadcast_to(key_turned, (tokens, heads, turned))], axis=-1
+        )
+        query = np.concatenate(
+            [query[..., :plain], rope.turn(query[..., plain:], interleaved=True)], axis=-1
+        )
+        scale = rope.score_factor / math.sqrt(plain + turned)
+        output = attend(query, key, expanded[..., plain:], scale, window=0)
+        return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
+
+    def is_moe(self, layer: int) -> bool:
+        first, every = self.config["first_k_dense_replace"], self.config.get("moe_layer_freq", 1)
+        return layer >= first and layer % every == 0
+
+    def route(self, name: str, x: np.ndarray) -> np.ndarray:
+        config = self.config
+        scores = 1 / (1 + np.exp(-self.linear(name, x)))
+        biased = scores + self.tensors[f"{name}.e_score_correction_bias"]
+        groups = biased.reshape(len(x), config["n_group"], -1)
+        best_two = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+        kept = keep_best(best_two, config["topk_group"])
+        allowed = np.where(kept[..., None], groups, -np.inf).reshape(biased.shape)
+        weights = np.where(keep_best(allowed, config["num_experts_per_tok"]), scores, 0)
+        if config["norm_topk_prob"]:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return weights * config["routed_scaling_factor"]
+
+
+class Qwen3Numpy(DecoderNumpy):
+    """Grouped-query attention with normalised heads, and experts chosen by softmax."""
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
+        dim, rope = config["head_dim"], RopeNumpy(config, config["head_dim"])
+
+        def heads(kind: str) -> np.ndarray:
+            return self.linear(f"{name}{kind}_proj", x).reshape(tokens, -1, dim)
+
+        query, key = (
+            rope.turn(self.norm(f"{name}{kind}_norm", heads(kind)), interleaved=False)
+            for kind in ("q", "k")
+        )
+        output = attend(query, key, heads("v"), dim**-0.5, self.window(layer))
+        return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
+
+    def window(self, layer: int) -> int:
+        config = self.config
+        if not config["use_sliding_window"]:
+            return 0
+        dense = config["model_type"] == "qwen3"
+        return 0 if dense and layer < config["max_window_layers"] else config["sliding_window"]
+
+    def is_moe(self, layer: int) -> bool:
+        config = self.config
+        return (
+            config["model_type"] == "qwen3_moe"
+            and layer not in config["mlp_only_layers"]
+            and (layer + 1) % config["decoder_sparse_step"] == 0
+        )
+
+    def route(self, name: str, x: np.ndarray) -> np.ndarray:
+        probabilities = softmax(self.linear(name, x))
+        chosen = keep_best(probabilities, self.config["num_experts_per_tok"])
+        weights = np.where(chosen, probabilities, 0)
+        if self.config["norm_topk_prob"]:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return weights
