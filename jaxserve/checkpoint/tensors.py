@@ -1,0 +1,193 @@
+"""The tensors in a folder's safetensors files: names, dtypes, shapes and where their bytes lie.
+
+Read by `hf.py`. Knows the file format, and neither models nor JAX. The headers are parsed here and
+not by the safetensors library because that one keeps the places of the bytes to itself, and
+`reading.py` reads straight from there.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library has the same limit."""
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "F64": np.dtype(np.float64),
+}
+"""By their names in the header."""
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    kind: str
+    """Its dtype, as the file calls it."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kind]
+
+
+class Listing(NamedTuple):
+    """What a folder has."""
+
+    tensors: dict[str, Tensor]
+    files: list[Path]
+    problems: list[str]
+    """What the index and the files say differently, and tensors that several files have."""
+    lost: set[str]
+    """Tensors that are said to be in a file that is not there."""
+
+
+def list_tensors(folder: Path) -> Listing:
+    """Every tensor of a folder's files: those that its index names, or all if it has none.
+
+    Raises:
+      CheckpointError: there is no file, one is no safetensors file or truncated, or the index is
+        not one.
+    """
+    index = _index(folder)
+    names = {path.name for path in folder.glob("*.safetensors")}
+    wanted = set(index.values()) if index else names
+    gone = wanted - names
+    files = sorted(folder / name for name in wanted & names)
+    if not files:
+        raise CheckpointError(f"{folder}: no .safetensors file")
+    tensors: dict[str, Tensor] = {}
+    problems = [f"{name} is missing, and {INDEX} names it" for name in sorted(gone)]
+    broken = []
+    for path in files:
+        try:
+            found = read_header(path)
+        except CheckpointError as error:
+            broken.append(str(error))
+            continue
+        for name in sorted(found.keys() & tensors.keys()):
+            problems.append(f"{name} is in {tensors[name].path.name} and in {path.name}")
+        tensors |= found
+    if broken:
+        raise CheckpointError("\n  ".join(broken))
+    for name, file in sorted(index.items()):
+        if name in tensors and tensors[name].path.name != file:
+            problems.append(f"{name} is in {tensors[name].path.name}; {INDEX} says {file}")
+    lost = {name for name, file in index.items() if file in gone}
+    return Listing(tensors, files, problems, lost)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor → file, by the index; empty without one."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    files = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path}: weight_map is not an object that names a file a tensor")
+    for name, file in files.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise CheckpointError(f"{path}: weight_map.{name} = {file!r} is not a file's name")
+    return files
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it names a safetensors file in the folder itself."""
+    return name.endswith(".safetensors") and Path(name).name == name and "\0" not in name
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file.
+
+    Raises:
+      CheckpointError: it is truncated, or no safetensors file: tensors have to fill it without
+        gaps, overlaps or a rest.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(LARGEST_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            tree = json.loads(file.read(length), object_pairs_hook=_unique)
+        return _entries(path, tree, 8 + length, size)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: truncated or no safetensors: {error}") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: truncated or no safetensors: cannot be read: {error.strerror}"
+        ) from None
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"{name} is there twice")
+        tree[name] = value
+    return tree
+
+
+def _entries(path: Path, tree: Any, start: int, size: int) -> dict[str, Tensor]:
+    """Checked against the file's size; ValueError if one is wrong."""
+    if not isinstance(tree, dict):
+        raise ValueError("the header is not an object")
+    tensors, places = {}, []
+    for name, entry in tree.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name} is not a dtype, a shape and data_offsets")
+        kind, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise ValueError(f"{name}: dtype {kind!r} is not known")
+        if not _sizes(shape) or not _sizes(place) or len(place) != 2:
+            raise ValueError(f"{name}: shape {shape!r} at {place!r}")
+        begin, end = place
+        if end - begin != math.prod(shape) * DTYPES[kind].itemsize:
+            raise ValueError(f"{name}: {kind}{shape} in the bytes {begin} to {end}")
+        tensors[name] = Tensor(path, kind, tuple(shape), start + begin)
+        places.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(places):
+        if begin != at:
+            raise ValueError(f"{name} starts at byte {begin}, and not at {at}")
+        at = end
+    if at != size - start:
+        raise ValueError(f"tensors of {at} bytes where there are {size - start}")
+    return tensors
+
+
+def _sizes(values: Any) -> bool:
+    """Whether it is a list of whole numbers from 0 that an offset can be."""
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**62 for v in values)
