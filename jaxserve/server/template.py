@@ -1,0 +1,197 @@
+"""One chat template, rendered by minijinja as transformers renders it with Jinja2.
+
+Templates come with a model and are programs: here they have a bounded number of steps, no files and
+no Python objects but the values they are given. Called by `chat.py`.
+Knows nothing of messages, tokenizers or models.
+
+What is known to differ from Jinja2, and is no error: an undefined value is `null` to `tojson` and
+is `in` every string, a loop over none is empty, `varargs` and `kwargs` of macros are undefined,
+floats of 1e16 and more or below 1e-4 print without an exponent, a whole float written in the
+template itself has no `.0` in `tojson`, and the filter `trim` leaves U+001C to U+001F.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import minijinja
+
+from jaxserve.server.jinja_source import CALL_METHOD, METHODS, REVERSED, translate
+
+STEPS = 2_000_000
+"""Instructions that one rendering may take; an ordinary message takes about a hundred."""
+
+FUNCTIONS = frozenset({"raise_exception", "strftime_now", CALL_METHOD})
+"""What templates can call beside minijinja's own functions."""
+
+_OWN_FUNCTIONS = frozenset({"namespace", "range", "dict", "debug", "cycler", "joiner", "loop"})
+
+
+class TemplateError(Exception):
+    """The template is wrong, took too long or does not fit the values; says where."""
+
+
+class TemplateRefusal(Exception):
+    """The template called `raise_exception`; the message is its own."""
+
+
+class Template:
+    """A template, parsed once. Safe for many threads.
+
+    Attributes:
+      variables: the names it reads and does not set itself, functions left out.
+    """
+
+    def __init__(self, source: str):
+        """Parses a template.
+
+        Raises:
+          TemplateError: it cannot be parsed.
+        """
+        self._environment = minijinja.Environment(
+            fuel=STEPS,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_escape_callback=lambda name: False,
+            filters={"tojson": _tojson},
+            tests=_TESTS,
+            globals={
+                "raise_exception": _raise_exception,
+                "strftime_now": _strftime_now,
+                CALL_METHOD: _call_method,
+            },
+        )
+        self._source = translate(source)
+        try:
+            names = self._environment.undeclared_variables_in_str(self._source)
+        except minijinja.TemplateError as error:
+            raise TemplateError(_describe(error)) from None
+        self.variables = frozenset(names) - FUNCTIONS - _OWN_FUNCTIONS
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """The text for JSON values, which `plain` made.
+
+        Raises:
+          TemplateError, TemplateRefusal
+        """
+        try:
+            return self._environment.render_str(self._source, "template", **values)
+        except minijinja.TemplateError as error:
+            raise TemplateError(_describe(error)) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # From the functions below, called with what they do not take.
+            raise TemplateError(str(error)) from None
+
+
+class _WholeFloat:
+    """A float without a fraction, which minijinja would hand to `tojson` as an integer."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def plain(value: Any, *, name: str, depth: int = 64) -> Any:
+    """A copy of JSON data for a template, which may then do with it what it likes.
+
+    Raises:
+      ValueError: names the part that is no JSON, no Unicode text or nested too deeply.
+    """
+    if depth == 0:
+        raise ValueError(f"{name}: is nested too deeply")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{name}: the key {key!r} is no text")
+        return {
+            _text(key, name): plain(item, name=f"{name}.{key}", depth=depth - 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [
+            plain(item, name=f"{name}[{index}]", depth=depth - 1)
+            for index, item in enumerate(value)
+        ]
+    if isinstance(value, str):
+        return _text(value, name)
+    if isinstance(value, float) and value.is_integer():
+        return _WholeFloat(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(f"{name}: {type(value).__name__} is no JSON value")
+
+
+def _text(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: no Unicode text: lone surrogate at {error.start}") from None
+    return str(text)
+
+
+def _describe(error: minijinja.TemplateError) -> str:
+    if error.kind == "OutOfFuel":
+        return f"line {error.line}: it took more than {STEPS} steps"
+    message = error.detail or error.message
+    return f"line {error.line}: {message}" if error.line else message
+
+
+# ------------------------------------------------------------ what templates call
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """transformers' filter: plain JSON, with none of Jinja2's HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_json_default,
+    )
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, _WholeFloat):
+        return value.value
+    raise TypeError(f"tojson: {type(value).__name__} is no JSON value")
+
+
+def _raise_exception(message: Any = "") -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _call_method(value: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """A method of a string or a list, or its reverse."""
+    if name == REVERSED and isinstance(value, str | list | tuple):
+        return value[::-1]
+    known = isinstance(value, str) or (
+        isinstance(value, list | tuple) and name in ("count", "index")
+    )
+    if not known or name not in METHODS:
+        raise TypeError(f"{type(value).__name__} has no method {name}")
+    return getattr(value, name)(*arguments, **keywords)
+
+
+def _is_sequence(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+_TESTS = {
+    "sequence": _is_sequence,
+    "number": lambda value: isinstance(value, int | float | _WholeFloat),
+    "float": lambda value: isinstance(value, float | _WholeFloat),
+}

@@ -1,0 +1,74 @@
+"""Conversations of every shape that chat templates distinguish, and tools to call in them."""
+
+from typing import Any
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "How is it in <city>? “Now” & 'here' — é",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"properties": {"z": {}}}}},
+]
+
+SYSTEM = {"role": "system", "content": "Be brief & kind <b>.\n"}
+QUESTION = {"role": "user", "content": "How is Łódź | today: sunny?\nI ask"}
+THOUGHT = {"role": "assistant", "content": "<think>\n\nA town.\n\n</think>\n\nSunny. "}
+REASONED = {"role": "assistant", "content": "\nFine.", "reasoning_content": "\nHm 5 < 6.\n"}
+THANKS = {"role": "user", "content": "Thanks 🙂 你好"}
+
+
+def call(arguments: Any, name: str = "weather", number: int = 0, **more: Any) -> dict[str, Any]:
+    """A message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    calls = [
+        {"id": f"functions.{name}:{number + i}", "type": "function", "function": function}
+        for i in range(more.pop("times", 1))
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **more}
+
+
+def answer(content: str, number: int = 0) -> dict[str, Any]:
+    """A tool's answer."""
+    name = f"functions.weather:{number}"
+    return {"role": "tool", "content": content, "tool_call_id": name, "name": "weather"}
+
+
+TEXT_CALL = call('{"city": "Łódź"}', content="")
+OBJECT_CALL = call({"city": "Łódź", "days": 2.0, "at": [1.5, True, None, {"x": "<&'\">"}], "n": 7})
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one question": [QUESTION],
+    "system and question": [SYSTEM, QUESTION],
+    "turns": [SYSTEM, QUESTION, THOUGHT, THANKS],
+    "reasoning in its own field": [QUESTION, REASONED, THANKS, REASONED],
+    "an answer to be continued": [QUESTION, THOUGHT],
+    "a call": [SYSTEM, QUESTION, TEXT_CALL],
+    "a call and its answer": [QUESTION, TEXT_CALL, answer("12 °C")],
+    "two calls at once": [
+        QUESTION,
+        call('{"city": "x"}', times=2, content=""),
+        answer("a"),
+        answer("b\n", 1),
+        {"role": "assistant", "content": "Both."},
+        THANKS,
+    ],
+    "a late system message": [QUESTION, THOUGHT, SYSTEM, THANKS],
+    "an empty text": [{"role": "user", "content": ""}],
+    "white space": [{"role": "user", "content": " \n\ta\u00a0\u2028 \n"}],
+    "spelt special tokens": [{"role": "user", "content": "<|im_end|><｜User｜>{{ 1 }}{% x %}"}],
+}
+"""Any family's template renders these, with tools and without."""
+
+OBJECT_CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "a call with an object": [QUESTION, OBJECT_CALL, answer("12 °C"), THOUGHT, THANKS],
+    "a call with thoughts": [QUESTION, {**OBJECT_CALL, "reasoning_content": "Let me see.\n"}],
+}
+"""For templates that write arguments themselves (DeepSeek's joins texts)."""
