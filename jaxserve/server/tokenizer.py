@@ -1,19 +1,18 @@
 """Text to token ids and back: the tokenizer of a checkpoint, and what a stream of ids needs.
 
-Three pieces, from whole texts to streams: `Tokenizer` (tokenizer.json in Hugging Face layout),
-`IncrementalDetokenizer` (ids in, text deltas out, whole characters only) and `StopMatcher` (cuts
-a stream of text at the first stop string). Called by `generation.py` and `llm.py`.
+Three pieces, from whole texts to streams: `Tokenizer` (a model folder's), `IncrementalDetokenizer`
+(ids in, text deltas out, whole characters only) and `StopMatcher` (cuts a stream of text at the
+first stop string). Called by `generation.py` and `llm.py`.
 Knows nothing of engines, requests or networks.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import tokenizers
-
+from jaxserve.config.special_tokens import SpecialTokens, collect_special_tokens
 from jaxserve.errors import CheckpointError
+from jaxserve.server.tiktoken_files import TiktokenVocabulary
+from jaxserve.server.vocabulary import TokenizersVocabulary, Vocabulary
 
 REPLACEMENT = "\ufffd"
 """U+FFFD: what decoders write for bytes that are no (or not yet a whole) UTF-8 character."""
@@ -33,76 +32,69 @@ class Tokenizer:
       bos_token_id: the id that starts a sequence, if the checkpoint names one.
       eos_token_ids: every id that ends a text.
       pad_token_id: the padding id, if the checkpoint names one.
+      special_ids: ids of the tokens that have no text.
       longest_token: characters of the longest token, added ones included; a text of n tokens has
         at most n times as many.
     """
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        vocabulary: Vocabulary,
         *,
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         pad_token_id: int | None = None,
         add_bos: bool | None = None,
     ):
-        """Wraps a Rust tokenizer.
+        """Puts a vocabulary and what the checkpoint says about special ids together.
 
         Args:
-          tokenizer: taken over; truncation and padding are switched off.
+          vocabulary: from tokenizer.json or tiktoken.model.
           bos_token_id, eos_token_ids, pad_token_id: as the checkpoint says.
-          add_bos: whether prompts start with bos. None: as tokenizer.json's post-processor does.
+          add_bos: whether prompts start with bos. None: as the vocabulary's file says.
         """
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.longest_token = max(map(len, vocabulary), default=0)
-        self._special_ids = frozenset(
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
-        self._prefix = _prompt_prefix(tokenizer, bos_token_id, add_bos)
+        self.vocab_size = vocabulary.size
+        self.special_ids = vocabulary.special_ids
+        self.longest_token = vocabulary.longest_token
+        self._prefix = vocabulary.prefix(bos_token_id, add_bos)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and the special ids from the configurations next to it.
-
-        End ids are all that config.json, generation_config.json and tokenizer_config.json name.
+        """Reads tokenizer.json or tiktoken.model, and the special ids from the files next to it.
 
         Raises:
-          CheckpointError: tokenizer.json is missing, or a file is truncated or wrong; lists all.
+          CheckpointError: the file is missing, a file is truncated or wrong, or there are more
+            ids than the model has; lists all.
         """
         folder = Path(folder)
         problems: list[str] = []
-        tokenizer = _read_tokenizer(folder / "tokenizer.json", problems)
-        config = _read_json(folder / "config.json", problems)
-        generation = _read_json(folder / "generation_config.json", problems)
-        names = _read_json(folder / "tokenizer_config.json", problems)
-        nested = config.get("text_config")
-        numbered = [generation, config, nested if isinstance(nested, dict) else {}]
-        ids = {
-            kind: _special_ids(kind, numbered, names, tokenizer, problems)
-            for kind in ("bos", "eos", "pad")
-        }
-        if problems or tokenizer is None:
+        special = collect_special_tokens(folder, problems)
+        vocabulary = _read_vocabulary(folder, special, problems)
+        rows = special.vocab_size
+        if vocabulary is not None and rows is not None and vocabulary.size > rows:
+            problems.append(
+                f"token ids go up to {vocabulary.size - 1}, but vocab_size = {rows} in config.json"
+            )
+        if problems or vocabulary is None:
             raise CheckpointError(f"tokenizer of {folder}: " + "; ".join(problems))
-        add_bos = names.get("add_bos_token")
         return cls(
-            tokenizer,
-            bos_token_id=next(iter(ids["bos"]), None),
-            eos_token_ids=ids["eos"],
-            pad_token_id=next(iter(ids["pad"]), None),
-            add_bos=add_bos if isinstance(add_bos, bool) else None,
+            vocabulary,
+            bos_token_id=special.bos,
+            eos_token_ids=special.eos,
+            pad_token_id=special.pad,
+            add_bos=special.add_bos,
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """The prompt's token ids, with bos in front where the checkpoint wants it, once.
+
+        Args:
+          text: may spell special tokens.
+          add_bos: False for a chat prompt, whose template has written all that it wants.
 
         Raises:
           ValueError: `text` has lone surrogates, so it is no Unicode text.
@@ -111,18 +103,39 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"no Unicode text: lone surrogate at {error.start}") from None
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
+        ids = self._vocabulary.encode(text)
+        if not add_bos or ids[: len(self._prefix)] == self._prefix:
+            return ids
+        return self._prefix + ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids; special tokens and ids without a token have none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._vocabulary.decode(token_ids)
 
     def has_text(self, token_id: int) -> bool:
         """Whether the id names a token that is not special."""
-        if token_id in self._special_ids:
-            return False
-        return self._tokenizer.id_to_token(token_id) is not None
+        return self._vocabulary.has_text(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its spelling, special ones included."""
+        return self._vocabulary.token_to_id(token)
+
+
+def _read_vocabulary(
+    folder: Path, special: SpecialTokens, problems: list[str]
+) -> Vocabulary | None:
+    """The folder's vocabulary; tokenizer.json where there are both."""
+    json_path, ranks_path = folder / "tokenizer.json", folder / "tiktoken.model"
+    try:
+        if json_path.is_file():
+            return TokenizersVocabulary.from_file(json_path)
+        if ranks_path.is_file():
+            return TiktokenVocabulary.from_file(ranks_path, special.added, special.tokenizer_class)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
+    problems.append(f"no file {json_path.name} or {ranks_path.name}")
+    return None
 
 
 class IncrementalDetokenizer:
@@ -241,75 +254,3 @@ def _failure_function(pattern: str) -> list[int]:
         matched += pattern[matched] == pattern[index]
         failure[index] = matched
     return failure
-
-
-def _prompt_prefix(
-    tokenizer: tokenizers.Tokenizer, bos_token_id: int | None, add_bos: bool | None
-) -> list[int]:
-    """The ids in front of every prompt: what the post-processor adds, unless `add_bos` differs."""
-    if add_bos is False:
-        return []
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a", add_special_tokens=True).ids
-    added = len(full) - len(plain)
-    start = next((n for n in range(added + 1) if full[n : n + len(plain)] == plain), 0)
-    prefix = full[:start]
-    if add_bos and bos_token_id is not None and bos_token_id not in prefix:
-        prefix = [bos_token_id, *prefix]
-    return prefix
-
-
-def _read_tokenizer(path: Path, problems: list[str]) -> tokenizers.Tokenizer | None:
-    if not path.is_file():
-        problems.append(f"no file {path.name}")
-        return None
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises Exception itself
-        problems.append(f"{path.name} is truncated or no tokenizer: {error}")
-        return None
-
-
-def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The object in a JSON file; a missing file is an empty one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} is truncated or no JSON: {error}")
-        return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} holds {type(value).__name__}, not an object")
-        return {}
-    return value
-
-
-def _special_ids(
-    kind: str,
-    numbered: Sequence[Mapping[str, Any]],
-    names: Mapping[str, Any],
-    tokenizer: tokenizers.Tokenizer | None,
-    problems: list[str],
-) -> list[int]:
-    """The ids of one kind ("bos", "eos", "pad"), most particular source first, no repeats."""
-    ids: list[int] = []
-    token = names.get(f"{kind}_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str) and tokenizer is not None:
-        token_id = tokenizer.token_to_id(token)
-        if token_id is not None:
-            ids.append(token_id)
-        elif kind != "pad":  # a padding token is often named and never made
-            problems.append(f"{kind}_token {token!r} of tokenizer_config.json is no token")
-    for config in numbered:
-        value = config.get(f"{kind}_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None or token_id == -1:  # some checkpoints write -1 for none
-                continue
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                problems.append(f"{kind}_token_id {token_id!r} is no token id")
-            else:
-                ids.append(token_id)
-    return list(dict.fromkeys(ids))

@@ -4,6 +4,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.vocabulary import TokenizersVocabulary
 
 BOS, EOS = 0, 1
 
@@ -19,7 +20,9 @@ def raw_letters() -> tokenizers.Tokenizer:
     return raw
 
 
-LETTERS = Tokenizer(raw_letters(), bos_token_id=BOS, eos_token_ids=[EOS], add_bos=True)
+LETTERS = Tokenizer(
+    TokenizersVocabulary(raw_letters()), bos_token_id=BOS, eos_token_ids=[EOS], add_bos=True
+)
 
 
 def ids_of(text: str) -> list[int]:

@@ -8,6 +8,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
+from jaxserve.server.vocabulary import TokenizersVocabulary
 
 CORPUS = ["def add(a, b):\n    return a + b\n", "größer 你好 🙂 naïve café", "the quick brown fox"]
 
@@ -56,8 +57,8 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL = Tokenizer(byte_level(), bos_token_id=0, eos_token_ids=[1])
-BYTE_FALLBACK = Tokenizer(byte_fallback(), bos_token_id=0, eos_token_ids=[1])
+BYTE_LEVEL = Tokenizer(TokenizersVocabulary(byte_level()), bos_token_id=0, eos_token_ids=[1])
+BYTE_FALLBACK = Tokenizer(TokenizersVocabulary(byte_fallback()), bos_token_id=0, eos_token_ids=[1])
 
 
 def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **configs: object) -> Path:
@@ -134,7 +135,7 @@ def test_a_lone_surrogate_is_a_value_error() -> None:
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no file tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"no file tokenizer\.json or tiktoken\.model"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -234,7 +235,7 @@ class _CountingTokenizer(Tokenizer):
 @pytest.mark.parametrize("token", ["a", "b\x80", "</s>"])
 def test_the_cost_is_linear(token: str) -> None:
     """Even for bytes that never become a character, every id is decoded a few times only."""
-    tokenizer = _CountingTokenizer(byte_level())
+    tokenizer = _CountingTokenizer(TokenizersVocabulary(byte_level()))
     alphabet = byte_to_token()
     ids = {"a": [alphabet[97]], "b\x80": [alphabet[0x80]], "</s>": [1]}[token] * 4000
     detokenizer = IncrementalDetokenizer(tokenizer)

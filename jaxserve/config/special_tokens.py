@@ -1,0 +1,198 @@
+"""The special tokens of a model folder: ids that begin, end and pad a text, and their spelling.
+
+The one place that knows where checkpoints say so: config.json (and its `text_config`),
+generation_config.json, tokenizer_config.json, special_tokens_map.json, and for the ids of spelt
+tokens tokenizer.json. Called by the engine (end ids) and by `server` (tokenizer, chat templates).
+Knows nothing of tokenizers' libraries.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import CheckpointError
+
+KINDS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that stands outside the vocabulary that text is cut into.
+
+    Attributes:
+      content: its spelling, which a prompt may use.
+      special: whether it has no text: decoding leaves it out.
+    """
+
+    content: str
+    special: bool = False
+
+
+class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder says about its special tokens.
+
+    Attributes:
+      bos: the id that begins a text, if there is one.
+      eos: every id that ends a text.
+      pad: the padding id, if there is one.
+      texts: `bos_token`, `eos_token`, ... → spelling, for chat templates.
+      add_bos: whether prompts get bos in front; None: not said.
+      added: `added_tokens_decoder` of tokenizer_config.json: id → token.
+      tokenizer_class: of tokenizer_config.json, if it says.
+      vocab_size: rows of the model's embedding, if config.json says.
+    """
+
+    bos: int | None = None
+    eos: frozenset[int] = frozenset()
+    pad: int | None = None
+    texts: dict[str, str] = {}
+    add_bos: bool | None = None
+    added: dict[int, AddedToken] = {}
+    tokenizer_class: str | None = None
+    vocab_size: int | None = None
+
+
+def read_special_tokens(folder: str | Path) -> SpecialTokens:
+    """Reads a folder's files; missing ones are as empty.
+
+    Raises:
+      CheckpointError: lists every file that is broken and every id or token that is none.
+    """
+    problems: list[str] = []
+    special = collect_special_tokens(Path(folder), problems)
+    if problems:
+        raise CheckpointError(f"special tokens of {folder}: " + "; ".join(problems))
+    return special
+
+
+def collect_special_tokens(folder: Path, problems: list[str]) -> SpecialTokens:
+    """`read_special_tokens` that appends to `problems` instead of raising."""
+    config = read_json(folder / "config.json", problems)
+    generation = read_json(folder / "generation_config.json", problems)
+    names = read_json(folder / "tokenizer_config.json", problems)
+    legacy = read_json(folder / "special_tokens_map.json", problems)
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+    texts = _texts(legacy) | _texts(names)
+    added = _added_tokens(names, problems)
+    spelt = _Spellings(folder, added)
+    ids: dict[str, list[int]] = {}
+    for kind in ("bos", "eos", "pad"):
+        ids[kind] = list(_numbered(kind, (generation, config, text), problems))
+        token = texts.get(f"{kind}_token")
+        token_id = None if token is None else spelt.find(token)
+        if token_id is not None:
+            ids[kind].insert(0, token_id)
+        elif token is not None and kind != "pad":  # a padding token is often named, never made
+            problems.append(f"{kind}_token {token!r} of tokenizer_config.json is no token")
+    add_bos = names.get("add_bos_token")
+    tokenizer_class = names.get("tokenizer_class")
+    size = text.get("vocab_size", config.get("vocab_size"))
+    return SpecialTokens(
+        bos=next(iter(ids["bos"]), None),
+        eos=frozenset(ids["eos"]),
+        pad=next(iter(ids["pad"]), None),
+        texts=texts,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        added=added,
+        tokenizer_class=tokenizer_class if isinstance(tokenizer_class, str) else None,
+        vocab_size=size if isinstance(size, int) and not isinstance(size, bool) else None,
+    )
+
+
+def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object in a JSON file; a missing file is an empty one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is truncated or no JSON: {error}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} holds {type(value).__name__}, not an object")
+        return {}
+    return value
+
+
+def _texts(names: Mapping[str, Any]) -> dict[str, str]:
+    """The spelling of every special token that is named, as a text or as an object."""
+    texts = {}
+    for kind in KINDS:
+        token = names.get(f"{kind}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            texts[f"{kind}_token"] = token
+    return texts
+
+
+def _added_tokens(names: Mapping[str, Any], problems: list[str]) -> dict[int, AddedToken]:
+    try:
+        return msgspec.convert(
+            names.get("added_tokens_decoder") or {}, dict[int, AddedToken], strict=False
+        )
+    except msgspec.ValidationError as error:
+        problems.append(f"added_tokens_decoder of tokenizer_config.json: {error}")
+        return {}
+
+
+def _numbered(
+    kind: str, configs: tuple[Mapping[str, Any], ...], problems: list[str]
+) -> Iterator[int]:
+    """The ids of one kind, the most particular file first."""
+    for config in configs:
+        value = config.get(f"{kind}_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None or token_id == -1:  # some checkpoints write -1 for none
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                problems.append(f"{kind}_token_id {token_id!r} is no token id")
+            else:
+                yield token_id
+
+
+class _FileToken(AddedToken, frozen=True, kw_only=True):
+    id: int
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that is read first; the rest is skipped over."""
+
+    added_tokens: list[_FileToken] = []
+
+
+class _Spellings:
+    """Spelling → id, from the smallest file that knows."""
+
+    def __init__(self, folder: Path, added: Mapping[int, AddedToken]):
+        self._path = folder / "tokenizer.json"
+        self._ids = {token.content: token_id for token_id, token in added.items()}
+        self._read = 0
+
+    def find(self, token: str) -> int | None:
+        """The token's id; a tokenizer.json that cannot be read knows none."""
+        for read in (self._read_added, self._read_vocabulary)[self._read :]:
+            if token in self._ids:
+                break
+            self._read += 1
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # its reader complains
+                self._ids = {**read(self._path.read_bytes()), **self._ids}
+        return self._ids.get(token)
+
+    @staticmethod
+    def _read_added(data: bytes) -> dict[str, int]:
+        file = msgspec.json.decode(data, type=_TokenizerFile)
+        return {token.content: token.id for token in file.added_tokens}
+
+    @staticmethod
+    def _read_vocabulary(data: bytes) -> dict[str, int]:
+        """The model's own tokens: `{token: id}`, or Unigram's `[[token, score], ...]`."""
+        model = msgspec.json.decode(data).get("model") or {}
+        vocab = model.get("vocab") or {}
+        if isinstance(vocab, list):
+            return {token: token_id for token_id, (token, _) in enumerate(vocab)}
+        return vocab

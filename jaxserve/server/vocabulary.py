@@ -1,0 +1,105 @@
+"""What a `Tokenizer` needs of the library behind it, and the usual one: tokenizer.json.
+
+The other is `tiktoken_files.py`. Called by `tokenizer.py`.
+Knows nothing of which ids begin or end a text.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+
+from jaxserve.errors import CheckpointError
+
+
+class Vocabulary(Protocol):
+    """Text to ids and back, for one model. Immutable and safe for many threads."""
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id; ids below it need not all exist."""
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token at most; n tokens have at most n times as many."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that have no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing added; special tokens that it spells are such."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids; special and unknown ones have none, broken UTF-8 becomes U+FFFD."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its spelling."""
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the id is that of a token that is not special."""
+
+    def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
+        """The ids in front of every prompt; `add_bos` None: as the vocabulary's own file says."""
+
+
+class TokenizersVocabulary:
+    """A tokenizer.json, through the tokenizers library."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        """Takes the tokenizer over; truncation and padding are switched off."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=0)
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> "TokenizersVocabulary":
+        """Reads a tokenizer.json.
+
+        Raises:
+          CheckpointError: it is truncated or no tokenizer.
+        """
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the Rust side raises Exception itself
+            raise CheckpointError(f"{path.name} is truncated or no tokenizer: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `Vocabulary`."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def token_to_id(self, token: str) -> int | None:
+        """See `Vocabulary`."""
+        return self._tokenizer.token_to_id(token)
+
+    def has_text(self, token_id: int) -> bool:
+        """See `Vocabulary`."""
+        if token_id in self.special_ids:
+            return False
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
+        """What the post-processor adds, unless `add_bos` differs."""
+        if add_bos is False:
+            return []
+        plain = self.encode("a")
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        added = len(full) - len(plain)
+        start = next((n for n in range(added + 1) if full[n : n + len(plain)] == plain), 0)
+        prefix = full[:start]
+        if add_bos and bos is not None and bos not in prefix:
+            prefix = [bos, *prefix]
+        return prefix
