@@ -25,10 +25,12 @@ ATTENTION_RULES: Rules = {
     "pages": "dp",
     "tokens": "dp",
     "q_heads": "tp",
+    "kv_heads": "tp",
     "vocab": "tp",
     "embedding": "tp",
 }
-"""Attention mesh. The single KV head and the low-rank query are replicated over tp."""
+"""Attention mesh. Low-rank queries and latents are replicated over tp, as are the weights of K and
+V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
 
 FFN_RULES: Rules = {"experts": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp")}
 """ffn mesh. Routed experts over ep, every expert's d_ff over tp; dense FFN and shared expert over
@@ -104,3 +106,8 @@ def axis_product(mesh: Mesh, axes: Axes) -> int:
     """Number of shards that `axes` cut a dimension into."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
+def shards(mesh: Mesh, rules: Rules) -> dict[str, int]:
+    """Into how many parts the mesh cuts each dimension that has a rule."""
+    return {name: axis_product(mesh, axes) for name, axes in rules.items()}

@@ -12,27 +12,29 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.attention.batch import RaggedBatch
-from jaxserve.attention.mfa import MFA, Pages
+from jaxserve.attention.family import attention_module
+from jaxserve.attention.kv_cache import Pages
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.config.model import FFNKind, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ffn.dense import DenseFFN
 from jaxserve.ffn.experts import Experts
 from jaxserve.ffn.router import Router
 from jaxserve.link.message import Message
-from jaxserve.mesh import Submeshes, axis_product
-from jaxserve.module import Template, rms_norm, scale, weight
+from jaxserve.mesh import ATTENTION_RULES, Submeshes, axis_product, shards
+from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
 
 
 class AttentionBlock(nnx.Module):
     """A layer's share of the attention role: norm, attention, residual, norm, router."""
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         self.config = config
-        self.input_norm = scale(dtype, d_model=config.d_model)
-        self.attention = MFA(config, dtype, rngs)
-        self.post_norm = scale(dtype, d_model=config.d_model)
-        self.router = Router(config, dtype, rngs) if kind == "moe" else None
+        self.input_norm = scale(formats.dtype, d_model=config.d_model)
+        self.attention = attention_module(config, kind.window, formats, rngs)
+        self.post_norm = scale(formats.dtype, d_model=config.d_model)
+        routed = config.router if kind.ffn == "moe" else None
+        self.router = Router(config.d_model, routed, formats.dtype, rngs) if routed else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
@@ -56,17 +58,17 @@ class FFNBlock(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        kind: LayerKind,
+        kind: FFNKind,
         ranks: tuple[int, int],
-        dtype: jnp.dtype,
+        formats: Formats,
         rngs: nnx.Rngs,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         shards = expert_ranks * tensor_ranks
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
-        self.experts = Experts(config, ranks, dtype, rngs) if kind == "moe" else None
-        self.dense = DenseFFN(d_model, d_ff, dtype, rngs) if d_ff else None
+        self.experts = Experts(config, ranks, formats, rngs) if kind == "moe" else None
+        self.dense = DenseFFN(d_model, d_ff, formats, rngs) if d_ff else None
 
     def __call__(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
@@ -130,26 +132,51 @@ class ModelTemplates:
         self.dtype = dtype
         self.ranks = (meshes.ffn.shape[meshes.ffn_axes[0]], meshes.ffn.shape[meshes.ffn_axes[1]])
         tensor_ranks = axis_product(meshes.attention, "tp")
-        kinds: list[LayerKind] = ["dense", "moe"]
-        present = [kind for kind in kinds if any(kind == run[0] for run in config.runs())]
+        attention = Formats(
+            dtype,
+            weight_format(deployment.attention.weights, config),
+            shards(meshes.attention, ATTENTION_RULES),
+        )
+        ffn = Formats(
+            dtype,
+            weight_format(deployment.ffn.weights, config),
+            shards(meshes.ffn, meshes.ffn_rules),
+        )
         self.embedding = Template(functools.partial(Embedding, config, dtype))
         self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
         self.attention = {
-            kind: Template(functools.partial(AttentionBlock, config, kind, dtype))
-            for kind in present
+            kind: Template(functools.partial(AttentionBlock, config, kind, attention))
+            for kind in config.kinds()
         }
         self.ffn = {
-            kind: Template(functools.partial(FFNBlock, config, kind, self.ranks, dtype))
-            for kind in present
+            kind.ffn: Template(functools.partial(FFNBlock, config, kind.ffn, self.ranks, ffn))
+            for kind in config.kinds()
         }
+
+
+def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
+    """A role's `weights` with `auto` resolved: as the checkpoint has them.
+
+    `fp8` keeps a checkpoint's FP8 blocks as they are.
+    """
+    if config.stored == "fp8_block" and wanted in ("auto", "fp8"):
+        return "fp8_block"
+    formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8"}
+    return formats.get(wanted, "plain")
 
 
 def check_layout(config: ModelConfig, deployment: Deployment) -> None:
     """Raises ConfigError where the model cannot be cut as the deployment asks."""
     tp = deployment.attention.tp
-    for name, size in (("query heads", config.q_heads), ("d_model", config.d_model)):
+    q_heads, kv_heads = config.attention.q_heads, config.attention.kv_heads
+    for name, size in (("query heads", q_heads), ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(
+            f"attention.tp = {tp} is neither a divisor nor a multiple of the model's key and value "
+            f"heads = {kv_heads}"
+        )
     if deployment.scheduler.max_length > config.max_positions:
         raise ConfigError(
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "

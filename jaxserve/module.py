@@ -5,8 +5,11 @@ leaves and `nnx.merge`s them inside `shard_map`, where every module sees its dev
 below `attention/` and `ffn/` and knows neither.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,62 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.mesh import Rules, partition_spec
+from jaxserve.quant.matmul import matmul
+from pallas_kernels.quantize.api import QuantArray, quantize_weight
+
+WeightFormat = Literal["plain", "fp8", "fp8_block", "int8"]
+"""How matrices are kept: in the role's dtype, or in 8 bits with scales (`quant`)."""
+
+BLOCK = 128
+"""Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats:
+    """The number formats of a role's modules.
+
+    Attributes:
+      dtype: of activations, norms and everything that is not quantised.
+      weights: of the matrices that `matrix` makes.
+      shards: into how many parts the role's mesh cuts a dimension, by its name; missing: one.
+    """
+
+    dtype: jnp.dtype
+    weights: WeightFormat = "plain"
+    shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Weight(nnx.Param):
     """A parameter whose metadata `dimensions` names its axes for the sharding rules."""
+
+
+class QuantWeight(nnx.Module):
+    """A matrix in 8 bits, or a stack of them.
+
+    Attributes:
+      values: [..., d_in, d_out].
+      scales: FP32, one a block.
+      block: rows and columns of a block; 0: all.
+    """
+
+    def __init__(
+        self,
+        value: Array,
+        weights: Literal["fp8", "fp8_block", "int8"],
+        block: tuple[int, int],
+        dimensions: tuple[str, ...],
+    ):
+        quantised = quantize_weight(value, weights, block)
+        *outer, d_in, d_out = dimensions
+        self.block = block
+        self.values = Weight(quantised.values, dimensions=dimensions)
+        self.scales = Weight(
+            quantised.scales, dimensions=(*outer, d_in if block[0] else None, d_out)
+        )
+
+    def __getitem__(self, key: EllipsisType) -> QuantArray:
+        """`[...]`, as of a `Weight`."""
+        return QuantArray(self.values[...], self.scales[...], self.block)
 
 
 def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
@@ -32,6 +87,38 @@ def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
+def matrix(
+    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int] = (), **dimensions: int
+) -> Weight | QuantWeight:
+    """A matrix [..., d_in, d_out] of a linear map, in the role's format.
+
+    Args:
+      parts: widths of several maps side by side in d_out, each with blocks of its own.
+    """
+    plain = weight(rngs, formats.dtype, **dimensions)
+    if formats.weights == "plain":
+        return plain
+    names = _names(dimensions)
+    block = (0, 1)
+    if formats.weights == "fp8_block":
+        d_in, d_out = (
+            _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))
+            for name in list(dimensions)[-2:]
+        )
+        block = (d_in, math.gcd(d_out, *parts[:-1]))
+    return QuantWeight(plain[...], formats.weights, block, names)
+
+
+def _block(size: int, shards: int) -> int:
+    """Rows or columns of a block: no block may lie on two devices."""
+    return BLOCK if shards == 1 else math.gcd(BLOCK, size // shards)
+
+
+def zeros(dtype: jnp.dtype, **dimensions: int) -> Weight:
+    """A bias, zero everywhere."""
+    return Weight(jnp.zeros(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
+
+
 def scale(dtype: jnp.dtype, **dimensions: int) -> Weight:
     """A norm's weight, one everywhere."""
     return Weight(jnp.ones(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
@@ -42,11 +129,14 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
 
 
 def linear(
-    x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"]
+    x: Float[Array, "tokens d_in"],
+    w: Weight | QuantWeight,
+    bias: Weight | None = None,
 ) -> Float[Array, "tokens d_out"]:
-    """x · w with FP32 accumulation, in x's dtype (FP32 inputs: FP32 products on every platform)."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+    """x · w with FP32 accumulation, plus the bias, in x's dtype."""
+    product = matmul(x, w[...])
+    if bias is not None:
+        product += bias[...].astype(jnp.float32)
     return product.astype(x.dtype)
 
 
@@ -80,7 +170,7 @@ class Template:
         variables = [variable for _, variable in flat]
         self.names = tuple(".".join(map(str, path)) for path in self._paths)
         self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(v.get_value() for v in variables)
-        self.dimensions: tuple[tuple[str, ...], ...] = tuple(
+        self.dimensions: tuple[tuple[str | None, ...], ...] = tuple(
             v.get_metadata("dimensions") for v in variables
         )
         self._variables = variables

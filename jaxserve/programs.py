@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.attention.batch import RaggedBatch, ragged_batch
-from jaxserve.attention.kv_cache import PAGES_SPEC, page_shape
+from jaxserve.attention.kv_cache import PAGES_SPEC, Pages, page_arrays
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import LayerKind
+from jaxserve.config.model import FFNKind, LayerKind
 from jaxserve.ffn.placement import physical_experts
 from jaxserve.link.message import MessageFormat, row_multiple
 from jaxserve.link.route import Route, combine_route, dispatch_route
@@ -81,14 +81,14 @@ class _Programs:
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = physical_experts(self.config.experts, templates.ranks[0])
-        self.page_shape = page_shape(self.config, deployment)
-        self.formats: dict[LayerKind, MessageFormat] = {
+        self.page_arrays = page_arrays(self.config, deployment)
+        self.formats: dict[FFNKind, MessageFormat] = {
             kind: MessageFormat(
                 self.config.d_model,
                 self.config.top_k if kind == "moe" else 0,
                 deployment.dispatch_format,
             )
-            for kind in templates.attention
+            for kind in templates.ffn
         }
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
@@ -177,44 +177,48 @@ class AFDPrograms(_Programs):
         )
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(last_tokens, batch, page_table, k, v, embedding…, layer…) → (x, pieces…, k, v)."""
+        """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, pieces…, pages…)."""
         embedding, layer = self.templates.embedding, self.templates.attention[kind]
-        split = len(embedding.leaves)
+        cuts = (len(self.page_arrays), len(embedding.leaves), len(layer.leaves))
 
-        def body(
-            last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array
-        ) -> tuple[Array, ...]:
+        def body(last: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            pages, table_leaves, leaves = _cut(rest, cuts)
             context = self.step_context(bucket, batch, table)
-            x = self.embed(context, last, leaves[:split])
-            return self._attend(kind, x, (k, v), context.batch, leaves[split:])
+            x = self.embed(context, last, table_leaves)
+            return self._attend(kind, x, pages, context.batch, leaves)
 
-        pages = self._shape(*self.page_shape, dtype=self.dtype)
+        pages = [PAGES_SPEC] * len(self.page_arrays)
         return Program(
             f"enter_{kind}",
             body,
             self.meshes.attention,
-            (*self._step_shapes(bucket), pages, pages, *embedding.leaves, *layer.leaves),
             (
-                *(ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC),
+                *self._step_shapes(bucket),
+                *self.page_arrays,
+                *embedding.leaves,
+                *layer.leaves,
+            ),
+            (
+                *(ROWS, ROWS, ROWS),
+                *pages,
                 *embedding.specs(ATTENTION_RULES),
                 *layer.specs(ATTENTION_RULES),
             ),
-            (ROWS, *[PIECES] * self.dispatch.sends, PAGES_SPEC, PAGES_SPEC),
-            donated=(3, 4),
+            (ROWS, *[PIECES] * self.dispatch.sends, *pages),
+            donated=tuple(range(3, 3 + len(pages))),
         )
 
     def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(x, batch, page_table, k, v, combined…, layer…) → (x, pieces…, k, v)."""
+        """(x, batch, page_table, pages…, combined…, layer…) → (x, pieces…, pages…)."""
         layer, received = self.templates.attention[kind], self.combine.receives
+        cuts = (len(self.page_arrays), received, len(layer.leaves))
 
-        def body(
-            x: Array, batch: Array, table: Array, k: Array, v: Array, *rest: Array
-        ) -> tuple[Array, ...]:
+        def body(x: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            pages, combined, leaves = _cut(rest, cuts)
             context = self.step_context(bucket, batch, table)
-            x = self._add_combined(x, rest[:received])
-            return self._attend(kind, x, (k, v), context.batch, rest[received:])
+            return self._attend(kind, self._add_combined(x, combined), pages, context.batch, leaves)
 
-        pages = self._shape(*self.page_shape, dtype=self.dtype)
+        pages = [PAGES_SPEC] * len(self.page_arrays)
         return Program(
             f"attend_{kind}",
             body,
@@ -222,20 +226,21 @@ class AFDPrograms(_Programs):
             (
                 self._stream_shape(bucket),
                 *self._step_shapes(bucket)[1:],
-                *(pages, pages),
+                *self.page_arrays,
                 *self._combined_shapes(bucket),
                 *layer.leaves,
             ),
             (
-                *(ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC),
+                *(ROWS, ROWS, ROWS),
+                *pages,
                 *[PIECES] * received,
                 *layer.specs(ATTENTION_RULES),
             ),
-            (ROWS, *[PIECES] * self.dispatch.sends, PAGES_SPEC, PAGES_SPEC),
-            donated=(0, 3, 4),
+            (ROWS, *[PIECES] * self.dispatch.sends, *pages),
+            donated=(0, *range(3, 3 + len(pages))),
         )
 
-    def ffn(self, bucket: Bucket, kind: LayerKind) -> Program:
+    def ffn(self, bucket: Bucket, kind: FFNKind) -> Program:
         """(received pieces…, layer…) → (pieces of the result…)."""
         layer, received = self.templates.ffn[kind], self.dispatch.receives
         axes, message = self.meshes.ffn_axes, self.formats[kind]
@@ -289,13 +294,13 @@ class AFDPrograms(_Programs):
         )
 
     def _attend(
-        self, kind: LayerKind, x: Array, pages: Any, batch: RaggedBatch, leaves: Sequence[Array]
+        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
     ) -> tuple[Array, ...]:
         """One layer on the attention mesh; the message leaves in this device's pieces."""
         block = self.templates.attention[kind].merge(leaves)
         x, message, pages = block(x, pages, batch, self.sentinel)
         with jax.named_scope("pack"):
-            packed = self.formats[kind].pack(_share(message, "tp"))
+            packed = self.formats[kind.ffn].pack(_share(message, "tp"))
         return x, *jnp.split(packed, self.dispatch.sends), *pages
 
     def _add_combined(self, x: Array, combined: Sequence[Array]) -> Array:
@@ -323,31 +328,32 @@ class ColocatedPrograms(_Programs):
     row_multiple = 1
 
     @property
-    def pages_shape(self) -> tuple[int, int, int, int]:
-        """Global shape of the K (or V) pages of all layers."""
-        pages, page_size, kv_heads, head_dim = self.page_shape
-        return (self.config.layers * pages, page_size, kv_heads, head_dim)
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of the pages of all layers."""
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (self.config.layers * array.shape[0], *array.shape[1:]), array.dtype
+            )
+            for array in self.page_arrays
+        )
 
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Runs of equal layers, whose leaves are stacked along a new first axis."""
         return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
-        """(last_tokens, batch, page_table, k, v, embedding…, head…, stacked runs…) →
-        (last_tokens, sampled, logits, k, v); k and v hold a DP group's pages of all layers, layer
+        """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
+        (last_tokens, sampled, logits, pages…); the pages are a DP group's of all layers, layer
         after layer: `[dp * layers * pages, …]`."""
-        templates = self.templates
-        parts = [len(templates.embedding.leaves), len(templates.head.leaves)]
+        templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
+        parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
-            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind].leaves)]
+            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
 
-        def body(
-            last: Array, batch: Array, table: Array, k: Array, v: Array, *leaves: Array
-        ) -> tuple[Array, ...]:
+        def body(last: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
-            embedding, head, *stacks = _cut(leaves, parts)
+            pages, embedding, head, *stacks = _cut(rest, parts)
             x = self.embed(context, last, embedding)
-            pages = (k, v)
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 attention, ffn = stacks[2 * index : 2 * index + 2]
                 experts, rest = self._part_experts(kind, ffn)
@@ -365,22 +371,21 @@ class ColocatedPrograms(_Programs):
         for kind, start, stop in self.stacked():
             for template, rules in (
                 (templates.attention[kind], ATTENTION_RULES),
-                (templates.ffn[kind], self.meshes.ffn_rules),
+                (templates.ffn[kind.ffn], self.meshes.ffn_rules),
             ):
                 arguments += [
                     jax.ShapeDtypeStruct((stop - start, *leaf.shape), leaf.dtype)
                     for leaf in template.leaves
                 ]
                 specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
-        pages = self._shape(*self.pages_shape, dtype=self.dtype)
         return Program(
             "step",
             body,
             self.meshes.attention,
-            (*self._step_shapes(bucket), pages, pages, *arguments),
-            (ROWS, ROWS, ROWS, PAGES_SPEC, PAGES_SPEC, *specs),
-            (ROWS, REPLICATED, ROWS, PAGES_SPEC, PAGES_SPEC),
-            donated=(0, 3, 4),
+            (*self._step_shapes(bucket), *self.all_pages, *arguments),
+            (ROWS, ROWS, ROWS, *pages_spec, *specs),
+            (ROWS, REPLICATED, ROWS, *pages_spec),
+            donated=(0, *range(3, 3 + len(pages_spec))),
         )
 
     def _part_experts(
@@ -392,7 +397,7 @@ class ColocatedPrograms(_Programs):
         finds the right ones itself.
         """
         experts, rest = {}, {}
-        for place, names in enumerate(self.templates.ffn[kind].dimensions):
+        for place, names in enumerate(self.templates.ffn[kind.ffn].dimensions):
             if names[0] == "experts":
                 experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
             else:
@@ -414,10 +419,12 @@ class ColocatedPrograms(_Programs):
         shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
         x, message, pages = block(x, pages, shifted, self.sentinel)
-        formats, axes = self.formats[kind], self.meshes.ffn_axes
+        formats, axes = self.formats[kind.ffn], self.meshes.ffn_axes
         packed = jax.lax.all_gather(formats.pack(message), axes[0], axis=0, tiled=True)
         leaves = experts | rest
-        ffn_block = self.templates.ffn[kind].merge([leaves[place] for place in range(len(leaves))])
+        ffn_block = self.templates.ffn[kind.ffn].merge(
+            [leaves[place] for place in range(len(leaves))]
+        )
         share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]), layer)
         share = jax.lax.psum(share, axes[1])
         rows = jax.lax.psum_scatter(share, axes[0], scatter_dimension=0, tiled=True)

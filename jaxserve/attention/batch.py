@@ -18,6 +18,8 @@ class RaggedBatch(NamedTuple):
     """Position of each token in its sequence; -1 for padding."""
     page_table: Int[Array, "slots pages"]
     """Pages of each sequence in the DP group's pool."""
+    chunk_start: Int[Array, " tokens"]
+    """Position of the first token of the batch that is of the same sequence."""
 
 
 def ragged_batch(
@@ -36,4 +38,5 @@ def ragged_batch(
     valid = slot < kv_length.shape[0]
     slot = jnp.minimum(slot, kv_length.shape[0] - 1)
     position = kv_length[slot] - (query_start[slot + 1] - token)
-    return RaggedBatch(slot, jnp.where(valid, position, -1), page_table)
+    chunk_start = kv_length[slot] - (query_start[slot + 1] - query_start[slot])
+    return RaggedBatch(slot, jnp.where(valid, position, -1), page_table, chunk_start)

@@ -1,28 +1,137 @@
-"""The paged KV cache of one layer: where it lies and how large it is.
+"""The paged KV cache of one layer: which arrays it has, how large they are and where they lie.
 
-K and V have an array each, `[dp * pages, page_size, kv_heads, head_dim]`: every DP group owns its
-`pages` rows, and page ids in a page table count within the group. `pallas_kernels/attention`
-defines how tokens lie inside a page; `engine/pages.py` decides who owns which.
+A layer's cache is a tuple of arrays, `[dp * pages, page_size, heads, width]` each: keys and values,
+or MLA's latent alone. In an 8-bit format each of them has an array of FP32 scales beside it,
+`[dp * pages, page_size, heads]`, one a token and head. Every DP group owns its `pages` rows, and
+page ids in a page table count within the group. `pallas_kernels/attention` defines how tokens lie
+inside a page; `engine/pages.py` decides who owns which.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
+from jaxserve.attention.batch import RaggedBatch
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.quant.rows import STORAGE, quantize_heads
+from pallas_kernels.attention.api import paged_attention, write_rows
+from pallas_kernels.quantize.api import Format
 
-PAGES_SPEC = PartitionSpec("dp")
+Pages = tuple[Array, ...]
+"""(keys, values) or (latent,), then their scales in the same order."""
+
+PAGES_SPEC = PartitionSpec("dp", None, "tp")
 
 
-def page_shape(config: ModelConfig, deployment: Deployment) -> tuple[int, int, int, int]:
-    """Global shape of the K (or V) pages of one layer."""
-    pages = deployment.attention.dp * deployment.cache.pages
-    return (pages, deployment.cache.page_size, config.kv_heads, config.head_dim)
+def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Global shapes and dtypes of one layer's cache.
+
+    The heads are divided over tp; where there are fewer of them than devices, several devices have
+    the same one.
+    """
+    attention, cache = config.attention, deployment.cache
+    rows = (deployment.attention.dp * cache.pages, cache.page_size)
+    heads = max(attention.kv_heads, deployment.attention.tp)
+    if isinstance(attention, MLA):
+        widths = [attention.kv_latent + attention.rope_dim]
+    else:
+        widths = [attention.head_dim] * 2
+    dtype = STORAGE[deployment.cache_format]
+    arrays = [jax.ShapeDtypeStruct((*rows, heads, width), dtype) for width in widths]
+    if dtype.itemsize == 1:
+        arrays += [jax.ShapeDtypeStruct((*rows, heads), jnp.float32)] * len(widths)
+    return tuple(arrays)
+
+
+def write(
+    pages: Pages, rows: tuple[Float[Array, "tokens heads _"], ...], batch: RaggedBatch
+) -> Pages:
+    """The cache with the rows of the batch's tokens in their places, in the cache's format."""
+    if len(pages) > len(rows):
+        values, scales = zip(*(quantize_heads(row, _format(pages)) for row in rows), strict=True)
+        rows = (*values, *scales)
+    return write_rows(
+        pages,
+        tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+    )
+
+
+def attend(
+    queries: Float[Array, "tokens q_heads width"],
+    pages: Pages,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+) -> Float[Array, "tokens q_heads v_width"]:
+    """Attention of every token to its sequence's cache, itself included."""
+    keys, values, *scales = pages
+    return paged_attention(
+        queries,
+        keys,
+        values,
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+        scale=scale,
+        window=window,
+        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+    )
+
+
+def attend_latent(
+    queries: Float[Array, "tokens q_heads width"],
+    pages: Pages,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    v_width: int,
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
+    """The same where the first `v_width` elements of a key are its value, with log-sum-exps."""
+    out, lse = paged_attention(
+        queries,
+        pages[0],
+        None,
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+        scale=scale,
+        v_width=v_width,
+        k_scales=pages[1] if len(pages) > 1 else None,
+        with_lse=True,
+    )
+    return out, lse
+
+
+def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "tokens heads _"]:
+    """The row as it will be read from the cache."""
+    if pages[0].dtype.itemsize > 1:
+        return row.astype(pages[0].dtype).astype(row.dtype)
+    values, scales = quantize_heads(row, _format(pages))
+    return (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
 
 
 def zeros(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
 ) -> jax.Array:
     """A zeroed array, made on its devices."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    return _zeros_maker(shape, dtype, sharding)()
+
+
+def _format(pages: Pages) -> Format:
+    return "int8" if pages[0].dtype == jnp.int8 else "fp8"
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros_maker(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
+) -> "jax.stages.Wrapped":
+    """Compiled once for all layers."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -10,15 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.attention.batch import RaggedBatch
-from jaxserve.attention.rope import rotate_half, rotation
+from jaxserve.attention.kv_cache import Pages, attend, write
+from jaxserve.attention.rope import rotate, rotation
+from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import ModelConfig
-from jaxserve.module import linear, rms_norm, scale, weight
-from pallas_kernels.attention.api import paged_attention, write_pages
-
-Pages = tuple[
-    Float[Array, "pages page_size kv_heads head_dim"],
-    Float[Array, "pages page_size kv_heads head_dim"],
-]
+from jaxserve.module import Formats, linear, matrix, rms_norm, scale
 
 
 class MFA(nnx.Module):
@@ -31,16 +27,17 @@ class MFA(nnx.Module):
       out: [q_heads·head_dim, d_model].
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.config = config
-        heads = config.q_heads * config.head_dim
-        kv = config.kv_heads * config.head_dim
-        self.down = weight(
-            rngs, dtype, d_model=config.d_model, latent_and_kv=config.latent + 2 * kv
-        )
-        self.inter_norm = scale(dtype, latent=config.latent)
-        self.up = weight(rngs, dtype, latent=config.latent, q_heads=heads)
-        self.out = weight(rngs, dtype, q_heads=heads, d_model=config.d_model)
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        self.sizes, self.window = sizes, window
+        self.rope, self.epsilon = config.rope, config.norm_epsilon
+        heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        parts = (sizes.latent, kv, kv)
+        self.down = matrix(rngs, formats, parts, d_model=config.d_model, latent_and_kv=sum(parts))
+        self.inter_norm = scale(formats.dtype, latent=sizes.latent)
+        self.up = matrix(rngs, formats, latent=sizes.latent, q_heads=heads)
+        self.out = matrix(rngs, formats, q_heads=heads, d_model=config.d_model)
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
@@ -50,19 +47,18 @@ class MFA(nnx.Module):
         Returns this device's share of the output projection (to be summed over `tp`, FP32 sum
         left to the caller) and the pages.
         """
-        config, tokens = self.config, x.shape[0]
-        kv = config.kv_heads * config.head_dim
+        sizes, tokens = self.sizes, x.shape[0]
+        kv = sizes.kv_heads * sizes.head_dim
         query, key, value = jnp.split(
-            linear(x, self.down[...]), [config.latent, config.latent + kv], axis=-1
+            linear(x, self.down), [sizes.latent, sizes.latent + kv], axis=-1
         )
-        query = linear(rms_norm(query, self.inter_norm[...], config.norm_epsilon), self.up[...])
-        cosine, sine = rotation(batch.position, config.head_dim, config.rope_theta)
-        query = rotate_half(query.reshape(tokens, -1, config.head_dim), cosine, sine)
-        key = rotate_half(key.reshape(tokens, config.kv_heads, -1), cosine, sine)
-        value = value.reshape(tokens, config.kv_heads, -1)
-        where = (batch.page_table, batch.sequence_of_token, batch.position)
+        query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
+        turn = rotation(batch.position, sizes.head_dim, self.rope)
+        query = rotate(query.reshape(tokens, -1, sizes.head_dim), *turn)
+        key = rotate(key.reshape(tokens, sizes.kv_heads, -1), *turn)
+        value = value.reshape(tokens, sizes.kv_heads, -1)
         with jax.named_scope("write_pages"):
-            k_pages, v_pages = write_pages(*pages, key, value, *where)
+            pages = write(pages, (key, value), batch)
         with jax.named_scope("paged_attention"):
-            mixed = paged_attention(query, k_pages, v_pages, *where, scale=config.head_dim**-0.5)
-        return linear(mixed.reshape(tokens, -1), self.out[...]), (k_pages, v_pages)
+            mixed = attend(query, pages, batch, scale=sizes.head_dim**-0.5, window=self.window)
+        return linear(mixed.reshape(tokens, -1), self.out), pages

@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.bench.random_model import RandomModel, build, deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, run_worker, writing
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.link.message import Message
 from jaxserve.pipeline.driver import AFDDriver, GroupPut
 from jaxserve.pipeline.executables import AFDExecutables
@@ -34,6 +34,7 @@ from jaxserve.quant.rows import decode_rows, encode_rows
 LAYERS = 16
 """A quarter of a real model's, and fewer than the CPU backend allows in flight on a device (32)."""
 KV_LENGTH = 3
+KIND = LayerKind("moe")
 _SECONDS = 300.0
 NAIVE_LIMIT, BARE_LIMIT = 0.25, 1.15
 LOOPS = ("driver", "bare", "naive")
@@ -67,17 +68,13 @@ def tiny_model() -> RandomModel:
         vocab=64,
         d_model=16,
         layers=LAYERS,
-        q_heads=2,
-        kv_heads=1,
-        head_dim=8,
-        latent=8,
+        attention=MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8),
+        rope=Rope(theta=1e4),
         d_ff=16,
         moe_layers=frozenset(range(LAYERS)),
-        experts=4,
-        top_k=2,
+        router=Router(experts=4, top_k=2),
         expert_d_ff=8,
         shared_d_ff=8,
-        rope_theta=1e4,
         norm_epsilon=1e-5,
         max_positions=64,
     )
@@ -97,8 +94,8 @@ def compile_naive(model: RandomModel) -> NaivePrograms:
     """The driver's programs with the packing undone: the same blocks, another message."""
     programs, bucket = model.programs, model.bucket
     return NaivePrograms(
-        _unpacked(programs, programs.enter(bucket, "moe")).compile(),
-        _unpacked(programs, programs.attend(bucket, "moe")).compile(),
+        _unpacked(programs, programs.enter(bucket, KIND)).compile(),
+        _unpacked(programs, programs.attend(bucket, KIND)).compile(),
         _fed_unpacked(programs, programs.ffn(bucket, "moe")).compile(),
     )
 
@@ -160,7 +157,7 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     enter, leave = executables.enter, executables.leave
     assert enter is not None
     assert leave is not None
-    attend = wrap("attend", executables.attend["moe"])
+    attend = wrap("attend", executables.attend[KIND])
     ffn = wrap("ffn", executables.ffn["moe"])
     dispatch = wrap("dispatch", executables.dispatch["moe"].bind())
     combine = wrap("combine", executables.combine.bind())
@@ -267,7 +264,7 @@ def without_calls(model: RandomModel) -> AFDDriver:
     four, three = (nothing,) * 4, (nothing,) * 3
     hollow: Any = {
         "enter": lambda *arguments: four,
-        "attend": {"moe": lambda *arguments: four},
+        "attend": {KIND: lambda *arguments: four},
         "ffn": {"moe": lambda *arguments: (nothing,)},
         "leave": lambda *arguments: three,
         "dispatch": {"moe": _Nowhere()},

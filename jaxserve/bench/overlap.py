@@ -30,7 +30,7 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker, run_workers, writing
 from jaxserve.cluster.bootstrap import ProcessArguments, free_port, initialise
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.link.transport import TransportKind
 from jaxserve.mesh import cached_sharding
 from jaxserve.pipeline.driver import AFDDriver, Finished, GroupPut
@@ -124,17 +124,13 @@ def model_config(width: int) -> ModelConfig:
         vocab=64,
         d_model=256,
         layers=LAYERS,
-        q_heads=8,
-        kv_heads=1,
-        head_dim=64,
-        latent=256,
+        attention=MFA(q_heads=8, kv_heads=1, head_dim=64, latent=256),
+        rope=Rope(theta=1e4),
         d_ff=256,
         moe_layers=frozenset(range(LAYERS)),
-        experts=8,
-        top_k=2,
+        router=Router(experts=8, top_k=2),
         expert_d_ff=64,
         shared_d_ff=width,
-        rope_theta=1e4,
         norm_epsilon=1e-5,
         max_positions=CONTEXT,
     )
@@ -170,7 +166,7 @@ def calibrate(calls: int) -> dict[str, Any]:
 
 def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     """Milliseconds of one attend, and a message that it sends, on the ffn device."""
-    enter, attend = model.executables.enter, model.executables.attend["moe"]
+    enter, attend = model.executables.enter, model.executables.attend[LayerKind("moe")]
     assert enter is not None
     assert attend is not None
     put, leaves = GroupPut(model.programs), model.weights.attention[0]

@@ -6,7 +6,7 @@ process that calls it.
 
 from typing import Any, NamedTuple
 
-from jaxserve.checkpoint.families import step3_names
+from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.engine.build import use_compilation_cache

@@ -1,34 +1,55 @@
 """Hugging Face folders: config.json and safetensors, streamed into each role's shards.
 
 `read_config` reads the architecture, `HFCheckpoint` hands out leaves: for every device it reads the
-slices that this device owns, straight from the memory-mapped files. The whole folder is checked
-against the architecture before the first byte is loaded. Knows families only through their table.
+bytes that this device owns (`regions.py`, `reading.py`). The whole folder is checked against the
+architecture before the first byte is loaded. Knows families only through their table.
 
-A file is mapped anew for every tensor: pages that were read count as memory of the process for as
-long as they are mapped, so that one lasting map would hold the checkpoint a second time.
+Matrices that the files have in FP8 with a scale a block come out as the template asks: kept as they
+are, as the leaves `X.values` and `X.scales`, or multiplied out as the leaf `X`. What the template
+wants in 8 bits and the files have not is quantised on the devices.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jaxserve.checkpoint.families import FAMILIES, CheckpointNames, Source, Sources
+from jaxserve.checkpoint.arrays import (
+    Leaf,
+    block_of,
+    empty_stack,
+    fill,
+    make_array,
+    quantiser,
+    wanted_leaves,
+)
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
+from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
+from jaxserve.checkpoint.source import CheckpointNames, Source, Sources
+from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.module import Template
 
 READABLE = ("F64", "F32", "F16", "BF16")
-"""Types of tensors that are taken as they are. The others mean nothing without their scales."""
+"""Types of tensors that are taken as they are."""
+
+FP8 = "F8_E4M3"
+SCALES = "_scale_inv"
+"""What the name of a tensor of scales adds to the name of its matrix."""
 
 
-def read_config(folder: str | Path) -> tuple[ModelConfig, CheckpointNames]:
+def read_config(
+    folder: str | Path, ignored: Collection[str] = ()
+) -> tuple[ModelConfig, CheckpointNames]:
     """The architecture in a folder's config.json, and its tensors' names.
+
+    Args:
+      ignored: entries of config.json that the user says mean nothing.
 
     Raises:
       CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
@@ -50,18 +71,10 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, CheckpointNames]:
         )
     family = FAMILIES[model_type]
     try:
-        config = family.config(tree)
+        config = family.config(tree, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return config, family.names(config)
-
-
-class _Tensor(NamedTuple):
-    """A tensor in a file."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class HFCheckpoint:
@@ -72,7 +85,7 @@ class HFCheckpoint:
       names: what the architecture expects.
 
     Attributes:
-      on_read: called with a number of bytes whenever so many were read.
+      on_read: called with a number of bytes whenever so many were read, on any thread.
 
     Raises:
       CheckpointError: unreadable or truncated files; missing, unexpected and misshaped tensors,
@@ -82,50 +95,16 @@ class HFCheckpoint:
     def __init__(self, folder: str | Path, names: CheckpointNames):
         self._folder = Path(folder)
         self.on_read: Callable[[int], None] = lambda size: None
-        self._tensors = self._list()
-        self._check(names)
+        listing = list_tensors(self._folder)
+        self._tensors, self._files = listing.tensors, listing.files
+        if problems := _problems(listing, names):
+            count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+            raise CheckpointError(f"{self._folder}: {count}:\n  " + "\n  ".join(problems))
 
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        return sum(path.stat().st_size for path in self._folder.glob("*.safetensors"))
-
-    def _list(self) -> dict[str, _Tensor]:
-        """Every tensor of every file, by name."""
-        paths = sorted(self._folder.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(f"{self._folder}: no .safetensors file")
-        tensors: dict[str, _Tensor] = {}
-        for path in paths:
-            try:
-                with safe_open(path, "np") as file:
-                    for name in file.keys():  # noqa: SIM118  (no mapping)
-                        part = file.get_slice(name)
-                        tensors[name] = _Tensor(path, tuple(part.get_shape()), part.get_dtype())
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: truncated or no safetensors: {error}") from None
-        return tensors
-
-    def _check(self, names: CheckpointNames) -> None:
-        expected = dict(names.unloaded)
-        for sources in (names.embedding, names.head, *names.attention, *names.ffn):
-            for source in sources.values():
-                expected |= dict(zip(source.names, source.shapes, strict=True))
-        known = names.optional | expected
-        present = {n for n in self._tensors if not n.startswith(names.ignored)}
-        problems = [
-            f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - present)
-        ]
-        problems += [f"unexpected {name}" for name in sorted(present - known.keys())]
-        for name in sorted(present & known.keys()):
-            tensor = self._tensors[name]
-            if tensor.shape != known[name]:
-                problems.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
-            elif tensor.dtype not in READABLE:
-                problems.append(f"{name} is {tensor.dtype}, not one of {', '.join(READABLE)}")
-        if problems:
-            count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            raise CheckpointError(f"{self._folder}: {count}:\n  " + "\n  ".join(problems))
+        return sum(path.stat().st_size for path in self._files)
 
     def leaves(
         self,
@@ -133,54 +112,161 @@ class HFCheckpoint:
         sources: Sources,
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of one block, one after another, each device's slices read for itself."""
-        for name, leaf, sharding in zip(template.names, template.leaves, shardings, strict=True):
-            yield self._leaf(sources[name], leaf, sharding)
+        """The leaves of one block, one after another, each device's part read for itself."""
+        return self._block(wanted_leaves(template, shardings, None), [sources])
 
-    def _leaf(
-        self, source: Source, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
-    ) -> jax.Array:
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            ranges = [s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True)]
-            return self._read(source, ranges, leaf.dtype)
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterator[jax.Array]:
+        """The leaves of several blocks of one kind, behind each other in a new first axis.
 
-        return jax.make_array_from_callback(leaf.shape, sharding, read)
+        Args:
+          tables: one a block.
+          shardings: of the stacks.
+        """
+        return self._block(wanted_leaves(template, shardings, len(tables)), tables)
 
-    def _read(self, source: Source, ranges: list[tuple[int, int]], dtype: jnp.dtype) -> np.ndarray:
-        """One device's part of a leaf; what lies beyond the file's tensors is padding, zero."""
-        part = np.zeros([stop - start for start, stop in ranges], dtype)
-        start = 0
-        for name, shape in zip(source.names, source.shapes, strict=True):
-            seen = (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
-            offset, start = start, start + seen[-1]
-            wanted = [
-                (low, min(high, size)) for (low, high), size in zip(ranges, seen, strict=True)
-            ]
-            low, high = max(ranges[-1][0] - offset, 0), min(ranges[-1][1] - offset, seen[-1])
-            wanted[-1] = (low, high)
-            if any(low >= high for low, high in wanted):
-                continue
-            where = [slice(low, high) for low, high in wanted]
-            if source.transpose:
-                where[-2:] = where[-1], where[-2]
-            values = self._slice(name, tuple(where))
-            if source.transpose:
-                values = np.swapaxes(values, -1, -2)
-            target = [
-                slice(low - r, high - r) for (low, high), (r, _) in zip(wanted, ranges, strict=True)
-            ]
-            target[-1] = slice(low + offset - ranges[-1][0], high + offset - ranges[-1][0])
-            part[tuple(target)] = values
-        return part
+    def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
+        ready: dict[str, jax.Array] = {}
+        for name, leaf in leaves.items():
+            base = name.rsplit(".", 1)[0]
+            if name in tables[0]:
+                yield self._plain([table[name] for table in tables], leaf)
+            elif name in ready:
+                yield ready.pop(name)
+            else:
+                names = f"{base}.values", f"{base}.scales"
+                pair = self._quantised(
+                    [table[base] for table in tables], *(leaves[part] for part in names)
+                )
+                ready = dict(zip(names, pair, strict=True))
+                del pair
+                yield ready.pop(name)
 
-    def _slice(self, name: str, where: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, copied out of its file."""
-        path = self._tensors[name].path
-        try:
-            with safe_open(path, "np") as file:
-                values: np.ndarray = file.get_slice(name)[where]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
-        self.on_read(values.nbytes)
-        return values
+    def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
+        """A leaf of floats; FP8 matrices are multiplied out."""
+        return self._array(sources, leaf, dequantise=True)
+
+    def _quantised(
+        self, sources: Sequence[Source], values: Leaf, scales: Leaf
+    ) -> tuple[jax.Array, jax.Array]:
+        """The two leaves of a matrix in 8 bits: as they are in the files, or quantised here."""
+        block = block_of(values, scales)
+        kinds = {self._tensors[name].kind for source in sources for name in source.names}
+        views = any(source.view for source in sources)
+        if kinds == {FP8} and block != (0, 1) and not views:
+            kept = self._array(sources, values, dequantise=False)
+            return kept, self._scales(sources, scales, block)
+        floats = values.of(jnp.bfloat16 if kinds == {"BF16"} else jnp.float32)
+        if values.layers is None:
+            return quantiser(values, scales)(self._plain(sources, floats))
+        quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
+        stacks = empty_stack(values), empty_stack(scales)
+        for index, source in enumerate(sources):
+            layer = quantise(self._plain([source], floats.of_one_layer()))
+            stacks = fill(stacks[0], layer[0], index), fill(stacks[1], layer[1], index)
+            jax.block_until_ready(stacks)
+        return stacks
+
+    def _array(self, sources: Sequence[Source], leaf: Leaf, *, dequantise: bool) -> jax.Array:
+        grids = [self._grids(source) if dequantise else {} for source in sources]
+
+        def make(parts: list[Ranges]) -> list[np.ndarray]:
+            targets, regions = [], []
+            for ranges in parts:
+                target = aligned_empty([stop - start for start, stop in ranges], leaf.dtype)
+                own = list(self._regions(sources, grids, leaf, ranges, target))
+                if sum(region.rows * region.columns for region in own) < target.size:
+                    target[...] = 0  # padding
+                targets.append(target)
+                regions += own
+            read_regions(regions, self.on_read)
+            return targets
+
+        return make_array(leaf, make)
+
+    def _regions(
+        self,
+        sources: Sequence[Source],
+        grids: Sequence[dict[str, np.ndarray]],
+        leaf: Leaf,
+        ranges: Ranges,
+        target: np.ndarray,
+    ) -> Iterator[Region]:
+        if leaf.layers is None:
+            yield from source_regions(sources[0], self._tensors, grids[0], ranges, target)
+            return
+        for place, index in enumerate(range(*ranges[0])):
+            yield from source_regions(
+                sources[index], self._tensors, grids[index], ranges[1:], target[place]
+            )
+
+    def _scales(self, sources: Sequence[Source], leaf: Leaf, block: tuple[int, int]) -> jax.Array:
+        grids = [self._grids(source) for source in sources]
+
+        def make(parts: list[Ranges]) -> list[np.ndarray]:
+            targets = []
+            for ranges in parts:
+                target = aligned_empty([stop - start for start, stop in ranges], leaf.dtype)
+                if leaf.layers is None:
+                    scale_leaf(sources[0], grids[0], ranges, block, target)
+                else:
+                    for place, index in enumerate(range(*ranges[0])):
+                        scale_leaf(sources[index], grids[index], ranges[1:], block, target[place])
+                targets.append(target)
+            return targets
+
+        return make_array(leaf, make)
+
+    def _grids(self, source: Source) -> dict[str, np.ndarray]:
+        """The scales of the source's FP8 tensors, FP32: small, and read as a whole."""
+        grids, regions = {}, []
+        for name in source.names:
+            if self._tensors[name].kind == FP8:
+                tensor = self._tensors[name + SCALES]
+                grid = grids[name] = np.empty(tensor.shape, np.float32)
+                flat = grid.reshape(1, -1)
+                regions.append(Region(tensor, 0, grid.size, 1, grid.size, flat))
+        read_regions(regions, self.on_read)
+        return grids
+
+
+def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
+    """All that is wrong with a folder's tensors."""
+    expected = dict(names.unloaded)
+    matrices = set()
+    for sources in (names.embedding, names.head, *names.attention, *names.ffn):
+        for source in sources.values():
+            expected |= dict(zip(source.names, source.shapes, strict=True))
+            matrices |= set(source.names)
+    matrices |= names.unloaded.keys()
+    known = names.optional | expected
+    tensors = listing.tensors
+    for name in matrices:
+        tensor = tensors.get(name)
+        if tensor is not None and _is_blocked(tensor):
+            expected[name + SCALES] = known[name + SCALES] = _grid_shape(tensor.shape)
+    present = {name for name in tensors if not name.startswith(names.ignored)}
+    missing = expected.keys() - present - listing.lost
+    problems = list(listing.problems)
+    problems += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
+    problems += [f"unexpected {name}" for name in sorted(present - known.keys())]
+    for name in sorted(present & known.keys()):
+        tensor = tensors[name]
+        if tensor.shape != known[name]:
+            problems.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
+        elif tensor.kind not in READABLE and not (_is_blocked(tensor) and name in matrices):
+            problems.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
+    return problems
+
+
+def _is_blocked(tensor: Tensor) -> bool:
+    """Whether it is a matrix whose scales are a tensor of their own."""
+    return tensor.kind == FP8 and len(tensor.shape) > 1
+
+
+def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *(-(-size // SCALE_BLOCK) for size in shape[-2:]))

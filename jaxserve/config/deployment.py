@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError
 
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -32,6 +33,9 @@ class AttentionRole(_Section, frozen=True):
     """DP groups: each has its own page pool and sequences."""
     tp: Size = 1
     """Devices that share one DP group, split by query heads."""
+    weights: Weights = "auto"
+    """Format of the role's matrices. `auto`: as the checkpoint has them, FP8 blocks or `dtype`.
+    Embedding, head, norms and router are never quantised."""
 
     @property
     def devices(self) -> int:
@@ -45,6 +49,8 @@ class FFNRole(_Section, frozen=True):
     """Expert parallelism: routed experts are divided over this axis."""
     tp: Size = 1
     """Tensor parallelism: every expert's d_ff is divided over this axis."""
+    weights: Weights = "auto"
+    """Format of the role's matrices, in colocated mode too."""
 
     @property
     def devices(self) -> int:
@@ -70,6 +76,8 @@ class Cache(_Section, frozen=True):
     """Tokens a page."""
     pages: Annotated[int, Meta(ge=1, le=2**30)] = 512
     """Pages a DP group, shared by its lanes."""
+    format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    """Of keys and values (`auto`: the deployment's dtype); 8 bits have a scale a token and head."""
 
 
 class SchedulerLimits(_Section, frozen=True):
@@ -112,6 +120,8 @@ class Deployment(_Section, frozen=True):
 
     model: str
     """Folder with config.json, safetensors and tokenizer.json; relative to the YAML file."""
+    ignored_model_keys: list[str] = []
+    """Entries of config.json that are not known here and mean nothing for the mathematics."""
     mode: Literal["afd", "colocated"] = "afd"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations."""
@@ -129,6 +139,11 @@ class Deployment(_Section, frozen=True):
     def dispatch_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
         """`link.dispatch` with `auto` resolved."""
         return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
+
+    @property
+    def cache_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
+        """`cache.format` with `auto` resolved."""
+        return self.dtype if self.cache.format == "auto" else self.cache.format
 
     @property
     def devices(self) -> int:
@@ -236,6 +251,13 @@ def _complete(deployment: Deployment) -> Deployment:
             f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
             f"{limits.slots}: a step could not hold one token of every sequence"
         )
+    for role in ("attention", "ffn"):
+        weights = getattr(deployment, role).weights
+        if weights in ("float32", "bfloat16") and weights != deployment.dtype:
+            raise ConfigError(
+                f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
+                "that or in 8 bits"
+            )
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
     token_buckets = limits.token_buckets or sorted({limits.slots, limits.token_budget})

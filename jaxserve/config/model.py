@@ -1,47 +1,161 @@
 """The architecture of a model, in the project's words, whatever the checkpoint calls things.
 
-`checkpoint/hf.py` reads a family's config.json into a `ModelConfig`; everything above works from it
-and never asks for a model's name.
+`checkpoint/families` reads a family's config.json into a `ModelConfig`; everything above works from
+it and never asks for a model's name.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-LayerKind = Literal["dense", "moe"]
+FFNKind = Literal["dense", "moe"]
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder with MFA attention (Step-3 §2) and dense or mixture-of-experts layers."""
+class LayerKind(NamedTuple):
+    """What tells layers apart: layers of one kind run the same programs."""
 
-    vocab: int
-    d_model: int
-    layers: int
+    ffn: FFNKind
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all before it."""
+
+    def __str__(self) -> str:
+        return f"{self.ffn}_window" if self.window else self.ffn
+
+
+class Yarn(msgspec.Struct, frozen=True, kw_only=True):
+    """RoPE frequencies for contexts longer than the training's (arXiv 2309.00071)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the borders of the ramp are rounded to whole dimensions."""
+    magnitude: float = 1.0
+    """Factor of cosine and sine."""
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding."""
+
+    theta: float
+    yarn: Yarn | None = None
+    interleaved: bool = False
+    """Whether pairs are neighbours, (0, 1), (2, 3), … instead of halves, (0, d/2), …"""
+
+
+class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa"):
+    """Multi-matrix factorization attention (Step-3 §2.2)."""
+
     q_heads: int
     kv_heads: int
     head_dim: int
     latent: int
     """Width of the low-rank query (share_q_dim)."""
-    d_ff: int
+
+
+class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
+    """Grouped-query attention."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    """Whether every head of q and k is normalised before RoPE (Qwen3)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+
+class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
+    """Multi-head latent attention (DeepSeek-V2 §2.1)."""
+
+    q_heads: int
+    q_latent: int
+    """Width of the low-rank query; 0: the query has one matrix."""
+    kv_latent: int
+    nope_dim: int
+    """Dimensions of a head without RoPE."""
+    rope_dim: int
+    v_dim: int
+    scale: float
+    """Of the scores, YaRN's factor included."""
+    bias: bool = False
+    """Whether the first maps of query and latent, and the output, have a bias."""
+    latent_epsilon: float = 1e-6
+    """Of the norms of the query's and the keys' latents."""
+
+    @property
+    def kv_heads(self) -> int:
+        """All query heads share the one latent."""
+        return 1
+
+
+class Router(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens choose their experts."""
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    float32_logits: bool = False
+    """Whether the logits are computed in FP32 and not in the model's dtype."""
+    renormalise: bool = False
+    """Whether the chosen experts' scores are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the gate weights."""
+    bias: bool = False
+    """Whether a bias is added to the scores for the choice (and not to the gate weights)."""
+    groups: int = 1
+    """Groups of experts, of which only `top_groups` are chosen from."""
+    top_groups: int = 1
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder of pre-norm layers: attention, and a dense FFN or a mixture of experts."""
+
+    vocab: int
+    d_model: int
+    layers: int
+    attention: MFA | GQA | MLA
+    rope: Rope
+    d_ff: int = 0
     """Hidden width of a dense layer."""
-    moe_layers: frozenset[int]
-    experts: int = 0
-    top_k: int = 0
+    moe_layers: frozenset[int] = frozenset()
+    router: Router | None = None
     expert_d_ff: int = 0
     shared_d_ff: int = 0
-    """Hidden width of the shared expert; 0: none."""
-    renormalise: bool = False
-    """Whether the chosen experts' probabilities are divided by their sum."""
-    rope_theta: float
+    """Hidden width of the shared expert (of all of them together); 0: none."""
+    window: int = 0
+    """Tokens that a token of the `window_layers` attends to."""
+    window_layers: frozenset[int] = frozenset()
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
+    stored: Literal["plain", "fp8_block"] = "plain"
+    """How the checkpoint holds its matrices: as numbers, or as FP8 blocks of 128 × 128 with a
+    scale each."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (kept for speculative decoding)."""
 
+    @property
+    def experts(self) -> int:
+        """Routed experts a layer; 0: none."""
+        return self.router.experts if self.router else 0
+
+    @property
+    def top_k(self) -> int:
+        """Routed experts a token."""
+        return self.router.top_k if self.router else 0
+
     def kind(self, layer: int) -> LayerKind:
-        """Whether `layer` has routed experts."""
-        return "moe" if layer in self.moe_layers else "dense"
+        """What `layer` runs."""
+        return LayerKind(
+            "moe" if layer in self.moe_layers else "dense",
+            self.window if layer in self.window_layers else 0,
+        )
+
+    def kinds(self) -> list[LayerKind]:
+        """The kinds that occur, in the order in which they do."""
+        return list(dict.fromkeys(self.kind(layer) for layer in range(self.layers)))
 
     def runs(self) -> list[tuple[LayerKind, int, int]]:
         """Maximal runs of equal layers as (kind, first layer, one past the last)."""

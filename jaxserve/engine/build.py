@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.families import CheckpointNames, Sources
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.engine.engine import Broadcast, Engine, Explain
@@ -63,7 +63,7 @@ def build_runtime(
     """
     use_compilation_cache()
     if config is None or names is None:
-        config, names = read_config(deployment.model)
+        config, names = read_config(deployment.model, deployment.ignored_model_keys)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     source = source or HFCheckpoint(deployment.model, names)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.ffn.placement import physical_experts
-from jaxserve.module import weight
+from jaxserve.module import Formats, matrix
 from pallas_kernels.grouped_matmul.api import grouped_swiglu
 
 
@@ -26,15 +26,15 @@ class Experts(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, ranks: tuple[int, int], dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: ModelConfig, ranks: tuple[int, int], formats: Formats, rngs: nnx.Rngs
     ):
         expert_ranks, tensor_ranks = ranks
         experts = physical_experts(config.experts, expert_ranks)
         self.local = experts // expert_ranks
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
-        self.gate = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
-        self.up = weight(rngs, dtype, experts=experts, d_model=d_model, expert_d_ff=d_ff)
-        self.down = weight(rngs, dtype, experts=experts, expert_d_ff=d_ff, d_model=d_model)
+        self.gate = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
+        self.up = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
+        self.down = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
 
     def __call__(
         self,
@@ -54,12 +54,13 @@ class Experts(nnx.Module):
             layer's after the other's.
         """
         tokens, top_k = experts.shape
-        groups, local = self.gate[...].shape[0], self.local
+        gate, up, down = self.gate[...], self.up[...], self.down[...]
+        groups, local = gate.shape[0], self.local
         group = experts.reshape(-1) - rank * local
         group = jnp.where((group >= 0) & (group < local), group + layer * local, groups)
         order = jnp.argsort(group, stable=True)
         sizes = jnp.bincount(group, length=groups).astype(jnp.int32)
         rows = x[order // top_k]
-        out = grouped_swiglu(rows, self.gate[...], self.up[...], self.down[...], sizes)
+        out = grouped_swiglu(rows, gate, up, down, sizes)
         out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
         return jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, and with which weight (Step-3: softmax, top-k).
+"""The router: which experts a token goes to, and with which weight.
 
 Lives with the attention role, although it is ffn's mathematics: the message carries its result.
 """
@@ -8,28 +8,54 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config.model import ModelConfig
-from jaxserve.module import linear, weight
+from jaxserve.config.model import Router as Rule
+from jaxserve.module import linear, weight, zeros
 
 
 class Router(nnx.Module):
-    """Softmax over all experts in FP32, then the top_k.
+    """Scores of all experts in FP32, then the top_k: Step-3 §2, DeepSeek-V3 §2.1.2, Qwen3.
 
     Attributes:
       gate: [d_model, router_experts], replicated.
+      bias: FP32 [router_experts], added for the choice alone; None: there is none.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.config = config
-        self.gate = weight(rngs, dtype, d_model=config.d_model, router_experts=config.experts)
+    def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.rule = rule
+        self.gate = weight(rngs, dtype, d_model=d_model, router_experts=rule.experts)
+        fp32 = jnp.dtype(jnp.float32)
+        self.bias = zeros(fp32, router_experts=rule.experts) if rule.bias else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], valid: Bool[Array, " tokens"], sentinel: int
     ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
         """Expert ids and gate weights (FP32); padding tokens get the `sentinel` id and weight 0."""
-        logits = linear(x, self.gate[...]).astype(jnp.float32)
-        gates, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.top_k)
-        if self.config.renormalise:
-            gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+        rule = self.rule
+        if rule.float32_logits:
+            gate = self.gate[...].astype(jnp.float32)
+            logits = jnp.matmul(x.astype(jnp.float32), gate, precision=jax.lax.Precision.HIGHEST)
+        else:
+            logits = linear(x, self.gate).astype(jnp.float32)
+        softmax = rule.score == "softmax"
+        scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+        choice = scores if self.bias is None else scores + self.bias[...]
+        if rule.groups > 1:
+            choice = self._within_best_groups(choice)
+        _, experts = jax.lax.top_k(choice, rule.top_k)
+        gates = jnp.take_along_axis(scores, experts, axis=-1)
+        if rule.renormalise:
+            gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
+        gates = gates * rule.scaling
         valid = valid[:, None]
         return jnp.where(valid, experts, sentinel), jnp.where(valid, gates, 0.0)
+
+    def _within_best_groups(
+        self, choice: Float[Array, "tokens experts"]
+    ) -> Float[Array, "tokens experts"]:
+        """-inf in all groups but the best, by the sum of their two best experts."""
+        rule = self.rule
+        grouped = choice.reshape(choice.shape[0], rule.groups, -1)
+        best_two, _ = jax.lax.top_k(grouped, 2)
+        _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), rule.top_groups)
+        kept = jnp.any(best[:, :, None] == jnp.arange(rule.groups), axis=1)
+        return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

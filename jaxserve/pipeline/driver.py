@@ -19,7 +19,7 @@ from jaxserve.mesh import cached_sharding, has_local_devices
 from jaxserve.pipeline.executables import AFDExecutables
 from jaxserve.pipeline.plan import StepPlan, batch_array, page_table_array
 from jaxserve.pipeline.schedule import Rotation, Stage
-from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, layer_pages, zeros_maker
+from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, layer_pages, zeroed
 from jaxserve.programs import ROWS, AFDPrograms, ColocatedPrograms
 from jaxserve.step import Bucket
 
@@ -79,6 +79,7 @@ class AFDDriver:
             bucket: _bind_layers(kinds, bound, weights) for bucket, bound in executables.items()
         }
         self._pages = layer_pages(programs)
+        self._sends = programs.dispatch.sends
         self.observer = observer
         self._on_attention = has_local_devices(programs.meshes.attention)
         lanes = programs.deployment.lanes
@@ -140,16 +141,15 @@ class AFDDriver:
         The first attend is `enter`, which takes the last tokens and the embedding where the others
         take the residual stream (and donate it) and what came from the ffn mesh.
         """
-        pages, leave = self._pages, self._executables[plan.bucket].leave
+        pages, leave, sends = self._pages, self._executables[plan.bucket].leave, self._sends
         x = self._last_tokens[plan.lane]
         combined: Arrays = self._weights.embedding
         results: Arrays = ()
         for layer, bound in enumerate(self._layers[plan.bucket]):
             attend, dispatch, ffn, combine, attention_leaves, ffn_leaves, pieces, results = bound
             if attend is not None:
-                k, v = pages[layer]
-                x, *pieces, k, v = attend(x, batch, table, k, v, *combined, *attention_leaves)
-                pages[layer] = k, v
+                x, *made = attend(x, batch, table, *pages[layer], *combined, *attention_leaves)
+                pieces, pages[layer] = made[:sends], made[sends:]
             yield pieces
             arrived = dispatch(pieces)
             yield arrived
@@ -185,8 +185,8 @@ def _bind_layers(
     for layer, kind in enumerate(kinds):
         attend = executables.attend[kind] if layer else executables.enter
         dispatch, ffn, combine = (
-            executables.dispatch[kind],
-            executables.ffn[kind],
+            executables.dispatch[kind.ffn],
+            executables.ffn[kind.ffn],
             executables.combine,
         )
         layers.append(
@@ -217,9 +217,7 @@ class ColocatedDriver:
         self._weights = weights
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
-        mesh = programs.meshes.attention
-        make = zeros_maker(programs.pages_shape, programs.dtype, cached_sharding(mesh, ROWS))
-        self._k, self._v = make(), make()
+        self._pages = zeroed(programs.all_pages, programs.meshes.attention)
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
 
@@ -246,8 +244,8 @@ class ColocatedDriver:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
-        last, sampled, logits, self._k, self._v = self._executables[plan.bucket](  # type: ignore[misc]
-            *(self._last_tokens[plan.lane], batch, table, self._k, self._v), *self._weights.flat
+        last, sampled, logits, *self._pages = self._executables[plan.bucket](  # type: ignore[misc]
+            self._last_tokens[plan.lane], batch, table, *self._pages, *self._weights.flat
         )
         self._last_tokens[plan.lane] = last
         return Finished(plan, sampled, logits, sampled)

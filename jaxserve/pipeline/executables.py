@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 import jax
 
-from jaxserve.config.model import LayerKind
+from jaxserve.config.model import FFNKind, LayerKind
 from jaxserve.link.transport import Transport, TransportKind, make_transport
 from jaxserve.mesh import has_local_devices
 from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program
 from jaxserve.progress import Progress
 from jaxserve.step import Bucket
-
-Kinds = dict[LayerKind, jax.stages.Compiled]
 
 
 class AFDExecutables(NamedTuple):
@@ -25,8 +23,8 @@ class AFDExecutables(NamedTuple):
     enter: jax.stages.Compiled | None
     attend: dict[LayerKind, jax.stages.Compiled | None]
     leave: jax.stages.Compiled | None
-    ffn: dict[LayerKind, jax.stages.Compiled | None]
-    dispatch: dict[LayerKind, Transport]
+    ffn: dict[FFNKind, jax.stages.Compiled | None]
+    dispatch: dict[FFNKind, Transport]
     combine: Transport
 
 
@@ -82,7 +80,7 @@ def afd_executables(
 
 def _transports(
     programs: AFDPrograms, bucket: Bucket, kind: TransportKind
-) -> tuple[dict[LayerKind, Transport], Transport]:
+) -> tuple[dict[FFNKind, Transport], Transport]:
     rows, meshes = programs.piece_rows(bucket), programs.meshes
     dispatch = {
         layer_kind: make_transport(

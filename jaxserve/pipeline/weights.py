@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.attention.kv_cache import PAGES_SPEC, zeros
-from jaxserve.checkpoint.families import CheckpointNames, Sources
+from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.mesh import ATTENTION_RULES, Rules, cached_sharding, has_local_devices
 from jaxserve.module import Template
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
@@ -82,7 +81,7 @@ class AFDWeights:
             )
             self.attention.append(block)
             block = _load(
-                source, templates.ffn[kind], names.ffn[layer], meshes.ffn, meshes.ffn_rules
+                source, templates.ffn[kind.ffn], names.ffn[layer], meshes.ffn, meshes.ffn_rules
             )
             self.ffn.append(block)
 
@@ -97,7 +96,7 @@ class ColocatedWeights:
         for kind, start, stop in programs.stacked():
             for template, tables, rules in (
                 (templates.attention[kind], names.attention, ATTENTION_RULES),
-                (templates.ffn[kind], names.ffn, programs.meshes.ffn_rules),
+                (templates.ffn[kind.ffn], names.ffn, programs.meshes.ffn_rules),
             ):
                 flat += _stack(source, template, tables[start:stop], mesh, rules)
         self.flat: Leaves = flat
@@ -127,18 +126,15 @@ def _fill(stack: jax.Array, leaf: jax.Array, index: int | jax.Array) -> jax.Arra
     return stack.at[index].set(leaf)
 
 
-def layer_pages(programs: AFDPrograms) -> list[tuple[jax.Array, jax.Array]]:
-    """Zeroed K and V pages of every layer; none where the attention mesh is elsewhere."""
+def layer_pages(programs: AFDPrograms) -> list[Sequence[jax.Array]]:
+    """Zeroed pages of every layer; none where the attention mesh is elsewhere."""
     mesh = programs.meshes.attention
     if not has_local_devices(mesh):
         return []
+    return [zeroed(programs.page_arrays, mesh) for _ in range(programs.config.layers)]
+
+
+def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:
+    """Pages of these global shapes, made on their devices."""
     sharding = cached_sharding(mesh, PAGES_SPEC)
-    make = zeros_maker(programs.page_shape, programs.dtype, sharding)
-    return [(make(), make()) for _ in range(programs.config.layers)]
-
-
-def zeros_maker(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
-) -> "jax.stages.Wrapped":
-    """A compiled function that makes one more zeroed array each call."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    return [zeros(array.shape, array.dtype, sharding) for array in arrays]

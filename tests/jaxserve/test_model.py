@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.deployment import load_deployment
+from jaxserve.config.model import LayerKind
 from jaxserve.engine.build import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
@@ -220,5 +221,6 @@ def test_templates_of_a_model_without_dense_layers():
     sizes = TinyStep3(num_hidden_layers=2, moe_layers=(0, 1))
     deployment = load_deployment(REPOSITORY)
     templates = ModelTemplates(step3_config(sizes.config()), deployment, Submeshes(deployment))
-    assert list(templates.attention) == list(templates.ffn) == ["moe"]
-    assert "router.gate" in templates.attention["moe"].names
+    assert list(templates.attention) == [LayerKind("moe")]
+    assert list(templates.ffn) == ["moe"]
+    assert "router.gate" in templates.attention[LayerKind("moe")].names

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxserve.module import Template, linear, rms_norm, scale, weight
+from jaxserve.module import Template, Weight, linear, rms_norm, scale, weight
 from tests.reference import step3_numpy
 
 
@@ -70,14 +70,14 @@ class TestLinear:
         """256 + 1 is 256 in BF16, whose sum of 256 and 512 ones would stay at 256."""
         x = jnp.concatenate([jnp.full((1, 1), 256.0), jnp.ones((1, 512))], axis=1)
         x = x.astype(jnp.bfloat16)
-        out = linear(x, jnp.ones((513, 1), jnp.bfloat16))
+        out = linear(x, Weight(jnp.ones((513, 1), jnp.bfloat16)))
         assert out.dtype == jnp.bfloat16
         assert float(out[0, 0]) == 768.0
 
     def test_fp32(self):
         rng = np.random.default_rng(0)
         x, w = rng.normal(size=(3, 64)), rng.normal(size=(64, 5))
-        out = linear(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+        out = linear(jnp.asarray(x, jnp.float32), Weight(jnp.asarray(w, jnp.float32)))
         np.testing.assert_allclose(np.asarray(out), x @ w, atol=1e-5)
 
 

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
@@ -52,7 +53,7 @@ def test_shapes_of_1a1f(tmp_path):
     p = programs(tmp_path, link__dispatch="int8")
     bucket = Bucket(24, 18)
     width = 24 + 6 + 7 * 5
-    enter = p.enter(bucket, "dense")
+    enter = p.enter(bucket, LayerKind("dense"))
     assert enter.name == "enter_dense"
     assert [a.shape for a in enter.arguments[:5]] == [
         (1, 5),
@@ -62,7 +63,7 @@ def test_shapes_of_1a1f(tmp_path):
         (160, 8, 1, 32),
     ]
     assert enter.donated == (3, 4)
-    attend = p.attend(bucket, "moe")
+    attend = p.attend(bucket, LayerKind("moe"))
     assert [a.shape for a in attend.arguments[:6]] == [
         (24, 64),
         (1, width),
@@ -81,7 +82,11 @@ def test_shapes_of_1a1f(tmp_path):
 
 def test_layers_of_a_kind_share_their_programs(tmp_path):
     p = programs(tmp_path, ColocatedPrograms)
-    assert p.stacked() == [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]
+    assert p.stacked() == [
+        (LayerKind("dense"), 0, 1),
+        (LayerKind("moe"), 1, 3),
+        (LayerKind("dense"), 3, 4),
+    ]
     dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
     assert list(dense.formats) == ["dense"]
 

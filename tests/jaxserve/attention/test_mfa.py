@@ -10,12 +10,14 @@ from flax import nnx
 
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.attention.mfa import MFA
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.module import Formats
 from tests.reference.step3_numpy import Cache, Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
 SIZES = TinyStep3(num_hidden_layers=1, moe_layers=())
 CONFIG = step3_config(SIZES.config())
+SHAPE = CONFIG.attention
 PAGE_SIZE, PAGES = 4, 12
 PAGE_TABLE = [[3, 7, 1], [9, 0, 5], [2, 11, 4]]
 """Three sequences on pages that do not lie in order."""
@@ -35,8 +37,8 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
     """The layer, or the share of a device that has some of the query heads."""
     name = "model.layers.0.self_attn."
     get = lambda part: tensors[f"{name}{part}.weight"]  # noqa: E731
-    columns = np.arange(CONFIG.q_heads * CONFIG.head_dim).reshape(CONFIG.q_heads, -1)[heads].ravel()
-    mfa = MFA(CONFIG, jnp.dtype(dtype), nnx.Rngs(0))
+    columns = np.arange(SHAPE.q_heads * SHAPE.head_dim).reshape(SHAPE.q_heads, -1)[heads].ravel()
+    mfa = MFA(CONFIG, SHAPE, 0, Formats(jnp.dtype(dtype)), nnx.Rngs(0))
     down = np.concatenate([get("q_proj"), get("k_proj"), get("v_proj")]).T
     for weight, value in (
         (mfa.down, down),
@@ -49,7 +51,7 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
 
 
 def empty_pages(dtype=jnp.float32):
-    shape = (PAGES, PAGE_SIZE, 1, CONFIG.head_dim)
+    shape = (PAGES, PAGE_SIZE, 1, SHAPE.head_dim)
     return jnp.full(shape, jnp.nan, dtype), jnp.full(shape, jnp.nan, dtype)
 
 
@@ -64,6 +66,7 @@ def step(mfa, rows, pages, padding=0):
         jnp.asarray(sequence, jnp.int32),
         jnp.asarray(position, jnp.int32),
         jnp.asarray(PAGE_TABLE, jnp.int32),
+        jnp.zeros(len(x), jnp.int32),  # of no use here
     )
     out, pages = jax.jit(mfa.__call__)(jnp.asarray(x, mfa.down[...].dtype), pages, batch)
     ends = np.cumsum([len(x) for _, _, x in rows])

@@ -39,7 +39,7 @@ def all_leaves(folder, overrides=None):
         blocks.append(
             (templates.attention[kind], names.attention[layer], meshes.attention, ATTENTION_RULES)
         )
-        blocks.append((templates.ffn[kind], names.ffn[layer], meshes.ffn, FFN_RULES))
+        blocks.append((templates.ffn[kind.ffn], names.ffn[layer], meshes.ffn, FFN_RULES))
     leaves = []
     for template, sources, mesh, rules in blocks:
         shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
@@ -127,12 +127,20 @@ class TestReading:
         assert sizes == [64 * 4, 160 * 64 * 4]
         assert checkpoint.size == (folder / "model.safetensors").stat().st_size
 
-    def test_a_file_that_goes_away_meanwhile(self, tmp_path):
+    @pytest.mark.parametrize("change", ["gone", "shorter"])
+    def test_a_file_that_changes_meanwhile(self, change, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        checkpoint = open_folder(folder)
-        (folder / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=r"model\.norm\.weight cannot be read"):
-            checkpoint._slice("model.norm.weight", (slice(0, 4),))
+        _, names = read_config(folder)
+        deployment = layouts.deployment(folder, {})
+        templates = ModelTemplates(read_config(folder)[0], deployment, Submeshes(deployment))
+        checkpoint, path = HFCheckpoint(folder, names), folder / "model.safetensors"
+        if change == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:5000])
+        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: "):
+            list(checkpoint.leaves(templates.head, names.head, [sharding] * 2))
 
 
 def edit_config(folder, **entries):
@@ -161,7 +169,11 @@ class TestBadConfig:
             (b"[]", r"config\.json: not an object but list$"),
             (b'"step3_vl"', r"config\.json: not an object but str$"),
             (b"null", r"config\.json: not an object but NoneType$"),
-            (b"{}", r"config\.json: model_type None is not known; known: step3_vl, step3_text$"),
+            (
+                b"{}",
+                r"config\.json: model_type None is not known; known: step3_vl, step3_text, "
+                r"deepseek_v3, kimi_k2, qwen3, qwen3_moe$",
+            ),
             (b'{"model_type": "llama"}', r"model_type 'llama' is not known; known: step3_vl, st"),
             (b'{"model_type": ["step3_vl"]}', r"model_type \['step3_vl'\] is not known"),
         ],
@@ -174,8 +186,8 @@ class TestBadConfig:
         folder = write_tiny_step3(tmp_path)
         edit_config(folder, vocab_size="x", num_attention_heads=None)
         assert self.message(folder) == (
-            f"{folder}: config.json: vocab_size = 'x' is not a whole number from 1; "
-            "num_attention_heads is missing"
+            f"{folder}: config.json: num_attention_heads is missing; vocab_size = 'x' is not a "
+            "whole number from 1"
         )
 
 
@@ -215,8 +227,17 @@ class TestBadFiles:
 
     def test_a_missing_shard(self, tmp_path):
         folder = write_tiny_step3(tmp_path, shards=3)
-        with open(folder / "model.safetensors.index.json") as file:
-            files = json.load(file)["weight_map"]
+        (folder / "model-00002-of-00003.safetensors").unlink()
+        assert self.message(folder) == (
+            f"{folder}: 1 problem:\n  model-00002-of-00003.safetensors is missing, and "
+            "model.safetensors.index.json names it"
+        )
+
+    def test_a_missing_shard_without_an_index(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, shards=3)
+        index = folder / "model.safetensors.index.json"
+        files = json.loads(index.read_text())["weight_map"]
+        index.unlink()
         (folder / "model-00002-of-00003.safetensors").unlink()
         gone = {name for name, path in files.items() if path.startswith("model-00002")}
         message = self.message(folder)

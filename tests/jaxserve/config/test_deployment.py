@@ -186,7 +186,10 @@ class TestUnknownKeys:
         assert str(error.value) == message
 
     def test_or_all_of_the_section(self, write):
-        with pytest.raises(ConfigError, match="unknown key zzz; known: model, mode, dtype, lanes,"):
+        with pytest.raises(
+            ConfigError,
+            match="unknown key zzz; known: model, ignored_model_keys, mode, dtype, lanes,",
+        ):
             load_deployment(write("model: x\n"), {"zzz": 1})
 
     def test_in_the_file(self, write):

@@ -1,7 +1,9 @@
 import msgspec
 import pytest
 
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope
+
+DENSE, MOE = LayerKind("dense"), LayerKind("moe")
 
 
 def config(layers, moe_layers):
@@ -9,13 +11,10 @@ def config(layers, moe_layers):
         vocab=100,
         d_model=8,
         layers=layers,
-        q_heads=2,
-        kv_heads=1,
-        head_dim=4,
-        latent=4,
+        attention=MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4),
+        rope=Rope(theta=1e4),
         d_ff=16,
         moe_layers=frozenset(moe_layers),
-        rope_theta=1e4,
         norm_epsilon=1e-5,
         max_positions=64,
     )
@@ -24,10 +23,10 @@ def config(layers, moe_layers):
 @pytest.mark.parametrize(
     ("layers", "moe_layers", "runs"),
     [
-        (4, (1, 2), [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]),
-        (3, (), [("dense", 0, 3)]),
-        (2, (0, 1), [("moe", 0, 2)]),
-        (4, (0, 2), [("moe", 0, 1), ("dense", 1, 2), ("moe", 2, 3), ("dense", 3, 4)]),
+        (4, (1, 2), [(DENSE, 0, 1), (MOE, 1, 3), (DENSE, 3, 4)]),
+        (3, (), [(DENSE, 0, 3)]),
+        (2, (0, 1), [(MOE, 0, 2)]),
+        (4, (0, 2), [(MOE, 0, 1), (DENSE, 1, 2), (MOE, 2, 3), (DENSE, 3, 4)]),
     ],
 )
 def test_runs_of_equal_layers(layers, moe_layers, runs):
@@ -35,7 +34,7 @@ def test_runs_of_equal_layers(layers, moe_layers, runs):
 
 
 def test_kind():
-    assert [config(3, (1,)).kind(layer) for layer in range(3)] == ["dense", "moe", "dense"]
+    assert [config(3, (1,)).kind(layer) for layer in range(3)] == [DENSE, MOE, DENSE]
 
 
 def test_is_frozen_and_keyword_only():
@@ -43,4 +42,11 @@ def test_is_frozen_and_keyword_only():
         config(1, ()).layers = 2
     with pytest.raises(TypeError):
         ModelConfig(100, 8)
-    assert msgspec.structs.asdict(config(1, ()))["top_k"] == 0
+    assert config(1, ()).top_k == config(1, ()).experts == 0
+
+
+def test_a_window_makes_another_kind():
+    windowed = msgspec.structs.replace(config(3, (2,)), window=4, window_layers=frozenset({1, 2}))
+    assert windowed.kinds() == [("dense", 0), ("dense", 4), ("moe", 4)]
+    assert windowed.runs() == [(("dense", 0), 0, 1), (("dense", 4), 1, 2), (("moe", 4), 2, 3)]
+    assert list(map(str, windowed.kinds())) == ["dense", "dense_window", "moe_window"]

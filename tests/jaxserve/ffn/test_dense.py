@@ -4,10 +4,11 @@ import pytest
 from flax import nnx
 
 from jaxserve.ffn.dense import DenseFFN
+from jaxserve.module import Formats
 
 
 def dense(gate, up, down, dtype=jnp.float32):
-    module = DenseFFN(gate.shape[0], gate.shape[1], jnp.dtype(dtype), nnx.Rngs(0))
+    module = DenseFFN(gate.shape[0], gate.shape[1], Formats(jnp.dtype(dtype)), nnx.Rngs(0))
     for parameter, value in ((module.gate, gate), (module.up, up), (module.down, down)):
         assert parameter[...].shape == value.shape
         parameter.set_value(jnp.asarray(value, dtype))

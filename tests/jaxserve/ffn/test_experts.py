@@ -7,9 +7,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.ffn.experts import Experts
 from jaxserve.ffn.placement import physical_experts
+from jaxserve.module import Formats
 from tests.reference.tiny_step3 import TinyStep3
 
 D_MODEL, D_FF, EXPERTS = 16, 10, 7
@@ -29,7 +30,7 @@ def weights(seed=0):
 def device_share(values, ranks, rank, tensor_rank) -> Experts:
     """What one device holds: its experts and its part of their d_ff, zeros behind the last."""
     expert_ranks, tensor_ranks = ranks
-    module = Experts(CONFIG, ranks, jnp.dtype(jnp.float32), nnx.Rngs(0))
+    module = Experts(CONFIG, ranks, Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     for name, value in values.items():
         parameter = getattr(module, name)
         padded = np.zeros(parameter[...].shape, np.float32)
@@ -86,7 +87,7 @@ def test_placement(experts, ranks, slots):
 
 
 def test_shapes_are_padded_to_the_mesh():
-    module = Experts(CONFIG, (2, 4), jnp.dtype(jnp.float32), nnx.Rngs(0))
+    module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     assert module.gate[...].shape == module.up[...].shape == (8, D_MODEL, 12)
     assert module.down[...].shape == (8, 12, D_MODEL)
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.config.model import Router as Rule
 from jaxserve.ffn.router import Router
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
@@ -12,13 +12,8 @@ from tests.reference.tiny_step3 import TinyStep3
 def router(weights: np.ndarray, top_k: int, *, renormalise: bool = False, dtype=jnp.float32):
     """Of `weights` [experts, d_model], as a checkpoint has them."""
     experts, d_model = weights.shape
-    sizes = TinyStep3(
-        hidden_size=d_model,
-        moe_num_experts=experts,
-        moe_top_k=top_k,
-        norm_expert_weight=renormalise,
-    )
-    module = Router(step3_config(sizes.config()), jnp.dtype(dtype), nnx.Rngs(0))
+    rule = Rule(experts=experts, top_k=top_k, renormalise=renormalise)
+    module = Router(d_model, rule, jnp.dtype(dtype), nnx.Rngs(0))
     assert module.gate[...].shape == (d_model, experts)
     module.gate.set_value(jnp.asarray(weights.T, dtype))
     return module

@@ -5,7 +5,8 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from jaxserve.checkpoint.families import step3_config
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.model import LayerKind
 from jaxserve.link.transport import DevicePutTransport
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
@@ -56,7 +57,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     assert small.dispatch["moe"] is same.dispatch["moe"]
     assert small.combine is same.combine
     assert small.enter is not same.enter
-    assert small.attend["moe"] is not same.attend["moe"]
+    assert small.attend[LayerKind("moe")] is not same.attend[LayerKind("moe")]
     assert small.combine is not large.combine
     assert isinstance(small.combine, DevicePutTransport)
     assert small.dispatch["moe"].piece == (8, 64 + 3 + 3)

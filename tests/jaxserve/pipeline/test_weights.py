@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, RandomLeaves, layer_pages
@@ -93,7 +94,7 @@ def test_afd(tiny_model, overrides):
         check(
             templates.attention[kind], weights.attention[layer], expected_leaves(layer, "attention")
         )
-        check(templates.ffn[kind], weights.ffn[layer], expected_leaves(layer, "ffn"))
+        check(templates.ffn[kind.ffn], weights.ffn[layer], expected_leaves(layer, "ffn"))
 
 
 def test_devices_hold_their_slices_alone(tiny_model):
@@ -109,7 +110,7 @@ def test_devices_hold_their_slices_alone(tiny_model):
         "dense.down": {(11, 64)},
     }
     assert [s.device.id for s in ffn["experts.gate"].addressable_shards] == [2, 3, 4, 5]
-    attention = programs.templates.attention["moe"]
+    attention = programs.templates.attention[LayerKind("moe")]
     leaves = dict(zip(attention.names, weights.attention[1], strict=True))
     assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(48, 64)}
     assert {s.data.shape for s in leaves["attention.out"].addressable_shards} == {(64, 64)}
@@ -133,7 +134,7 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
     for kind, start, stop in programs.stacked():
         for role, template in (
             ("attention", templates.attention[kind]),
-            ("ffn", templates.ffn[kind]),
+            ("ffn", templates.ffn[kind.ffn]),
         ):
             stacks = take(template)
             for layer in range(start, stop):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.checkpoint.families import step3_config, step3_names
-from jaxserve.config.model import ModelConfig
+from jaxserve.checkpoint.step3 import step3_config, step3_names
+from jaxserve.config.model import MFA, ModelConfig, Rope, Router
 from jaxserve.errors import CheckpointError
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -20,18 +20,13 @@ EXPECTED = ModelConfig(
     vocab=160,
     d_model=64,
     layers=4,
-    q_heads=4,
-    kv_heads=1,
-    head_dim=32,
-    latent=48,
+    attention=MFA(q_heads=4, kv_heads=1, head_dim=32, latent=48),
+    rope=Rope(theta=10_000.0),
     d_ff=96,
     moe_layers=frozenset({1, 2}),
-    experts=8,
-    top_k=3,
+    router=Router(experts=8, top_k=3, renormalise=False),
     expert_d_ff=32,
     shared_d_ff=40,
-    renormalise=False,
-    rope_theta=10_000.0,
     norm_epsilon=1e-5,
     max_positions=2048,
     tied_head=False,
@@ -91,17 +86,17 @@ class TestSpellings:
     )
     def test_rope(self, entries):
         config = step3_config(changed(**entries))
-        assert config.rope_theta == 5e5
-        assert isinstance(config.rope_theta, float)
+        assert config.rope.theta == 5e5
+        assert isinstance(config.rope.theta, float)
 
     def test_multi_token_prediction(self):
         assert step3_config(TinyStep3(mtp=True).config()).mtp_layers == 1
 
     def test_flags(self):
         config = step3_config(changed(norm_expert_weight=True, tie_word_embeddings=True))
-        assert (config.renormalise, config.tied_head) == (True, True)
+        assert (config.router.renormalise, config.tied_head) == (True, True)
         config = step3_config(changed(norm_expert_weight=None, tie_word_embeddings=None))
-        assert (config.renormalise, config.tied_head) == (False, False)
+        assert (config.router.renormalise, config.tied_head) == (False, False)
 
     def test_dense_models_say_nothing_of_experts(self):
         entries = dict.fromkeys(
@@ -143,12 +138,12 @@ class TestProblems:
             ({"moe_layers_enum": [[1]]}, "moe_layers_enum = [[1]] is not a list of layers"),
             ({"moe_layers_enum": [1, 4, -1]}, "moe_layers_enum names [-1, 4] of 4 layers"),
             (
-                {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
-                "rope_scaling = {'rope_type': 'yarn', 'factor': 4} is not supported here",
+                {"rope_scaling": {"rope_type": "linear", "factor": 4}},
+                "rope_scaling = {'rope_type': 'linear', 'factor': 4} is not supported, only yarn",
             ),
             (
-                {"rope_parameters": {"rope_type": "yarn"}},
-                "rope_scaling = {'rope_type': 'yarn'} is not supported here",
+                {"rope_parameters": {"rope_type": "llama3"}},
+                "rope_scaling = {'rope_type': 'llama3'} is not supported, only yarn",
             ),
             ({"rope_parameters": [3]}, "rope_parameters = [3] is not an object"),
             ({"text_config": "text"}, "text_config = 'text' is not an object"),
@@ -163,8 +158,8 @@ class TestProblems:
         with pytest.raises(CheckpointError) as error:
             step3_config(changed(vocab_size="x", num_attention_heads=None, rope_theta=-1))
         assert str(error.value) == (
-            "config.json: vocab_size = 'x' is not a whole number from 1; num_attention_heads is "
-            "missing; rope_theta = -1 is not a number above 0"
+            "config.json: num_attention_heads is missing; vocab_size = 'x' is not a whole number "
+            "from 1; rope_theta = -1 is not a number above 0"
         )
 
 

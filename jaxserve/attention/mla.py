@@ -1,0 +1,154 @@
+"""Multi-head latent attention (DeepSeek-V2 §2.1): the cache holds one latent a token.
+
+One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: query heads are split over `tp`, the latent is computed
+everywhere.
+
+There are two ways to the same result. *Absorbed*, the query is taken to the latent's space and
+attends to the cache as it is: little to read, so it is what decode wants. *Naive*, keys and values
+of every head are made from the latents: a third of the products for a pair of tokens, so it is what
+prefill wants. A step of more tokens than sequences has prefill chunks: it attends naively inside
+the chunks, absorbed to what the cache held before, and merges the two by their softmax sums.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.attention.batch import RaggedBatch
+from jaxserve.attention.kv_cache import Pages, attend_latent, stored, write
+from jaxserve.attention.rope import rotate, rotation
+from jaxserve.config.model import MLA as Sizes
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
+from pallas_kernels.attention.api import merge
+from pallas_kernels.attention.chunk import chunk_attention
+
+
+class MLA(nnx.Module):
+    """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
+
+    Attributes:
+      query_down: [d_model, q_latent], or None: then `query_up` starts from d_model.
+      query_norm: [q_latent].
+      query_up: [q_latent, q_heads·(nope_dim + rope_dim)].
+      latent_down: [d_model, kv_latent + rope_dim], the latent and the shared rotated key.
+      latent_norm: [kv_latent].
+      key_up: [q_heads, nope_dim, kv_latent].
+      value_up: [q_heads, kv_latent, v_dim].
+      out: [q_heads·v_dim, d_model].
+      query_bias, latent_bias, out_bias: of the down maps and `out`; None where there are none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        if window:
+            raise ConfigError("latent attention with a sliding window is not supported")
+        self.sizes, self.rope = sizes, config.rope
+        dtype, d_model = formats.dtype, config.d_model
+        heads, latent = sizes.q_heads, sizes.kv_latent
+        queries = heads * (sizes.nope_dim + sizes.rope_dim)
+        biased = sizes.bias
+        if sizes.q_latent:
+            self.query_down = matrix(rngs, formats, d_model=d_model, latent=sizes.q_latent)
+            self.query_norm = scale(dtype, latent=sizes.q_latent)
+            self.query_bias = zeros(dtype, latent=sizes.q_latent) if biased else None
+            self.query_up = matrix(rngs, formats, latent=sizes.q_latent, q_heads=queries)
+        else:
+            self.query_down = self.query_norm = self.query_bias = None
+            self.query_up = matrix(rngs, formats, d_model=d_model, q_heads=queries)
+        down = latent + sizes.rope_dim
+        self.latent_down = matrix(rngs, formats, d_model=d_model, latent=down)
+        self.latent_norm = scale(dtype, latent=latent)
+        self.latent_bias = zeros(dtype, latent=down) if biased else None
+        # A head at a time these are small, and absorbing them wants them in full.
+        self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
+        self.value_up = weight(rngs, dtype, q_heads=heads, latent=latent, v=sizes.v_dim)
+        self.out = matrix(rngs, formats, q_heads=heads * sizes.v_dim, d_model=d_model)
+        self.out_bias = zeros(dtype, d_model=d_model) if biased else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """As `MFA.__call__`."""
+        tokens = x.shape[0]
+        turn = rotation(batch.position, self.sizes.rope_dim, self.rope)
+        nope, rope = self._query(x, turn)
+        row = self._row(x, turn)
+        with jax.named_scope("write_pages"):
+            pages = write(pages, (row,), batch)
+        absorbed = self._absorb(nope, rope)
+        scale, width = self.sizes.scale, self.sizes.kv_latent
+        with jax.named_scope("paged_attention"):
+            if tokens <= batch.page_table.shape[0]:
+                mixed, _ = attend_latent(absorbed, pages, batch, scale=scale, v_width=width)
+                heads = self._values(mixed)
+            else:
+                before = batch._replace(
+                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1)
+                )
+                mixed, history = attend_latent(absorbed, pages, before, scale=scale, v_width=width)
+                inside, chunk = self._naive(nope, rope, stored(row, pages), batch)
+                heads = merge((self._values(mixed), inside), (history, chunk))
+        share = linear(heads.reshape(tokens, -1), self.out)
+        if self.out_bias is not None:
+            # Once, and not once a device: the caller adds the shares up.
+            share += jnp.where(jax.lax.axis_index("tp") == 0, self.out_bias[...], 0)
+        return share, pages
+
+    def _query(
+        self, x: Array, turn: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
+        """The queries' two parts, the second one rotated."""
+        sizes = self.sizes
+        if self.query_down is not None:
+            assert self.query_norm is not None
+            x = linear(x, self.query_down, self.query_bias)
+            x = rms_norm(x, self.query_norm[...], sizes.latent_epsilon)
+        query = linear(x, self.query_up)
+        query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
+        nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
+        return nope, rotate(rope, *turn, interleaved=self.rope.interleaved)
+
+    def _row(self, x: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens 1 width"]:
+        """What the cache holds of a token: its normed latent and its rotated key."""
+        row = linear(x, self.latent_down, self.latent_bias)
+        latent, key = jnp.split(row, [self.sizes.kv_latent], axis=-1)
+        latent = rms_norm(latent, self.latent_norm[...], self.sizes.latent_epsilon)
+        key = rotate(key[:, None], *turn, interleaved=self.rope.interleaved)
+        return jnp.concatenate([latent[:, None], key], axis=-1)
+
+    def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
+        """The queries as the cache's rows see them: W^UK moved from the keys to the queries."""
+        query = _einsum("thn,hnc->thc", nope, self.key_up[...])
+        return jnp.concatenate([query, rope], axis=-1)
+
+    def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
+        """Mixed latents as mixed values: W^UV moved behind the softmax."""
+        return _einsum("thc,hcv->thv", mixed, self.value_up[...])
+
+    def _naive(
+        self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
+    ) -> tuple[Array, Array]:
+        """Attention of the batch's tokens to each other: per head, and its log-sum-exp."""
+        latent, key = row[:, 0, : self.sizes.kv_latent], row[:, :, self.sizes.kv_latent :]
+        keys = _einsum("tc,hnc->thn", latent, self.key_up[...])
+        shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))
+        return chunk_attention(
+            jnp.concatenate([nope, rope], axis=-1),
+            jnp.concatenate([keys, shared], axis=-1),
+            _einsum("tc,hcv->thv", latent, self.value_up[...]),
+            batch.sequence_of_token,
+            batch.position,
+            scale=self.sizes.scale,
+        )
+
+
+def _einsum(products: str, x: Array, w: Array) -> Array:
+    """A product of heads with FP32 accumulation, in x's dtype."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(x.dtype)

@@ -1,0 +1,113 @@
+"""Leaves as JAX arrays: every device's part is made on the host once and put on the device.
+
+Called by the checkpoints (`hf.py`, `store.py`), which know how a part is made.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.checkpoint.regions import Ranges, scale_block
+from jaxserve.errors import CheckpointError
+from jaxserve.module import Template
+from pallas_kernels.quantize.api import quantize_weight
+
+
+class Leaf(NamedTuple):
+    """A leaf to be made, of one block or of several behind each other (`layers`)."""
+
+    shape: tuple[int, ...]
+    """Of one block."""
+    dtype: jnp.dtype
+    sharding: NamedSharding
+    """Of the whole array."""
+    layers: int | None = None
+    """None: one block, and no axis for it."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.shape if self.layers is None else (self.layers, *self.shape)
+
+    def of(self, dtype: jnp.dtype) -> "Leaf":
+        """The same in another dtype."""
+        return self._replace(dtype=jnp.dtype(dtype))
+
+    def of_one_layer(self) -> "Leaf":
+        """One entry of the stack."""
+        spec = PartitionSpec(*self.sharding.spec[1:])
+        return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
+
+
+def wanted_leaves(
+    template: Template, shardings: "list[NamedSharding] | tuple", layers: int | None
+) -> dict[str, Leaf]:
+    """The template's leaves by name."""
+    return {
+        name: Leaf(leaf.shape, leaf.dtype, sharding, layers)
+        for name, leaf, sharding in zip(template.names, template.leaves, shardings, strict=True)
+    }
+
+
+def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> jax.Array:
+    """An array of parts.
+
+    Args:
+      make: gets the parts' ranges, no two of them equal, and gives their values, which nobody
+        changes afterwards: on CPU devices they are the array.
+    """
+    shape = leaf.full_shape
+    ranges: dict[jax.Device, Ranges] = {
+        device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        for device, index in leaf.sharding.addressable_devices_indices_map(shape).items()
+    }
+    unique = list(dict.fromkeys(ranges.values()))
+    parts = dict(zip(unique, make(unique), strict=True))
+    arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
+    array = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
+    # Else parts of the next leaves would wait on the host for their turn to be copied.
+    return jax.block_until_ready(array)
+
+
+def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
+    """(block_in, block_out) of a quantised matrix, by its leaves' shapes; 0: the whole axis.
+
+    Raises:
+      CheckpointError: the shapes do not fit each other.
+    """
+    (d_in, d_out), (rows, columns) = values.shape[-2:], scales.shape[-2:]
+    if rows == 1 and columns == d_out:
+        return 0, 1
+    try:
+        return scale_block(d_in, rows), scale_block(d_out, columns)
+    except CheckpointError as error:
+        raise CheckpointError(f"values {values.shape}, scales {scales.shape}: {error}") from None
+
+
+@functools.lru_cache(maxsize=256)
+def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """A compiled function from a whole matrix on the devices to its values and scales there."""
+    block = block_of(values, scales)
+    kind = "int8" if values.dtype == jnp.int8 else "fp8" if block == (0, 1) else "fp8_block"
+
+    def quantise(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+        quantised = quantize_weight(matrix, kind, block)
+        return quantised.values, quantised.scales
+
+    return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding), donate_argnums=())
+
+
+def empty_stack(leaf: Leaf) -> jax.Array:
+    """A zeroed stack, to be filled by `fill`."""
+    make = functools.partial(jnp.zeros, leaf.full_shape, leaf.dtype)
+    return jax.jit(make, out_shardings=leaf.sharding)()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def fill(stack: jax.Array, layer: jax.Array, index: int | jax.Array) -> jax.Array:
+    """The stack, changed in place, with this layer at its place."""
+    return stack.at[index].set(layer)

@@ -1,0 +1,218 @@
+"""Typed, strict reading of a config.json. Used by the families; knows none of them.
+
+What is wrong is gathered, and said all at once. Every entry has to be read, or to be known to mean
+nothing for the text model's mathematics: an unknown one might change what the model computes, and a
+model that computes something else gives wrong tokens in silence.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxserve.config.model import Rope, Router, Yarn
+from jaxserve.errors import CheckpointError
+
+HARMLESS = frozenset(
+    """
+    architectures model_type torch_dtype dtype transformers_version _name_or_path name_or_path
+    auto_map use_cache initializer_range bos_token_id eos_token_id pad_token_id sep_token_id
+    unk_token_id decoder_start_token_id attention_dropout hidden_dropout resid_dropout
+    embd_dropout output_attentions output_hidden_states output_scores output_router_logits
+    return_dict return_dict_in_generate aux_loss_alpha seq_aux router_aux_loss_coef
+    router_jitter_noise pretraining_tp ep_size problem_type id2label label2id task_specific_params
+    chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
+    cross_attention_hidden_size tie_encoder_decoder gradient_checkpointing use_bfloat16
+    torchscript pruned_heads finetuning_task tokenizer_class prefix suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id _attn_implementation
+    attn_implementation _attn_implementation_autoset unsloth_version
+    """.split()  # noqa: SIM905  (a list of them is three pages long)
+)
+"""Entries of every model that say nothing of its mathematics while it serves."""
+
+
+class Entries:
+    """The entries of a config.json, each read once by somebody.
+
+    Args:
+      tree: the entries. A null is as good as a missing one.
+      ignored: names that the user says mean nothing.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], ignored: Collection[str] = ()):
+        self._tree = {name: value for name, value in tree.items() if value is not None}
+        self._unread = set(self._tree) - HARMLESS - set(ignored)
+        self.problems: list[str] = []
+
+    def size(self, *names: str, least: int = 1, default: int | None = None) -> int:
+        """The first of these that is there, a whole number."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            return self._wrong(name, value, f"a whole number from {least}", least)
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """Likewise, a number above 0."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            return self._wrong(name, value, "a number above 0", 1.0)
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth value."""
+        _, value = self._first((name,), default)
+        if not isinstance(value, bool):
+            return self._wrong(name, value, "true or false", False)
+        return value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """An object, empty where it is missing."""
+        _, value = self._first((name,), {})
+        if not isinstance(value, Mapping):
+            return self._wrong(name, value, "an object", {})
+        return dict(value)
+
+    def layers(self, name: str, default: Collection[int]) -> frozenset[int]:
+        """Layer numbers: a list, or a string with commas."""
+        _, value = self._first((name,), default)
+        items = value.split(",") if isinstance(value, str) else value
+        try:
+            return frozenset(int(item) for item in items if str(item).strip())
+        except (TypeError, ValueError):
+            return self._wrong(name, value, "a list of layers", frozenset())
+
+    def any(self, name: str) -> Any:
+        """The entry as it is, or None."""
+        return self._first((name,), None)[1]
+
+    def only(self, name: str, *values: Any) -> None:
+        """Refuses an entry that is there and is none of these: nothing else is supported."""
+        _, value = self._first((name,), values[0])
+        if not any(value == known and type(value) is type(known) for known in values):
+            known = " or ".join(map(repr, values))
+            self.problems.append(f"{name} = {value!r} is not supported, only {known}")
+
+    def meaningless(self, *names: str) -> None:
+        """Entries that mean nothing in this family."""
+        self._unread -= set(names)
+
+    def rope(self, name: str, dimensions: int, *, interleaved: bool = False) -> Rope:
+        """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+
+        Args:
+          name, dimensions: the entry that says how many of a head's dimensions are turned.
+        """
+        parameters, scaling = self.section("rope_parameters"), self.section("rope_scaling")
+        inner = Entries({**parameters, **scaling})
+        if "rope_theta" in parameters:
+            theta = inner.number("rope_theta")
+            self.meaningless("rope_theta")
+        else:
+            theta = self.number("rope_theta")
+        kind = inner.any("rope_type") or inner.any("type") or "default"
+        inner.meaningless("type", "rope_type")
+        inner.only("partial_rotary_factor", 1.0, 1)
+        yarn = inner.yarn() if kind == "yarn" else None
+        if kind not in ("default", "yarn"):
+            known = {"rope_type": kind} | scaling
+            self.problems.append(f"rope_scaling = {known!r} is not supported, only yarn")
+            inner.problems.clear()
+        else:
+            inner.refuse_unread("rope_scaling.")
+        self.problems += inner.problems
+        if dimensions % 2:
+            self.problems.append(f"{name} = {dimensions} is odd, and RoPE turns pairs")
+        return Rope(theta=theta, yarn=yarn, interleaved=interleaved)
+
+    def yarn(self) -> Yarn:
+        """The entries of a `rope_scaling` of type yarn."""
+        factor = self.number("factor")
+        magnitude = yarn_magnitude(factor, 1.0)
+        mscale, of_all = self._mscale("mscale"), self._mscale("mscale_all_dim")
+        if mscale and of_all:
+            magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, of_all)
+        return Yarn(
+            factor=factor,
+            original_positions=self.size("original_max_position_embeddings"),
+            beta_fast=self.number("beta_fast", default=32.0),
+            beta_slow=self.number("beta_slow", default=1.0),
+            truncate=self.flag("truncate", default=True),
+            magnitude=self.number("attention_factor", default=magnitude),
+        )
+
+    def _mscale(self, name: str) -> float:
+        value = self.any(name)
+        return 0.0 if value in (None, 0) else self.number(name)
+
+    def router(self, rule: Router, experts: str, top_k: str) -> Router:
+        """Checks a router's numbers against each other; `experts` and `top_k` are their names."""
+        if not 1 <= rule.top_k <= rule.experts:
+            self.problems.append(f"{top_k} = {rule.top_k} of {experts} = {rule.experts}")
+        if rule.groups > 1:
+            size = rule.experts // rule.groups
+            if rule.experts % rule.groups or size < 2:
+                self.problems.append(
+                    f"n_group = {rule.groups} does not cut {rule.experts} experts into equal "
+                    "groups of at least 2"
+                )
+            elif not 1 <= rule.top_groups <= rule.groups or rule.top_groups * size < rule.top_k:
+                self.problems.append(
+                    f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts "
+                    f"cannot hold {rule.top_k} experts a token"
+                )
+        return rule
+
+    def quantisation(self) -> bool:
+        """Whether matrices are FP8 blocks of 128 × 128 (`quantization_config`)."""
+        section = self.section("quantization_config")
+        if not section:
+            return False
+        inner = Entries(section)
+        inner.only("quant_method", "fp8")
+        inner.only("fmt", "e4m3")
+        inner.only("weight_block_size", [128, 128])
+        # Activations are not rounded here, whatever the file's authors did: that is more exact.
+        inner.meaningless("activation_scheme", "modules_to_not_convert", "ignored_layers")
+        inner.refuse_unread("quantization_config.")
+        self.problems += [
+            f"quantization_config.{p}" if "config" not in p else p for p in inner.problems
+        ]
+        return True
+
+    def refuse_unread(self, prefix: str = "") -> None:
+        """Notes every entry that nobody read, but what is switched off."""
+        for name in sorted(self._unread):
+            value = self._tree[name]
+            if value is not False and value not in ({}, [], ""):
+                self.problems.append(
+                    f"{prefix}{name} = {_short(value)} is not known, and might change what the "
+                    "model computes"
+                )
+
+    def raise_problems(self) -> None:
+        """Raises CheckpointError if there is a problem."""
+        if self.problems:
+            raise CheckpointError("config.json: " + "; ".join(self.problems))
+
+    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        self._unread -= set(names)
+        for name in names:
+            if name in self._tree:
+                return name, self._tree[name]
+        return " or ".join(names), default
+
+    def _wrong[Value](self, name: str, value: Any, wanted: str, instead: Value) -> Value:
+        """Notes a problem; reading goes on with `instead`."""
+        known = _short(value)
+        problem = f"{name} is missing" if value is None else f"{name} = {known} is not {wanted}"
+        self.problems.append(problem)
+        return instead
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """How much longer queries and keys get (YaRN §3.4, DeepSeek's `mscale`)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,169 @@
+"""Qwen3, dense and with experts (`model_type` qwen3 and qwen3_moe): their config.json and their
+tensors."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.source import (
+    CheckpointNames,
+    Source,
+    Sources,
+    matrix,
+    per_expert,
+    swiglu,
+    vector,
+)
+from jaxserve.config.model import GQA, FFNKind, ModelConfig, Router
+
+
+def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:
+    """Qwen3's config.json.
+
+    Raises:
+      CheckpointError: with every entry that is missing, of a wrong type, or not supported.
+    """
+    entries = Entries(tree, ignored)
+    layers, d_model = entries.size("num_hidden_layers"), entries.size("hidden_size")
+    q_heads = entries.size("num_attention_heads")
+    head_dim = entries.size("head_dim", least=2, default=128)
+    bias = entries.flag("attention_bias")
+    attention = GQA(
+        q_heads=q_heads,
+        kv_heads=entries.size("num_key_value_heads", default=q_heads),
+        head_dim=head_dim,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    moe = tree.get("model_type") == "qwen3_moe"
+    router = _router(entries) if moe else None
+    moe_layers = _moe_layers(entries, layers) if router else frozenset[int]()
+    window, window_layers = _window(entries, layers, all_layers=moe)
+    config = ModelConfig(
+        vocab=entries.size("vocab_size"),
+        d_model=d_model,
+        layers=layers,
+        attention=attention,
+        rope=entries.rope("head_dim", head_dim),
+        d_ff=entries.size("intermediate_size"),
+        moe_layers=moe_layers,
+        router=router if moe_layers else None,
+        expert_d_ff=entries.size("moe_intermediate_size") if moe_layers else 0,
+        window=window if window_layers else 0,
+        window_layers=window_layers,
+        norm_epsilon=entries.number("rms_norm_eps"),
+        max_positions=entries.size("max_position_embeddings"),
+        tied_head=entries.flag("tie_word_embeddings"),
+        stored="fp8_block" if entries.quantisation() else "plain",
+    )
+    entries.raise_problems()
+    if router:
+        entries.router(router, "num_experts", "num_experts_per_tok")
+    entries.only("hidden_act", "silu")
+    entries.meaningless("moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step")
+    if attention.q_heads % attention.kv_heads:
+        entries.problems.append(
+            f"num_attention_heads = {attention.q_heads} is no multiple of num_key_value_heads = "
+            f"{attention.kv_heads}"
+        )
+    entries.refuse_unread()
+    entries.raise_problems()
+    return config
+
+
+def _router(entries: Entries) -> Router | None:
+    experts = entries.size("num_experts", "num_local_experts", least=0, default=0)
+    entries.meaningless("num_local_experts")
+    rule = Router(
+        experts=experts,
+        top_k=entries.size("num_experts_per_tok", least=0, default=None if experts else 0),
+        renormalise=entries.flag("norm_topk_prob"),
+    )
+    return rule if experts else None
+
+
+def _moe_layers(entries: Entries, layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer, but `mlp_only_layers`."""
+    step = entries.size("decoder_sparse_step", default=1)
+    dense = entries.layers("mlp_only_layers", ())
+    return frozenset(
+        layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense
+    )
+
+
+def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, frozenset[int]]:
+    """The sliding window and its layers: what `layer_types` says, or all from `max_window_layers`
+    on (all layers of a model with experts)."""
+    used = entries.flag("use_sliding_window")
+    window = entries.size("sliding_window", least=1, default=0 if not used else None) if used else 0
+    first = entries.size("max_window_layers", least=0, default=28)
+    types = entries.any("layer_types")
+    entries.meaningless("sliding_window")
+    if types is None:
+        first = 0 if all_layers else first
+        return window, frozenset(range(first, layers)) if used else frozenset()
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
+        entries.problems.append(
+            f"layer_types = {types!r} is not one of {known} for each of {layers} layers"
+        )
+        return 0, frozenset()
+    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    if sliding and not used:
+        window = entries.size("sliding_window")
+    return window, frozenset(range(layers)) if all_layers and used else sliding
+
+
+def qwen3_names(config: ModelConfig) -> CheckpointNames:
+    """Qwen3's tensors."""
+    d, vocab = config.d_model, config.vocab
+    head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
+    prefixes = [f"model.layers.{layer}." for layer in range(config.layers)]
+    kinds = [config.kind(layer).ffn for layer in range(config.layers)]
+    return CheckpointNames(
+        embedding={"table": Source(("model.embed_tokens.weight",), ((vocab, d),))},
+        head={
+            "norm": vector("model.norm.weight", d),
+            "weight": Source((head,), ((vocab, d),), transpose=True),
+        },
+        attention=[
+            _attention_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)
+        ],
+        ffn=[_ffn_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
+        unloaded={},
+        optional={"lm_head.weight": (vocab, d)} if config.tied_head else {},
+        ignored=(),
+    )
+
+
+def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    d, sizes, name = config.d_model, config.attention, f"{layer}self_attn."
+    assert isinstance(sizes, GQA)
+    heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    sources = {
+        "input_norm": vector(f"{layer}input_layernorm.weight", d),
+        "attention.query": matrix(f"{name}q_proj.weight", heads, d),
+        "attention.key": matrix(f"{name}k_proj.weight", kv, d),
+        "attention.value": matrix(f"{name}v_proj.weight", kv, d),
+        "attention.out": matrix(f"{name}o_proj.weight", d, heads),
+        "attention.query_norm": vector(f"{name}q_norm.weight", sizes.head_dim),
+        "attention.key_norm": vector(f"{name}k_norm.weight", sizes.head_dim),
+        "post_norm": vector(f"{layer}post_attention_layernorm.weight", d),
+    }
+    if sizes.qkv_bias:
+        sources |= {
+            "attention.query_bias": vector(f"{name}q_proj.bias", heads),
+            "attention.key_bias": vector(f"{name}k_proj.bias", kv),
+            "attention.value_bias": vector(f"{name}v_proj.bias", kv),
+            "attention.out_bias": vector(f"{name}o_proj.bias", d),
+        }
+    if kind == "moe":
+        sources["router.gate"] = matrix(f"{layer}mlp.gate.weight", config.experts, d)
+    return sources
+
+
+def _ffn_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    if kind == "dense":
+        return swiglu("dense", f"{layer}mlp.", config.d_model, config.d_ff)
+    return per_expert(config, f"{layer}mlp.experts.")

@@ -1,0 +1,191 @@
+"""Which rectangles of which tensors make a device's part of a leaf, by the leaf's `Source`.
+
+Called by `hf.py`; `reading.py` reads the rectangles. Pure arithmetic on shapes; knows neither
+families nor JAX.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, Scales
+from jaxserve.checkpoint.source import Shape, Source
+from jaxserve.checkpoint.tensors import Tensor
+from jaxserve.errors import CheckpointError
+
+Ranges = tuple[tuple[int, int], ...]
+"""(start, stop) along every axis of a leaf: a device's part."""
+
+Grids = Mapping[str, np.ndarray]
+"""Scales of FP8 tensors, FP32 [..., ceil(out / 128), ceil(in / 128)], by the tensors' names."""
+
+
+def source_regions(
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    grids: Grids,
+    ranges: Ranges,
+    target: np.ndarray,
+) -> Iterator[Region]:
+    """What fills a part of a leaf; beyond the tensors there is nothing.
+
+    Args:
+      grids: of the tensors that are to be dequantised.
+      ranges: of the leaf, all of them inside the leaf's padded shape.
+      target: of the ranges' sizes.
+    """
+    for index, own, part in _parts(source, ranges, target):
+        name = source.names[index]
+        yield from _rectangles(source, tensors[name], grids.get(name), own, part)
+
+
+def seen_shape(source: Source, index: int) -> Shape:
+    """The shape of one tensor (or the part of it that is used) as the leaf has it."""
+    shape = source.shapes[index] if source.view is None else _view_shape(source)
+    return (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
+
+
+def _view_shape(source: Source) -> Shape:
+    view = source.view
+    assert view is not None
+    shape = list(view.shape)
+    shape[view.axis] = view.stop - view.start
+    return tuple(shape)
+
+
+def _parts(
+    source: Source, ranges: Ranges, target: np.ndarray
+) -> Iterator[tuple[int, Ranges, np.ndarray]]:
+    """(index of a tensor, ranges of it as the leaf has it, their part of the target)."""
+    if source.stacked:
+        low, high = ranges[0]
+        for index in range(low, min(high, len(source.names))):
+            own = _clipped(ranges[1:], seen_shape(source, index))
+            yield index, own, _corner(target[index - low], own, ranges[1:])
+        return
+    low, high = ranges[-1]
+    offset = 0
+    for index in range(len(source.names)):
+        shape = seen_shape(source, index)
+        start, stop = max(low - offset, 0), min(high - offset, shape[-1])
+        if start < stop:
+            here = (*ranges[:-1], (start, stop))
+            part = target[..., start + offset - low : stop + offset - low]
+            own = _clipped(here, shape)
+            yield index, own, _corner(part, own, here)
+        offset += shape[-1]
+
+
+def _clipped(ranges: Ranges, shape: Shape) -> Ranges:
+    return tuple((low, min(high, size)) for (low, high), size in zip(ranges, shape, strict=True))
+
+
+def _corner(target: np.ndarray, own: Ranges, ranges: Ranges) -> np.ndarray:
+    """The part of the target that is no padding."""
+    sizes = zip(own, ranges, strict=True)
+    return target[tuple(slice(0, max(stop - low, 0)) for (_, stop), (low, _) in sizes)]
+
+
+def _rectangles(
+    source: Source, tensor: Tensor, grid: np.ndarray | None, own: Ranges, target: np.ndarray
+) -> Iterator[Region]:
+    """One a matrix of the last two axes."""
+    if target.size == 0:
+        return
+    shape, stored = tensor.shape, list(own)
+    transpose = source.transpose
+    if transpose:
+        stored[-2:] = stored[-1], stored[-2]
+    if source.view is not None:
+        view = source.view
+        shape = view.shape
+        low, high = stored[view.axis]
+        stored[view.axis] = low + view.start, high + view.start
+    if len(shape) == 1:  # one row
+        shape, stored, target = (1, *shape), [(0, 1), *stored], target[None]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    (row, last_row), (column, last_column) = stored[-2:]
+    outer = [range(*bounds) for bounds in stored[:-2]]
+    corner = row * strides[-2] + column
+    for place in itertools.product(*outer):
+        first = corner + sum(i * stride for i, stride in zip(place, strides, strict=False))
+        where = tuple(i - bounds[0] for i, bounds in zip(place, stored, strict=False))
+        yield Region(
+            tensor,
+            first,
+            strides[-2],
+            last_row - row,
+            last_column - column,
+            target[where],
+            transpose,
+            None if grid is None else _scales(grid, tensor, first, strides[-2]),
+        )
+
+
+def _scales(grid: np.ndarray, tensor: Tensor, first: int, stride: int) -> Scales:
+    """The scales of a rectangle that starts at this element."""
+    *_, d_out, d_in = tensor.shape
+    if stride != d_in:
+        raise CheckpointError(f"{tensor.path}: FP8 rows of {d_in} are viewed as rows of {stride}")
+    row, column = divmod(first, d_in)
+    plane, row = divmod(row, d_out)
+    return Scales(grid.reshape(-1, *grid.shape[-2:])[plane], row, column)
+
+
+def scale_leaf(
+    source: Source, grids: Grids, ranges: Ranges, block: tuple[int, int], target: np.ndarray
+) -> None:
+    """A part of the leaf of scales that belongs to a leaf of FP8 values kept as they are.
+
+    Entry (i, o) is the file's scale of the element (i·block_in, o·block_out); 1 in the padding.
+
+    Args:
+      ranges: of the scales' leaf [..., d_in / block_in, d_out / block_out].
+      block: (block_in, block_out) of the leaf, both divisors of 128.
+
+    Raises:
+      CheckpointError: tensors that stand side by side would share a block.
+    """
+    target[...] = 1.0
+    block_in, block_out = block
+    offset = 0
+    for index, name in enumerate(source.names):
+        *_, d_in, d_out = seen_shape(source, index)
+        if offset % block_out:
+            raise CheckpointError(
+                f"{name} starts at column {offset} of {source.names}, inside a block of {block_out}"
+            )
+        start = 0 if source.stacked else offset // block_out
+        grid = grids[name] if not source.transpose else np.swapaxes(grids[name], -1, -2)
+        rows = np.arange(-(-d_in // block_in)) * block_in // SCALE_BLOCK
+        columns = np.arange(-(-d_out // block_out)) * block_out // SCALE_BLOCK
+        full = grid[..., rows[:, None], columns]
+        if source.stacked:
+            full, here = full[None], ((index, index + 1), *((0, n) for n in full.shape))
+        else:
+            here = (*((0, n) for n in full.shape[:-1]), (start, start + full.shape[-1]))
+            offset += d_out
+        both = [
+            (max(a, low), min(b, high)) for (a, b), (low, high) in zip(here, ranges, strict=True)
+        ]
+        if any(a >= b for a, b in both):
+            continue
+        put = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(both, ranges, strict=True))
+        get = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, here, strict=True))
+        target[put] = full[get]
+
+
+def scale_block(d: int, count: int) -> int:
+    """The size of the blocks of which `count` cover `d` elements: a divisor of 128.
+
+    Where several would do, they all give the same scales.
+
+    Raises:
+      CheckpointError: none does.
+    """
+    for size in (1, 2, 4, 8, 16, 32, 64, 128):
+        if -(-d // size) == count:
+            return size
+    raise CheckpointError(f"{count} scales for {d} elements: no block of a divisor of 128")

@@ -1,0 +1,125 @@
+"""Where the leaves of a model come from: tensor names, shapes, and how a leaf is made of them.
+
+Written by the families (`step3.py`, …), read by `hf.py`. A leaf of a template (`module.Template`)
+is made of one or several tensors, stored [out, in]: each is cut (`view`) and transposed, then all
+stand side by side in the leaf's last axis, or behind each other in a new first one (`stacked`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.config.model import FFNKind, ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class View(NamedTuple):
+    """A part of a tensor: the tensor in another shape, and of one axis only some."""
+
+    shape: Shape
+    axis: int
+    start: int
+    stop: int
+
+
+class Source(NamedTuple):
+    """Where a leaf comes from."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    """Shape of each tensor in the file."""
+    transpose: bool = False
+    """Whether the file holds the last two axes (of the view) the other way round."""
+    stacked: bool = False
+    """Whether each tensor is one entry of the leaf's first axis (an expert)."""
+    view: View | None = None
+    """Which part of each tensor it is; None: all of it."""
+
+
+Sources = dict[str, Source]
+
+
+class CheckpointNames(NamedTuple):
+    """Every tensor of a model, by block and leaf name."""
+
+    embedding: Sources
+    head: Sources
+    attention: list[Sources]
+    """One a layer, as are `ffn`'s."""
+    ffn: list[Sources]
+    unloaded: dict[str, Shape]
+    """Tensors that belong to the model and have no leaf yet (multi-token prediction)."""
+    optional: dict[str, Shape]
+    """Tensors that repeat others and may be missing."""
+    ignored: tuple[str, ...]
+    """Prefixes of tensors of other parts (a vision tower)."""
+
+
+def vector(name: str, size: int) -> Source:
+    """A norm's weight or a bias."""
+    return Source((name,), ((size,),))
+
+
+def matrix(name: str, d_out: int, d_in: int) -> Source:
+    """A linear map, stored [out, in]."""
+    return Source((name,), ((d_out, d_in),), transpose=True)
+
+
+def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
+    """The leaves of a dense FFN."""
+    return {
+        f"{block}.gate": matrix(f"{prefix}gate_proj.weight", d_ff, d_model),
+        f"{block}.up": matrix(f"{prefix}up_proj.weight", d_ff, d_model),
+        f"{block}.down": matrix(f"{prefix}down_proj.weight", d_model, d_ff),
+    }
+
+
+def per_expert(config: ModelConfig, prefix: str) -> Sources:
+    """The leaves of the routed experts, a tensor an expert."""
+    shapes = {
+        "gate": (config.expert_d_ff, config.d_model),
+        "up": (config.expert_d_ff, config.d_model),
+        "down": (config.d_model, config.expert_d_ff),
+    }
+    return {
+        f"experts.{leaf}": Source(
+            tuple(f"{prefix}{expert}.{leaf}_proj.weight" for expert in range(config.experts)),
+            (shape,) * config.experts,
+            transpose=True,
+            stacked=True,
+        )
+        for leaf, shape in shapes.items()
+    }
+
+
+Block = Callable[[ModelConfig, str, FFNKind], Sources]
+"""(config, prefix of the layer's tensors, kind) → the sources of one role's block."""
+
+
+def mtp_prefixes(config: ModelConfig) -> list[str]:
+    """Multi-token-prediction modules stand behind the layers, as further ones."""
+    return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
+
+
+def mtp_tensors(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, Shape]:
+    """The tensors of the modules (DeepSeek-V3 §2.2), each of which has a layer with experts."""
+    tensors: dict[str, Shape] = {}
+    d = config.d_model
+    for layer in mtp_prefixes(config):
+        tensors |= {
+            f"{layer}enorm.weight": (d,),
+            f"{layer}hnorm.weight": (d,),
+            f"{layer}eh_proj.weight": (d, 2 * d),
+            f"{layer}shared_head.norm.weight": (d,),
+        }
+        for sources in (attention(config, layer, "moe"), ffn(config, layer, "moe")):
+            for source in sources.values():
+                tensors |= dict(zip(source.names, source.shapes, strict=True))
+    return tensors
+
+
+def mtp_copies(config: ModelConfig) -> dict[str, Shape]:
+    """Embedding and head once more, as the modules of some checkpoints have them."""
+    shape = (config.vocab, config.d_model)
+    names = ("embed_tokens.weight", "shared_head.head.weight")
+    return {f"{layer}{name}": shape for layer in mtp_prefixes(config) for name in names}

@@ -1,0 +1,150 @@
+"""Step-3: its config.json and its tensors (`model_type` step3_vl and step3_text)."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.source import (
+    CheckpointNames,
+    Source,
+    Sources,
+    matrix,
+    mtp_copies,
+    mtp_tensors,
+    swiglu,
+    vector,
+)
+from jaxserve.config.model import MFA, FFNKind, ModelConfig, Router
+from jaxserve.errors import CheckpointError
+
+
+def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:
+    """Step-3's config.json: `step3_vl` with a `text_config`, or the text model alone.
+
+    Raises:
+      CheckpointError: with every entry that is missing, of a wrong type, or not supported.
+    """
+    text = tree if tree.get("text_config") is None else tree["text_config"]
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config = {text!r} is not an object")
+    # Quantisation is said of the whole model.
+    outer = {name: tree[name] for name in ("quantization_config",) if name in tree}
+    entries = Entries({**outer, **text}, ignored)
+    layers = entries.size("num_hidden_layers")
+    mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
+    moe_layers = entries.layers("moe_layers_enum", range(1, layers))
+    # A model without experts need not say how large they are.
+    none = None if moe_layers or mtp_layers else 0
+    head_dim = entries.size("head_dim", least=2)
+    attention = MFA(
+        q_heads=entries.size("num_attention_heads"),
+        kv_heads=entries.size("num_attention_groups"),
+        head_dim=head_dim,
+        latent=entries.size("share_q_dim"),
+    )
+    router = Router(
+        experts=entries.size("moe_num_experts", least=0, default=none),
+        top_k=entries.size("moe_top_k", least=0, default=none),
+        renormalise=entries.flag("norm_expert_weight"),
+    )
+    config = ModelConfig(
+        vocab=entries.size("vocab_size"),
+        d_model=entries.size("hidden_size"),
+        layers=layers,
+        attention=attention,
+        rope=entries.rope("head_dim", head_dim),
+        d_ff=entries.size("intermediate_size"),
+        moe_layers=moe_layers,
+        router=router if moe_layers or mtp_layers else None,
+        expert_d_ff=entries.size("moe_intermediate_size", least=0, default=none),
+        shared_d_ff=entries.size("share_expert_dim", least=0, default=none),
+        norm_epsilon=entries.number("rms_norm_eps"),
+        max_positions=entries.size(
+            "max_position_embeddings", "max_position_embedding", "max_seq_len"
+        ),
+        tied_head=entries.flag("tie_word_embeddings"),
+        stored="fp8_block" if entries.quantisation() else "plain",
+        mtp_layers=mtp_layers,
+    )
+    entries.raise_problems()
+    if moe_layers or mtp_layers:
+        entries.router(router, "moe_num_experts", "moe_top_k")
+    entries.only("hidden_act", "silu")
+    entries.only("attention_bias", False)
+    entries.meaningless("text_config", "vision_config", "image_token_id")
+    # Names of one thing, of which the first was read.
+    entries.meaningless("max_position_embedding", "max_seq_len")
+    if attention.q_heads % attention.kv_heads:
+        entries.problems.append(
+            f"num_attention_heads = {attention.q_heads} is no multiple of num_attention_groups = "
+            f"{attention.kv_heads}"
+        )
+    if beyond := sorted(layer for layer in moe_layers if not 0 <= layer < layers):
+        entries.problems.append(f"moe_layers_enum names {beyond} of {layers} layers")
+    entries.refuse_unread()
+    entries.raise_problems()
+    return config
+
+
+def step3_names(config: ModelConfig) -> CheckpointNames:
+    """Step-3's tensors."""
+    d, vocab = config.d_model, config.vocab
+    table = Source(("model.embed_tokens.weight",), ((vocab, d),))
+    head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
+    return CheckpointNames(
+        embedding={"table": table},
+        head={
+            "norm": vector("model.norm.weight", d),
+            "weight": Source((head,), ((vocab, d),), transpose=True),
+        },
+        attention=[
+            _step3_attention(config, f"model.layers.{layer}.", config.kind(layer).ffn)
+            for layer in range(config.layers)
+        ],
+        ffn=[
+            _step3_ffn(config, f"model.layers.{layer}.", config.kind(layer).ffn)
+            for layer in range(config.layers)
+        ],
+        unloaded=mtp_tensors(config, _step3_attention, _step3_ffn),
+        optional=mtp_copies(config),
+        ignored=("vision_model.", "vit_"),
+    )
+
+
+def _step3_attention(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    d, attention, sizes = config.d_model, f"{layer}self_attn.", config.attention
+    assert isinstance(sizes, MFA)
+    heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    down = ("q_proj", "k_proj", "v_proj")
+    sources = {
+        "input_norm": vector(f"{layer}input_layernorm.weight", d),
+        "attention.down": Source(
+            tuple(f"{attention}{name}.weight" for name in down),
+            ((sizes.latent, d), (kv, d), (kv, d)),
+            transpose=True,
+        ),
+        "attention.inter_norm": vector(f"{attention}inter_norm.weight", sizes.latent),
+        "attention.up": matrix(f"{attention}wq.weight", heads, sizes.latent),
+        "attention.out": matrix(f"{attention}o_proj.weight", d, heads),
+        "post_norm": vector(f"{layer}post_attention_layernorm.weight", d),
+    }
+    if kind == "moe":
+        sources["router.gate"] = matrix(f"{layer}moe.gate.weight", config.experts, d)
+    return sources
+
+
+def _step3_ffn(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    d, experts, d_ff = config.d_model, config.experts, config.expert_d_ff
+    if kind == "dense":
+        return swiglu("dense", f"{layer}mlp.", d, config.d_ff)
+    sources: Sources = {}
+    if config.shared_d_ff:
+        sources |= swiglu("dense", f"{layer}share_expert.", d, config.shared_d_ff)
+    for leaf in ("gate", "up"):
+        sources[f"experts.{leaf}"] = Source(
+            (f"{layer}moe.{leaf}_proj.weight",), ((experts, d_ff, d),), transpose=True
+        )
+    sources["experts.down"] = Source(
+        (f"{layer}moe.down_proj.weight",), ((experts, d, d_ff),), transpose=True
+    )
+    return sources

@@ -1,0 +1,179 @@
+"""A device's part of a leaf is the same part of the whole leaf, which NumPy makes of the tensors."""
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from safetensors.numpy import save_file
+
+from jaxserve.checkpoint.reading import read_regions
+from jaxserve.checkpoint.regions import scale_block, scale_leaf, source_regions
+from jaxserve.checkpoint.source import Source, View
+from jaxserve.checkpoint.tensors import read_header
+from jaxserve.errors import CheckpointError
+
+
+def whole(source, values):
+    """The leaf, by definition."""
+    parts = []
+    for name in source.names:
+        part = values[name]
+        if source.view is not None:
+            view = source.view
+            part = part.reshape(view.shape).take(range(view.start, view.stop), view.axis)
+        parts.append(np.swapaxes(part, -1, -2) if source.transpose else part)
+    return np.stack(parts) if source.stacked else np.concatenate(parts, axis=-1)
+
+
+SOURCES = {
+    "vector": Source(("a",), ((7,),)),
+    "vectors side by side": Source(("a", "b"), ((7,), (5,))),
+    "table": Source(("a",), ((6, 5),)),
+    "matrix": Source(("a",), ((6, 5),), transpose=True),
+    "side by side": Source(("a", "b", "c"), ((6, 5), (1, 5), (3, 5)), transpose=True),
+    "stack in the file": Source(("a",), ((3, 4, 5),), transpose=True),
+    "a tensor an expert": Source(("a", "b", "c"), ((4, 5),) * 3, transpose=True, stacked=True),
+    "vectors stacked": Source(("a", "b"), ((5,),) * 2, stacked=True),
+    "rows of each head": Source(("a",), ((4 * 7, 3),), view=View((4, 7, 3), 1, 0, 4)),
+    "the other rows, transposed": Source(
+        ("a",), ((4 * 7, 3),), transpose=True, view=View((4, 7, 3), 1, 4, 7)
+    ),
+    "columns of each head": Source(("a",), ((3, 8),), view=View((3, 2, 4), 2, 1, 3)),
+    "stacked views": Source(
+        ("a", "b"), ((6, 4),) * 2, transpose=True, stacked=True, view=View((2, 3, 4), 1, 1, 2)
+    ),
+}
+
+
+def read(source, folder, values, ranges, dtype=np.float32, grids=None):
+    save_file(values, folder / "a.safetensors")
+    target = np.zeros([stop - start for start, stop in ranges], dtype)
+    tensors = read_header(folder / "a.safetensors")
+    read_regions(
+        list(source_regions(source, tensors, grids or {}, ranges, target)), lambda size: None
+    )
+    return target
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_part_of_any_leaf(source, data, tmp_path_factory):
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    }
+    leaf = whole(source, values)
+    padding = [(0, data.draw(st.integers(0, 2))) for _ in leaf.shape]
+    leaf = np.pad(leaf, padding)
+    ranges = []
+    for size in leaf.shape:
+        start = data.draw(st.integers(0, size - 1))
+        ranges.append((start, data.draw(st.integers(start + 1, size))))
+    part = read(source, tmp_path_factory.mktemp("x"), values, tuple(ranges))
+    np.testing.assert_array_equal(part, leaf[tuple(slice(*r) for r in ranges)])
+
+
+def blocked(shape, seed=0):
+    """FP8 values and their scales."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    grid = shape[:-2] + tuple(-(-size // 128) for size in shape[-2:])
+    return values, rng.uniform(0.5, 2, grid).astype(np.float32)
+
+
+def multiplied(values, grid):
+    spread = grid.repeat(128, -2).repeat(128, -1)[..., : values.shape[-2], : values.shape[-1]]
+    return values.astype(np.float32) * spread
+
+
+FP8_SOURCES = {
+    "matrix": Source(("a",), ((300, 200),), transpose=True),
+    "side by side": Source(("a", "b"), ((256, 200), (70, 200)), transpose=True),
+    "stack in the file": Source(("a",), ((2, 300, 200),), transpose=True),
+    "a tensor an expert": Source(("a", "b"), ((150, 200),) * 2, transpose=True, stacked=True),
+}
+
+
+@pytest.mark.parametrize("source", FP8_SOURCES.values(), ids=FP8_SOURCES)
+@pytest.mark.parametrize("block", [(128, 128), (64, 128), (128, 32), (8, 16), (1, 2)])
+def test_scales_of_blocks(source, block):
+    """A leaf of values times its scales is the dequantised leaf."""
+    pairs = {
+        name: blocked(shape, seed)
+        for seed, (name, shape) in enumerate(zip(source.names, source.shapes, strict=True))
+    }
+    values = whole(source, {name: pair[0] for name, pair in pairs.items()})
+    expected = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
+    *outer, d_in, d_out = values.shape
+    shape = (*outer, -(-d_in // block[0]), -(-d_out // block[1]))
+    ranges = tuple((0, size) for size in shape)
+    grids = {name: pair[1] for name, pair in pairs.items()}
+    scales = np.full(shape, np.nan, np.float32)
+    scale_leaf(source, grids, ranges, block, scales)
+    spread = scales.repeat(block[0], -2).repeat(block[1], -1)[..., :d_in, :d_out]
+    np.testing.assert_array_equal(values.astype(np.float32) * spread, expected)
+    # A device's part, and padding around it.
+    for axis in range(len(shape)):
+        half = tuple((n // 2, n) if a == axis else (0, n) for a, n in enumerate(shape))
+        part = np.zeros([stop - start for start, stop in half], np.float32)
+        scale_leaf(source, grids, half, block, part)
+        np.testing.assert_array_equal(part, scales[tuple(slice(*r) for r in half)])
+    padded = np.zeros([size + 1 for size in shape], np.float32)
+    scale_leaf(source, grids, tuple((0, size + 1) for size in shape), block, padded)
+    np.testing.assert_array_equal(padded[tuple(slice(0, size) for size in shape)], scales)
+    assert (padded[..., -1] == 1).all()
+
+
+def test_side_by_side_inside_a_block():
+    source = Source(("a", "b"), ((96, 200), (64, 200)), transpose=True)
+    grids = {"a": np.ones((1, 2), np.float32), "b": np.ones((1, 2), np.float32)}
+    with pytest.raises(CheckpointError, match=r"b starts at column 96 .* inside a block of 64"):
+        scale_leaf(source, grids, ((0, 2), (0, 3)), (128, 64), np.zeros((2, 3), np.float32))
+    scale_leaf(source, grids, ((0, 2), (0, 5)), (128, 32), np.zeros((2, 5), np.float32))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *FP8_SOURCES.values(),
+        Source(("a",), ((4 * 150, 200),), view=View((4, 150, 200), 1, 0, 90)),
+        Source(("a",), ((4 * 150, 200),), transpose=True, view=View((4, 150, 200), 1, 90, 150)),
+    ],
+    ids=[*FP8_SOURCES, "rows of each head", "the other rows, transposed"],
+)
+def test_dequantised(source, tmp_path):
+    pairs = {
+        name: blocked(shape, seed)
+        for seed, (name, shape) in enumerate(zip(source.names, source.shapes, strict=True))
+    }
+    leaf = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
+    ranges = tuple((size // 3, size) for size in leaf.shape)
+    grids = {name: pair[1] for name, pair in pairs.items()}
+    values = {name: pair[0] for name, pair in pairs.items()}
+    part = read(source, tmp_path, values, ranges, grids=grids)
+    np.testing.assert_array_equal(part, leaf[tuple(slice(*r) for r in ranges)])
+
+
+@pytest.mark.parametrize(
+    ("d", "count", "size"),
+    [
+        (7168, 56, 128),
+        (576, 5, 128),
+        (64, 1, 64),
+        (100, 1, 128),
+        (256, 8, 32),
+        (48, 48, 1),
+        (1, 1, 1),
+    ],
+)
+def test_block_sizes_follow_from_the_number_of_scales(d, count, size):
+    assert scale_block(d, count) == size
+
+
+@pytest.mark.parametrize(("d", "count"), [(7168, 1), (130, 1), (256, 3), (4, 8)])
+def test_no_block_size(d, count):
+    with pytest.raises(CheckpointError, match=f"{count} scales for {d} elements"):
+        scale_block(d, count)
