@@ -5,14 +5,18 @@ from jaxserve.quant.rows import quantize_heads
 from pallas_kernels.quantize import (
     QuantArray,
     WeightFormat,
+    as_bits,
     dequantize_weight,
+    from_bits,
     quantize_weight,
 )
 
 __all__ = [
     "QuantArray",
     "WeightFormat",
+    "as_bits",
     "dequantize_weight",
+    "from_bits",
     "matmul",
     "quantize_heads",
     "quantize_weight",

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
-
-EIGHT_BITS = (jnp.float8_e4m3fn, jnp.int8)
-"""The dtypes of pages whose rows need a scale."""
+from pallas_kernels.quantize import EIGHT_BITS
 
 
 def write_rows(
@@ -34,7 +32,8 @@ def write_rows(
 
     Args:
       pages: the arrays of one cache [pages, page_size, ...]: keys, values, their scales, a latent.
-      rows: for each of them what to write, [tokens, ...], in its dtype.
+      rows: for each of them what to write, [tokens, ...], in its dtype (float8_e4m3fn also where
+        the pages hold its bits, uint8).
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -144,8 +143,9 @@ def paged_attention(
         attention; nothing is copied then.
       window: a token at position i sees position j only if i - j < window; 0: all of them.
       v_width: width of the values; only with v_pages None.
-      k_scales, v_scales: what a row of pages in 8 bits (float8_e4m3fn or int8) is multiplied by, a
-        scale a position and head; k_scales is for the values too when v_pages is None.
+      k_scales, v_scales: what a row of pages in 8 bits (int8, float8_e4m3fn, or the latter's bits
+        as uint8, which on CPU are much cheaper: `pallas_kernels/quantize/bits.py`) is multiplied
+        by, a scale a position and head; k_scales is for the values too when v_pages is None.
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens, by which parts of an attention can be merged (`merge`).
 
@@ -212,7 +212,7 @@ def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None
     fits = eight_bits or jnp.issubdtype(pages.dtype, jnp.floating)
     if pages.ndim != 4 or 0 in pages.shape or not fits:
         raise ValueError(
-            f"{name} is {pages.dtype}{pages.shape}, needs floats or int8 "
+            f"{name} is {pages.dtype}{pages.shape}, needs floats, int8 or uint8 "
             "[pages, page_size, kv_heads, head_dim], none of them 0"
         )
     if not eight_bits and scales is not None:
@@ -254,7 +254,8 @@ def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) 
     expected = (*tokens, *pages.shape[2:])
     if rows.shape != expected:
         raise ValueError(f"{name} has shape {rows.shape}, its pages need {expected}")
-    if rows.dtype != pages.dtype:
+    bits = rows.dtype == jnp.float8_e4m3fn and pages.dtype == jnp.uint8
+    if rows.dtype != pages.dtype and not bits:
         raise ValueError(f"{name} is {rows.dtype}, its pages are {pages.dtype}")
 
 

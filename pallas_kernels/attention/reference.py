@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from pallas_kernels.quantize.bits import as_bits, from_bits
+
 GATHERED_BYTES = 8 * 2**20
 """The most memory for the FP32 keys and values that are gathered from the pages at one time."""
 
@@ -38,7 +40,8 @@ def write_rows(
     page = jnp.where(exists, page, pool)
     row = position % page_size
     return tuple(
-        array.at[page, row].set(new, mode="drop") for array, new in zip(pages, rows, strict=True)
+        as_bits(array).at[page, row].set(as_bits(new), mode="drop").view(array.dtype)
+        for array, new in zip(pages, rows, strict=True)
     )
 
 
@@ -131,9 +134,9 @@ def _gather(
     array: Num[Array, "pages page_size kv_heads ..."], pages: Int32[Array, " pages_of_token"]
 ) -> Float32[Array, "kv_heads context ..."]:
     """The rows of these pages. Heads first, and FP32, are what CPUs multiply fastest."""
-    rows = array.at[pages].get(mode="clip")
+    rows = as_bits(array).at[pages].get(mode="clip")
     rows = rows.reshape(-1, *array.shape[2:])
-    return jnp.swapaxes(rows, 0, 1).astype(jnp.float32)
+    return from_bits(jnp.swapaxes(rows, 0, 1)).astype(jnp.float32)
 
 
 def merge(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.quantize.product import quant_product
 from pallas_kernels.quantize.quant_array import QuantArray
 
@@ -69,6 +70,7 @@ def _map_blocks(
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
     count = rows.shape[0]
+    weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
     blocks_of_group = -(-group_sizes // BLOCK_ROWS)

@@ -8,15 +8,24 @@ from pallas_kernels.quantize.api import (
     quantize_rows,
     quantize_weight,
 )
-from pallas_kernels.quantize.quant_array import QuantArray, check_quant_array, scales_shape
+from pallas_kernels.quantize.bits import as_bits, from_bits
+from pallas_kernels.quantize.quant_array import (
+    EIGHT_BITS,
+    QuantArray,
+    check_quant_array,
+    scales_shape,
+)
 
 __all__ = [
+    "EIGHT_BITS",
     "Format",
     "QuantArray",
     "WeightFormat",
+    "as_bits",
     "check_quant_array",
     "dequantize_rows",
     "dequantize_weight",
+    "from_bits",
     "quantize_rows",
     "quantize_weight",
     "scales_shape",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
 from pallas_kernels.quantize.reference import quantize_rows, spread_scales
 
@@ -30,21 +31,21 @@ def _sum_of_blocks(
     x: Array, w: QuantArray, x_scales: Float32[Array, " rows"] | None
 ) -> Float32[Array, "rows d_out"]:
     d_in, d_out = w.shape
-    block = w.block[0] or d_in
+    block = min(w.block[0] or d_in, d_in)
+    # What is not sliced need not be cast, which on CPU is a copy.
+    bits = w.values if block == d_in else as_bits(w.values)
 
     def partial_sum(index: Array | int, size: int) -> Array:
         start = index * block
         columns = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-        values = jax.lax.dynamic_slice_in_dim(w.values, start, size)
-        scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1)
+        values = jax.lax.dynamic_slice_in_dim(bits, start, size)
+        scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1)  # [1, blocks of d_out]
         scales = spread_scales(scales, (1, d_out), (1, w.block[1]))
         if x_scales is not None:
             scales = x_scales[:, None] * scales
         return _dot(columns, values).astype(jnp.float32) * scales
 
     whole, rest = divmod(d_in, block)
-    if not whole:
-        return partial_sum(0, rest)
     # A loop, and not all blocks at once: their sums would take more memory than the weights.
     total = partial_sum(0, block)
     if whole > 1:
@@ -60,7 +61,7 @@ def _dot(x: Array, values: Array) -> Array:
         return jnp.matmul(x, values, preferred_element_type=jnp.int32)
     return jnp.matmul(
         x,
-        values.astype(x.dtype),
+        from_bits(values).astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )

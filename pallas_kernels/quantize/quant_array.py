@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
+"""The dtypes of values that need a scale; uint8 are the bits of float8_e4m3fn."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class QuantArray:
     since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
 
     Attributes:
-      values: [*batch, d_in, d_out], float8_e4m3fn or int8.
+      values: [*batch, d_in, d_out], int8, float8_e4m3fn, or the latter's bits as uint8, which are
+        cheaper to slice (`bits.py`).
       scales: FP32 [*batch, ceil(d_in / block_in), ceil(d_out / block_out)].
       block: (block_in, block_out), how many values a scale is for along each axis; 0: all of them.
         The last block of an axis may be smaller.
@@ -62,10 +66,10 @@ def check_quant_array(name: str, array: QuantArray) -> None:
       ValueError: they do not; the message calls the array `name`.
     """
     values, scales, block = array.values, array.scales, array.block
-    if values.ndim < 2 or values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
+    if values.ndim < 2 or values.dtype not in EIGHT_BITS:
         raise ValueError(
             f"{name}.values is {values.dtype}{values.shape}, "
-            "needs float8_e4m3fn or int8 [..., d_in, d_out]"
+            "needs float8_e4m3fn (or its bits, uint8) or int8 [..., d_in, d_out]"
         )
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"{name}.block is {block}, needs two sizes of at least 0")

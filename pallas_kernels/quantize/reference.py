@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
+from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -54,7 +55,7 @@ def quantize_weight(
 def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_in d_out"]:
     """Multiply every block by its scale."""
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
-    product = w.values.astype(jnp.float32) * spread_scales(w.scales, w.shape, w.block)
+    product = from_bits(w.values).astype(jnp.float32) * spread_scales(w.scales, w.shape, w.block)
     return jnp.clip(product, -limit, limit).astype(dtype)
 
 

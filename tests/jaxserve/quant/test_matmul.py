@@ -1,5 +1,6 @@
 """`matmul` of every weight format against literal expectations and a NumPy definition."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.quant import QuantArray, matmul, quantize_weight
+from pallas_kernels.quantize import as_bits
 
 compiled_matmul = jax.jit(matmul)
 
@@ -124,6 +126,15 @@ def test_near_the_unquantised_product(format):
     error = np.asarray(matmul(x, quantised)) - exact
     # The step of e4m3 is at most an eighth of the number, INT8 has 127 steps to the largest one.
     assert np.sqrt(np.mean(error**2)) < {"fp8": 0.035, "fp8_block": 0.035, "int8": 0.015}[format]
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+def test_values_may_be_bits(format):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 200)), jnp.bfloat16)
+    w = quantize_weight(jnp.asarray(rng.normal(size=(200, 40)), jnp.float32), format)
+    bits = dataclasses.replace(w, values=as_bits(w.values))
+    np.testing.assert_array_equal(matmul(x, bits), matmul(x, w))
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])

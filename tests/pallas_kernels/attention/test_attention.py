@@ -166,6 +166,13 @@ class TestWriteRows:
         written = jax.jit(write_rows, donate_argnums=0)(pages, rows, *where)
         assert [array.unsafe_buffer_pointer() for array in written] == addresses
 
+    def test_rows_of_fp8_go_into_pages_of_their_bits(self):
+        pages = (jnp.zeros((1, PAGE, 1), jnp.uint8),)
+        rows = (jnp.asarray([[1.0], [-2.0]], jnp.float8_e4m3fn),)
+        (written,) = write_rows(pages, rows, int32([[0]]), int32([0, 0]), int32([3, 1]))
+        assert written.dtype == jnp.uint8
+        np.testing.assert_array_equal(written[0, :, 0], [0, 0xC0, 0, 0x38])
+
     @pytest.mark.parametrize(
         ("pages", "rows", "message"),
         [

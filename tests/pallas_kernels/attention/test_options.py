@@ -15,7 +15,7 @@ from pallas_kernels.attention import merge, paged_attention, reference, write_ro
 from pallas_kernels.quantize import quantize_rows
 
 PAGE, PAGES_PER_SEQUENCE, TOKENS, SEQUENCES, SCALE = 4, 5, 24, 3, 0.3
-STORAGE = {"float32": np.float32, "fp8": jnp.float8_e4m3fn, "int8": np.int8}
+STORAGE = {"float32": np.float32, "fp8": jnp.float8_e4m3fn, "int8": np.int8, "fp8 bits": np.uint8}
 
 
 class Options(NamedTuple):
@@ -66,14 +66,17 @@ def stored(rng, length, width, options, format):
     rows = rng.normal(size=(PAGE * PAGES_PER_SEQUENCE, options.kv_heads, width)).astype(np.float32)
     if format == "float32":
         return rows[:length], None, rows[:length]
-    values, scales = quantize_rows(jnp.asarray(rows.reshape(-1, width)), format)
+    values, scales = quantize_rows(jnp.asarray(rows.reshape(-1, width)), format[:4].rstrip())
     values = np.asarray(values).reshape(rows.shape)[:length]
     scales = np.asarray(scales).reshape(rows.shape[:2])[:length]
-    return values, scales, values.astype(np.float64) * scales[..., None]
+    meaning = values.astype(np.float64) * scales[..., None]
+    return values.view(STORAGE[format]), scales, meaning
 
 
 def poison(shape, dtype):
-    return np.full(shape, 99 if dtype == np.int8 else np.nan).astype(dtype)
+    """NaN, also as the bits of float8_e4m3fn; INT8 has none, but its scales have."""
+    integers = np.dtype(dtype).kind in "iu"
+    return np.full(shape, 0x7F if integers else np.nan).astype(dtype)
 
 
 def make_case(rng, lengths, new_tokens, options):
@@ -174,6 +177,7 @@ COMBINATIONS = [
     Options(keys="float32", values="int8"),
     Options(shared=True, keys="int8", kv_heads=1, window=6),
     Options(shared=True, keys="fp8", v_width=8),
+    Options(keys="fp8 bits", values="fp8 bits"),
 ]
 
 

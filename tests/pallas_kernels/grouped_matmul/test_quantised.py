@@ -1,5 +1,6 @@
 """Grouped products with 8-bit weights against literal expectations and a NumPy definition."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.quantize import QuantArray, quantize_weight
+from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
 
 # None: weights as they are. Blocks of 4 x 4 leave a partial block in d_in and in d_out.
 FORMATS = [("fp8", (0, 1)), ("fp8_block", (4, 4)), ("int8", (0, 1))]
@@ -142,6 +143,16 @@ def test_a_row_does_not_depend_on_the_batch(format, block):
     alone = grouped_matmul(rows[:1], weights, jnp.asarray([1, 0], jnp.int32))
     together = grouped_matmul(rows, weights, jnp.asarray([20, 12], jnp.int32))
     np.testing.assert_array_equal(alone[0], together[0])
+
+
+@pytest.mark.parametrize(("format", "block"), FORMATS)
+def test_values_may_be_bits(format, block):
+    rng = np.random.default_rng(0)
+    weights = quantised(rng, (2, 16, 8), format, block)
+    bits = dataclasses.replace(weights, values=as_bits(weights.values))
+    rows, sizes = jnp.asarray(rng.normal(size=(9, 16)), jnp.float32), jnp.asarray([4, 3], jnp.int32)
+    expected = grouped_matmul(rows, weights, sizes)
+    np.testing.assert_array_equal(grouped_matmul(rows, bits, sizes), expected)
 
 
 @pytest.mark.parametrize(("format", "block"), FORMATS)

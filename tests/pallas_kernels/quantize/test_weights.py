@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.quantize import QuantArray, dequantize_weight, quantize_weight
+from pallas_kernels.quantize import (
+    QuantArray,
+    as_bits,
+    dequantize_weight,
+    from_bits,
+    quantize_weight,
+)
 
 compiled_quantize_weight = jax.jit(quantize_weight, static_argnums=(1, 2))
 compiled_dequantize_weight = jax.jit(dequantize_weight, static_argnums=1)
@@ -176,6 +182,19 @@ class TestWeights:
         inspect.unwrap(dequantize_weight)(good, jnp.float32)
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(dequantize_weight)(dataclasses.replace(good, **change), jnp.float32)
+
+    def test_bits(self):
+        """The values of FP8 weights may be kept as bits."""
+        w = quantize_weight(jnp.asarray([[448.0, -2.0], [1.0, 2.0]]), "fp8", (0, 0))
+        bits = dataclasses.replace(w, values=as_bits(w.values))
+        assert bits.dtype == jnp.uint8
+        np.testing.assert_array_equal(bits.values, [[0x7E, 0xC0], [0x38, 0x40]])
+        np.testing.assert_array_equal(
+            dequantize_weight(bits, jnp.float32), [[448.0, -2.0], [1.0, 2.0]]
+        )
+        assert from_bits(bits.values).dtype == jnp.float8_e4m3fn
+        for other in (jnp.int8, jnp.float32):
+            assert as_bits(jnp.zeros(2, other)).dtype == from_bits(jnp.zeros(2, other)).dtype
 
     def test_is_a_pytree(self):
         """Of arrays, shapes or specs; block is part of the structure."""
