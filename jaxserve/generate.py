@@ -1,8 +1,8 @@
 """`python -m jaxserve.generate`: one prompt, its completion streamed to the terminal.
 
-With `--config F` the model runs in this process; with `--server HOST:PORT` a running
-`jaxserve.serve` answers. Only the completion goes to standard output. Exit codes: 1 it failed,
-2 something asked for is wrong, 130 Ctrl-C.
+With `--config F` or `--model DIR` the model runs in this process; with `--server HOST:PORT` a
+running `jaxserve.serve` answers. Only the completion goes to standard output. Exit codes: 1 it
+failed, 2 something asked for is wrong, 130 Ctrl-C.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import grpc
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
-from jaxserve.llm import LLM
+from jaxserve.llm import LLM, read_deployment
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 
@@ -58,8 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _from_model(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
-    with LLM(options.config, overrides=options.set) as llm:
-        for piece in llm.stream(prompt, SamplingParams(**given)):
+    with LLM(read_deployment(options.config, options.model, options.set)) as llm:
+        tokens: str | list[int] = prompt
+        if options.chat:
+            system = [{"role": "system", "content": options.system}] if options.system else []
+            tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
+        for piece in llm.stream(tokens, SamplingParams(**given)):
             yield piece.text, len(piece.token_ids), piece.finish_reason or ""
 
 
@@ -99,16 +103,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.generate", description="Complete one prompt."
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help="deployment file, or a model folder")
-    source.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
+    parser.add_argument("--config", metavar="FILE", help="deployment file")
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
+    )
+    parser.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
     parser.add_argument("--prompt", required=True, help="the text to complete; - reads it")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="with --config: override a key of the deployment; may be repeated",
+        help="with --config or --model: override a key of the deployment; may be repeated",
     )
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
@@ -120,7 +130,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    here = options.config is not None or options.model is not None
+    if here == (options.server is not None):
+        parser.error("give --server, or else --config or --model or both")
+    if options.chat and not here:
+        parser.error("--chat: not with --server, which takes finished prompts")
+    if options.system is not None and not options.chat:
+        parser.error("--system: only with --chat")
+    return options
 
 
 if __name__ == "__main__":

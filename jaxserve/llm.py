@@ -4,10 +4,11 @@ Builds an engine in this process and waits for it; no network, no event loop. Im
 starts no JAX backend, creating an `LLM` does.
 """
 
+import json
 import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ import msgspec
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
+from jaxserve.server.chat import FILES, ChatTemplate
 from jaxserve.server.generation import (
     Generation,
     GenerationOutput,
@@ -29,6 +31,9 @@ from jaxserve.server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+
+Message = Mapping[str, Any]
+"""One message of a conversation: `role`, `content`, and what chat templates read beside them."""
 
 LOOK_SECONDS = 1.0
 """How often a waiting call looks whether the engine still lives."""
@@ -100,7 +105,7 @@ class LLM:
           EngineFailedError: the engine failed meanwhile.
         """
         several = _as_list(prompts)
-        everyone = _one_each(params, len(several))
+        everyone = _one_each(params, len(several), "prompts")
         requests = []
         for index, (prompt, own) in enumerate(zip(several, everyone, strict=True)):
             try:
@@ -113,6 +118,96 @@ class LLM:
                     f"prompts[{index}].{error.field}", error.message
                 ) from None
         return _Batch(self._generator, requests).run()
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations together, in the form that the model's chat template gives them.
+
+        Args:
+          messages: one conversation, or a list of them; each a list of messages such as
+            `{"role": "user", "content": "Hello"}`.
+          params: for all conversations, or one for each; None: the defaults.
+          tools: functions that the model may call, as JSON schemas.
+          add_generation_prompt: False to go on with the last message instead of answering it.
+          chat_template_kwargs: switches of the template, such as `{"enable_thinking": False}`.
+
+        Returns:
+          one output a conversation, in their order; `prompt` is the text the template made.
+
+        Raises:
+          InvalidRequestError: names the field that is wrong (`messages[2].role`), or says that the
+            model has no chat template; then nothing has been submitted.
+          CheckpointError: the template itself is broken.
+          EngineFailedError: the engine failed meanwhile.
+        """
+        several = _conversations(messages)
+        everyone = _one_each(params, len(several), "conversations")
+        requests: list[_Item] = []
+        for (field, conversation), own in zip(several.items(), everyone, strict=True):
+            own.validate()
+            text = self._render(
+                conversation, field, tools, add_generation_prompt, chat_template_kwargs
+            )
+            requests.append((text, self._encode_chat(text, field), own))
+        return _Batch(self._generator, requests).run()
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of one conversation, as `chat` makes them; for `stream` and `generate`.
+
+        Raises:
+          InvalidRequestError, CheckpointError: as `chat`.
+        """
+        text = self._render(
+            messages, "messages", tools, add_generation_prompt, chat_template_kwargs
+        )
+        return self._encode_chat(text, "messages")
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's; None where the folder has none. Raises CheckpointError if it is broken."""
+        return ChatTemplate.from_folder(self.deployment.model)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        field: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "messages",
+                f"{Path(self.deployment.model).name} has no chat template (none of "
+                f"{', '.join(FILES)} has one); it can complete texts",
+            )
+        return self.chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            field=field,
+        )
+
+    def _encode_chat(self, text: str, field: str) -> list[int]:
+        try:
+            return self._generator.encode(text, add_bos=False)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(field, error.message) from None
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -226,6 +321,25 @@ class _Batch:
         )
 
 
+def read_deployment(
+    config: str | None, model: str | None, overrides: Sequence[str] = ()
+) -> Deployment:
+    """The deployment of a command's `--config`, `--model` and `--set`; one of the first is given.
+
+    Raises:
+      ConfigError: as `load_deployment`, or `model` is no folder.
+    """
+    if model is None:
+        assert config is not None
+        return load_deployment(config, overrides)
+    folder = Path(model).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"--model {model}: no such folder")
+    if config is None:
+        return load_deployment(folder, overrides)
+    return load_deployment(config, [*overrides, f"model={json.dumps(str(folder))}"])
+
+
 def open_engine(deployment: Deployment, **options: Any) -> "Engine":
     """A running engine on the devices of this process; `options` as `build_engine` takes them.
 
@@ -252,13 +366,23 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast(list[Prompt], items)
 
 
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> dict[str, Sequence[Message]]:
+    """What errors call a conversation → the conversation."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str):
+        several = cast(Sequence[Sequence[Message]], messages)
+        return {f"messages[{index}]": one for index, one in enumerate(several)}
+    return {"messages": cast(Sequence[Message], messages)}
+
+
 def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise InvalidRequestError("params", f"{len(params)} of them for {count} prompts")
+        raise InvalidRequestError("params", f"{len(params)} of them for {count} {what}")
     return list(params)
 
 

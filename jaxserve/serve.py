@@ -1,5 +1,7 @@
 """`python -m jaxserve.serve --config F`: a deployment on the network, until a signal ends it.
 
+`--model DIR` serves a bare model folder, or replaces the model of the deployment file.
+
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready`, serve; on SIGTERM or SIGINT finish what runs and exit 0. Exit codes: 1
 the engine failed, 2 the configuration or the checkpoint is wrong, 128 + n a signal before ready
@@ -20,10 +22,10 @@ from typing import Any
 from jaxserve.cluster import bootstrap, roles
 from jaxserve.cluster.follower import Follower
 from jaxserve.cluster.leader import Leader
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
-from jaxserve.llm import open_engine
+from jaxserve.llm import open_engine, read_deployment
 from jaxserve.pipeline import timeline_view
 from jaxserve.pipeline.timeline import Recorder, merge
 from jaxserve.server.generation import TextGenerator, TokenEngine
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        deployment = load_deployment(options.config, options.set)
+        deployment = read_deployment(options.config, options.model, options.set)
         if options.timeline and deployment.mode == "colocated":
             raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
         process = bootstrap.from_arguments(options)
@@ -193,7 +195,10 @@ def _follow(
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxserve.serve", description="Serve a model.")
-    parser.add_argument("--config", required=True, help="deployment file, or a model folder")
+    parser.add_argument("--config", metavar="FILE", help="deployment file")
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -213,7 +218,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="allow a server.host that is not loopback, although there is neither TLS nor a key",
     )
     bootstrap.add_arguments(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.config is None and options.model is None:
+        parser.error("one of the arguments --config --model is required")
+    return options
 
 
 def _ready_line(address: str, engine: TokenEngine) -> str:

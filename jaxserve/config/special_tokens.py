@@ -73,10 +73,9 @@ def collect_special_tokens(folder: Path, problems: list[str]) -> SpecialTokens:
     config = read_json(folder / "config.json", problems)
     generation = read_json(folder / "generation_config.json", problems)
     names = read_json(folder / "tokenizer_config.json", problems)
-    legacy = read_json(folder / "special_tokens_map.json", problems)
+    texts = special_token_texts(folder, names, problems)
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else {}
-    texts = _texts(legacy) | _texts(names)
     added = _added_tokens(names, problems)
     spelt = _Spellings(folder, added)
     ids: dict[str, list[int]] = {}
@@ -101,6 +100,14 @@ def collect_special_tokens(folder: Path, problems: list[str]) -> SpecialTokens:
         tokenizer_class=tokenizer_class if isinstance(tokenizer_class, str) else None,
         vocab_size=size if isinstance(size, int) and not isinstance(size, bool) else None,
     )
+
+
+def special_token_texts(
+    folder: Path, names: Mapping[str, Any], problems: list[str]
+) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... → spelling; `names` is tokenizer_config.json, which wins."""
+    legacy = read_json(folder / "special_tokens_map.json", problems)
+    return _texts(legacy) | _texts(names)
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -259,8 +259,12 @@ class TextGenerator:
         """Requests that have not ended."""
         return len(self._live)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, add_bos: bool = True) -> list[int]:
         """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
+
+        Args:
+          prompt: text, or token ids.
+          add_bos: False for the text of a chat template, which writes bos itself if it wants it.
 
         Raises:
           InvalidRequestError: the prompt is empty or too long, or has an id out of range.
@@ -275,7 +279,7 @@ class TextGenerator:
             if not prompt:
                 raise InvalidRequestError("prompt", "is empty")
             try:
-                token_ids = self.tokenizer.encode(prompt)
+                token_ids = self.tokenizer.encode(prompt, add_bos=add_bos)
             except ValueError as error:
                 raise InvalidRequestError("prompt", str(error)) from None
         else:

@@ -107,3 +107,36 @@ def test_a_wrong_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str
     error = capsys.readouterr().err
     assert "nowhere.yaml" in error
     assert error.count("\n") == 1
+
+
+def test_a_message_in_the_models_chat_template(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }},{% endfor %}"
+    )
+    arguments = ["--model", str(folder), "--prompt", "hi", "--chat", "--system", "Short."]
+    assert generate.main(arguments) == 0
+    assert engine.prompts == [ids_of("system Short.,user hi,")]
+
+
+def test_a_model_without_a_chat_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--model", str(folder), "--prompt", "hi", "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --server, or else --config or --model or both"),
+        (["--server", "x:1", "--model", "y"], "give --server, or else --config or --model"),
+        (["--server", "x:1", "--chat"], "--chat: not with --server"),
+        (["--model", "x", "--system", "y"], "--system: only with --chat"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([*arguments, "--prompt", "hi"])
+    assert message in capsys.readouterr().err

@@ -14,7 +14,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from jaxserve.llm import LLM, RequestOutput
+from jaxserve.llm import LLM, RequestOutput, read_deployment
 from tests.jaxserve.server.fake_engine import FakeEngine
 from tests.jaxserve.server.letters import ids_of, raw_letters
 
@@ -179,4 +179,125 @@ def test_errors_of_construction(engine: FakeEngine, tmp_path: Path, folder: Path
             LLM(llm.deployment, overrides={"lanes": 2})
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no file tokenizer\.json"):
+        LLM(folder)
+
+
+# ------------------------------------------------------------------------------------- chat
+
+TEMPLATE = (
+    "{{ '<s>' }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}{% if enable_thinking is false %}!{% endif %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+HI = [{"role": "user", "content": "Hi"}]
+TURNS = [{"role": "system", "content": "x"}, *HI, {"role": "assistant", "content": "Ho"}, *HI]
+
+
+@pytest.fixture
+def chatty(folder: Path, llm: LLM) -> LLM:
+    """A model whose template writes bos, and whose tokenizer would add it too."""
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return llm
+
+
+def test_a_conversation(chatty: LLM) -> None:
+    assert chatty.chat(HI) == [
+        RequestOutput(
+            prompt="<s>u:Hi;a:",
+            prompt_token_ids=[0, *ids_of("u:Hi;a:")],
+            text="one two three",
+            token_ids=ids_of("one two three"),
+            finish_reason="stop",
+            stop_token_id=1,
+        )
+    ]
+
+
+def test_several_conversations_with_their_own_parameters(chatty: LLM) -> None:
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5)]
+    outputs = chatty.chat([HI, TURNS], params)
+    assert [output.prompt for output in outputs] == ["<s>u:Hi;a:", "<s>s:x;u:Hi;a:Ho;u:Hi;a:"]
+    assert [output.text for output in outputs] == ["one", "one t"]
+    assert all(output.prompt_token_ids.count(0) == 1 for output in outputs)
+
+
+def test_tools_switches_and_going_on(chatty: LLM) -> None:
+    (output,) = chatty.chat(
+        HI,
+        SamplingParams(max_tokens=1),
+        tools=[{"name": "f"}, {"name": "g"}],
+        add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert output.prompt == "<s>u:Hi;2!"
+
+
+def test_a_streamed_conversation(chatty: LLM, engine: FakeEngine) -> None:
+    pieces = list(chatty.stream(chatty.chat_prompt(HI), SamplingParams(max_tokens=3)))
+    assert "".join(piece.text for piece in pieces) == "one"
+    assert engine.prompts == [[0, *ids_of("u:Hi;a:")]]
+
+
+def test_a_template_without_bos_gets_none(folder: Path, llm: LLM) -> None:
+    """The tokenizer's bos is for texts; a template says all that it wants."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (output,) = llm.chat(HI)
+    assert output.prompt_token_ids == ids_of("Hi")
+    assert llm.generate("Hi")[0].prompt_token_ids == [0, *ids_of("Hi")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([], {}, "^messages: is empty"),
+        ([*HI, {"content": "x"}], {}, r"^messages\[1\]\.role: is missing"),
+        ([HI, [*HI, {"role": "user"}]], {}, r"^messages\[1\]\[1\]\.content: is missing"),
+        ([HI, []], {}, r"^messages\[1\]: is empty"),
+        (HI, {"tools": [{"x": object()}]}, r"^tools\[0\]\.x: object is no JSON value"),
+        (HI, {"chat_template_kwargs": {"x": 1}}, r"^chat_template_kwargs\.x: is no switch"),
+        ([{"role": "user", "content": "x" * 95}], {}, "^messages: 101 tokens leave no room"),
+        ([HI, HI], {"params": [SamplingParams()]}, "^params: 1 of them for 2 conversations"),
+        (HI, {"params": SamplingParams(top_p=0)}, "^top_p: 0 is"),
+    ],
+)
+def test_a_bad_conversation_stops_all_before_any_is_submitted(
+    chatty: LLM, engine: FakeEngine, messages: list, options: dict, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        chatty.chat(messages, **options)
+    assert engine.prompts == []
+
+
+def test_a_model_without_a_template_says_so(llm: LLM, folder: Path) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=rf"^messages: {folder.name} has no chat template"
+    ):
+        llm.chat(HI)
+
+
+def test_a_broken_template_is_met_by_chats_alone(llm: LLM, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    assert llm.generate("Hi", SamplingParams(max_tokens=3))[0].text == "one"
+    with pytest.raises(CheckpointError, match="default: line 1: unexpected end of block"):
+        llm.chat(HI)
+
+
+# ------------------------------------------------------------------- --config and --model
+
+
+def test_a_command_names_a_file_a_folder_or_both(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("model: elsewhere\nlanes: 2\n")
+    assert read_deployment(str(file), None).model == str(tmp_path / "elsewhere")
+    assert read_deployment(None, str(folder), ["lanes=3"]).lanes == 3
+    both = read_deployment(str(file), str(folder), ["model=ignored", "attention.dp=2"])
+    assert (both.model, both.lanes, both.attention.dp) == (str(folder), 2, 2)
+    assert read_deployment(str(folder), None).model == str(folder)
+    with pytest.raises(ConfigError, match=r"^--model .*nowhere: no such folder"):
+        read_deployment(str(file), str(tmp_path / "nowhere"))
+
+
+def test_more_ids_than_the_model_has_end_the_start(engine: FakeEngine, folder: Path) -> None:
+    (folder / "config.json").write_text('{"vocab_size": 257}')
+    with pytest.raises(CheckpointError, match="ids go up to 257, but vocab_size = 257 in config"):
         LLM(folder)

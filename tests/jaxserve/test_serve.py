@@ -225,6 +225,19 @@ def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "nowhere.yaml" in refused(["--config", str(tmp_path / "nowhere.yaml")], capsys)
 
 
+def test_a_missing_model_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(folder), "--model", str(tmp_path / "nowhere")]
+    assert "nowhere: no such folder" in refused(arguments, capsys)
+
+
+def test_neither_a_file_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main([])
+    assert "one of the arguments --config --model is required" in capsys.readouterr().err
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """Puts the signal handlers back."""
@@ -236,7 +249,14 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("signals")
 def test_a_missing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no file tokenizer.json" in refused(["--config", str(tmp_path)], capsys)
+    assert "no file tokenizer.json" in refused(["--model", str(tmp_path)], capsys)
+
+
+@pytest.mark.usefixtures("signals")
+def test_more_ids_than_the_model_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text('{"vocab_size": 200}')
+    message = "token ids go up to 257, but vocab_size = 200 in config.json"
+    assert message in refused(["--model", str(folder)], capsys)
 
 
 @pytest.mark.usefixtures("signals")
