@@ -7,8 +7,10 @@ from hypothesis import given, strategies
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxserve.errors import CheckpointError
+from jaxserve.server.tiktoken_files import TiktokenVocabulary
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 from jaxserve.server.vocabulary import TokenizersVocabulary
+from tests.jaxserve.server import ranks
 
 CORPUS = ["def add(a, b):\n    return a + b\n", "größer 你好 🙂 naïve café", "the quick brown fox"]
 
@@ -59,6 +61,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 BYTE_LEVEL = Tokenizer(TokenizersVocabulary(byte_level()), bos_token_id=0, eos_token_ids=[1])
 BYTE_FALLBACK = Tokenizer(TokenizersVocabulary(byte_fallback()), bos_token_id=0, eos_token_ids=[1])
+RANKED = Tokenizer(TiktokenVocabulary(ranks.RANKS, ranks.ADDED), bos_token_id=ranks.BASE)
 
 
 def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **configs: object) -> Path:
@@ -119,6 +122,27 @@ def test_no_bos_where_the_configuration_says_so(tmp_path: Path) -> None:
     names = {"bos_token": "<s>", "add_bos_token": False}
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, raw, tokenizer_config=names))
     assert 0 not in tokenizer.encode("a fox")
+
+
+@pytest.mark.parametrize("text", ["<s>a fox", "a fox"])
+def test_a_chat_prompt_gets_no_second_bos_and_none_that_its_template_left_out(text: str) -> None:
+    adding = Tokenizer(TokenizersVocabulary(byte_level()), bos_token_id=0, add_bos=True)
+    assert adding.encode(text, add_bos=False).count(0) == text.count("<s>")
+    assert adding.encode(text).count(0) == 1
+
+
+def test_a_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), config={"vocab_size": 384})
+    assert Tokenizer.from_folder(folder).vocab_size == 300
+    write_folder(tmp_path, byte_level(), config={"text_config": {"vocab_size": 299}})
+    with pytest.raises(CheckpointError, match="token ids go up to 299, but vocab_size = 299 in"):
+        Tokenizer.from_folder(folder)
+
+
+def test_tokens_by_their_spelling() -> None:
+    assert BYTE_LEVEL.token_to_id("</s>") == 1
+    assert BYTE_LEVEL.token_to_id("no such token") is None
+    assert BYTE_LEVEL.special_ids == {0, 1}
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
@@ -194,6 +218,39 @@ def byte_to_token() -> dict[int, int]:
     letters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
     raw = byte_level()
     return {byte: raw.token_to_id(letter) for byte, letter in letters.items()}  # type: ignore[misc]
+
+
+@given(CHUNKS)
+def test_deltas_join_for_ranks_whose_tokens_are_parts_of_characters(
+    chunks: list[list[int]],
+) -> None:
+    """Ids above 311 are added: special, not special, or none at all."""
+    everything = [token_id for chunk in chunks for token_id in chunk]
+    assert "".join(deltas_of(RANKED, chunks)) == RANKED.decode(everything)
+
+
+@given(strategies.text(alphabet="你好🙂é a") | strategies.text(), strategies.integers(1, 4))
+def test_text_of_ranks_streams_in_whole_characters(text: str, size: int) -> None:
+    ids = RANKED.encode(text)
+    deltas = deltas_of(RANKED, [ids[start : start + size] for start in range(0, len(ids), size)])
+    assert "".join(deltas) == text
+    assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
+
+
+def test_chat_tokens_between_characters_and_inside_one() -> None:
+    end, call = RANKED.token_to_id("<|im_end|>"), RANKED.token_to_id("<|tool_call_begin|>")
+    assert end is not None
+    assert call is not None
+    ids = [*RANKED.encode("🙂"), end, *RANKED.encode("你<|tool_call_begin|>x")]
+    assert deltas_of(RANKED, [[i] for i in ids]) == ["🙂", "", "你", "<|tool_call_begin|>", "x", ""]
+    first, second = ranks.RANKS[b"\xf0\x9f"], ranks.RANKS[b"\x99"]
+    last = ranks.RANKS[b"\x82"]
+    # A special token has no bytes: the character around it is whole.
+    assert deltas_of(RANKED, [[i] for i in (first, end, second, last)]) == ["", "", "", "🙂", ""]
+    # One that has text cuts it.
+    assert "".join(deltas_of(RANKED, [[i] for i in (first, call, last)])) == (
+        "\ufffd<|tool_call_begin|>\ufffd"
+    )
 
 
 @given(strategies.text(), strategies.integers(1, 5))
