@@ -5,7 +5,6 @@ the same driver without an engine around it.
 """
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,9 @@ from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Broadcast, Engine, Explain
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.errors import CheckpointError
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.module import Template
@@ -115,7 +114,7 @@ def build_engine(
     explain: Explain | None = None,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started."""
-    ends = eos_token_ids(deployment)
+    ends = read_special_tokens(deployment.model).eos
     runtime = build_runtime(deployment, observer=observer)
     warm_up(runtime)
     engine = make_engine(runtime, broadcast=broadcast, explain=explain, eos_token_ids=ends)
@@ -209,35 +208,6 @@ def use_compilation_cache() -> None:
     if not given:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def eos_token_ids(deployment: Deployment) -> frozenset[int]:
-    """End ids from the checkpoint's own files: generation_config.json, else config.json.
-
-    Raises:
-      CheckpointError: a file is not JSON, or names something that is no token id.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = Path(deployment.model) / name
-        if not path.exists():
-            continue
-        try:
-            tree = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: not JSON: {error}") from None
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{path}: not an object but {type(tree).__name__}")
-        text = tree.get("text_config")
-        ids = tree.get("eos_token_id")
-        if ids is None and isinstance(text, dict):
-            ids = text.get("eos_token_id")
-        if ids is None:
-            continue
-        several = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
-            raise CheckpointError(f"{path}: eos_token_id = {ids!r} is not one or several token ids")
-        return frozenset(several)
-    return frozenset()
 
 
 def _buckets(deployment: Deployment, multiple: int) -> list[Bucket]:

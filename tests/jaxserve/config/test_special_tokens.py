@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,31 @@ def test_every_file_adds_its_ends(tmp_path: Path) -> None:
         tokenizer_class="TikTokenTokenizer",
         vocab_size=163840,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({"eos_token_id": 1}, {}, {1}),
+        ({"eos_token_id": [1, 5]}, {}, {1, 5}),
+        ({"eos_token_id": 1}, {"eos_token_id": [163586, 163585]}, {1, 163585, 163586}),
+        ({"eos_token_id": 1}, {"eos_token_id": None, "temperature": 0.6}, {1}),
+        ({"text_config": None}, {}, set()),
+        ({"eos_token_id": -1}, {"eos_token_id": []}, set()),
+    ],
+)
+def test_ends_by_number(tmp_path: Path, config: Any, generation: Any, ids: set[int]) -> None:
+    write(tmp_path, config=config, generation_config=generation)
+    assert read_special_tokens(tmp_path).eos == ids
+
+
+@pytest.mark.parametrize("wrong", [True, -3, "3", 1.5, [[1]], {"a": 1}])
+def test_what_is_no_id_is_named(tmp_path: Path, wrong: Any) -> None:
+    write(tmp_path, config={"pad_token_id": [1, wrong]})
+    with pytest.raises(
+        CheckpointError, match=rf"pad_token_id {re.escape(repr(wrong))} is no token"
+    ):
+        read_special_tokens(tmp_path)
 
 
 def test_several_ends_and_a_nested_configuration(tmp_path: Path) -> None:

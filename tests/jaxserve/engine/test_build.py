@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.build import (
+    build_engine,
     build_runtime,
-    eos_token_ids,
     use_compilation_cache,
     warm_up_plans,
 )
@@ -108,45 +108,11 @@ class TestBuckets:
 
 
 class TestEndIds:
-    def ids(self, folder):
-        return eos_token_ids(layouts.deployment(folder, {}))
-
-    @pytest.mark.parametrize(
-        ("config", "generation", "ids"),
-        [
-            ({"eos_token_id": 1}, None, {1}),
-            ({"eos_token_id": [1, 5]}, None, {1, 5}),
-            ({"text_config": {"eos_token_id": 3}}, None, {3}),
-            ({"eos_token_id": 1}, {"eos_token_id": [163586, 163585]}, {163586, 163585}),
-            ({"eos_token_id": 1}, {"temperature": 0.6}, {1}),
-            ({"eos_token_id": 1}, {"eos_token_id": None}, {1}),
-            ({"text_config": None}, None, set()),
-            ({}, None, set()),
-        ],
-    )
-    def test_come_from_the_checkpoint(self, config, generation, ids, tmp_path):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        if generation is not None:
-            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        assert self.ids(tmp_path) == ids
-
-    def test_no_files(self, tmp_path):
-        assert self.ids(tmp_path) == frozenset()
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("{", "generation_config.json: not JSON"),
-            ("[]", "generation_config.json: not an object but list"),
-            ('{"eos_token_id": "</s>"}', "eos_token_id = '</s>' is not one or several token ids"),
-            ('{"eos_token_id": [1, -1]}', "eos_token_id = [1, -1] is not one or several token ids"),
-            ('{"eos_token_id": true}', "eos_token_id = True is not one or several token ids"),
-        ],
-    )
-    def test_bad_ones(self, text, message, tmp_path):
-        (tmp_path / "generation_config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=re.escape(message)):
-            self.ids(tmp_path)
+    def test_bad_ones_are_met_before_the_model_is_loaded(self, tmp_path, monkeypatch):
+        (tmp_path / "config.json").write_text('{"eos_token_id": true}')
+        monkeypatch.setattr("jaxserve.engine.build.build_runtime", None)
+        with pytest.raises(CheckpointError, match="eos_token_id True is no token id"):
+            build_engine(layouts.deployment(tmp_path, {}))
 
 
 class TestCompilationCache:

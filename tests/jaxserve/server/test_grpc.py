@@ -23,6 +23,7 @@ from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer, check_bind
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.vocabulary import TokenizersVocabulary
 from tests.jaxserve.server.fake_engine import FakeEngine
 from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
 
@@ -269,7 +270,7 @@ class _Verbose(Tokenizer):
     """A tokenizer whose every token is a novel."""
 
     def __init__(self, text: str):
-        super().__init__(raw_letters())
+        super().__init__(TokenizersVocabulary(raw_letters()))
         self._text = text
 
     def decode(self, token_ids: Sequence[int]) -> str:
