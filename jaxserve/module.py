@@ -141,8 +141,8 @@ def linear(
 
 
 def rms_norm(
-    x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: float
-) -> Float[Array, "tokens d"]:
+    x: Float[Array, "*batch d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "*batch d"]:
     """RMSNorm in FP32, cast back to x's dtype, times the weight."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
