@@ -13,50 +13,11 @@ from jaxserve.model import ModelTemplates, check_layout
 from jaxserve.pipeline.plan import FROM_DEVICE, Bucket, SequenceRow, StepPlan
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
+from tests.jaxserve.stepping import Sequences
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
 DEMO = REPOSITORY / "configs" / "demo"
-
-
-class Sequences:
-    """Prompts on slots and pages that do not lie in order, stepped by hand."""
-
-    def __init__(self, runtime, prompts, lane=0):
-        self.runtime, self.prompts, self.lane = runtime, prompts, lane
-        self.slots = [4, 0, 2][: len(prompts)]
-        self.fed = [0] * len(prompts)
-        size = runtime.deployment.cache.page_size
-        pages = np.random.default_rng(0).permutation(runtime.deployment.cache.pages).tolist()
-        self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
-        self.steps = 0
-
-    def step(self, counts) -> dict[int, np.ndarray]:
-        """Feeds so many further tokens of each prompt; the logits after the last one of each."""
-        rows, size = [], self.runtime.deployment.cache.page_size
-        for index, count in enumerate(counts):
-            if not count:
-                continue
-            start, end = self.fed[index], self.fed[index] + count
-            self.fed[index] = end
-            rows.append(
-                SequenceRow(
-                    slot=self.slots[index],
-                    token_ids=self.prompts[index][start:end],
-                    kv_length=end,
-                    page_ids=self.pages[index][: -(-end // size)],
-                    sample=end == len(self.prompts[index]),
-                )
-            )
-        groups = [sorted(rows, key=lambda row: row.slot)]
-        groups += [[]] * (self.runtime.deployment.attention.dp - 1)
-        plan = StepPlan(self.lane, self.steps, self.runtime.buckets[-1], groups)
-        self.steps += 1
-        self.runtime.driver.begin(plan)
-        finished = self.runtime.driver.advance()
-        assert finished.plan is plan
-        logits = np.asarray(finished.logits)
-        return {i: logits[self.slots[i]] for i, count in enumerate(counts) if count}
 
 
 LENGTHS = (9, 1, 14)  # 24 tokens: one full step

@@ -1,11 +1,13 @@
 """Logits and tokens are the reference implementation's, for every model of the catalogue.
 
 The reference is transformers: its results lie in `tests/reference/golden/`, and `pytest -m hf` runs
-it again where it is installed, on further, random variations too. FP32: logits to 1e-4, greedy
-tokens equal. Step-3, which transformers does not have, is compared in `test_model.py`.
+it again where it is installed, on random variations too; `pytest -m slow` compares those with NumPy
+models. FP32: logits to 1e-4, greedy tokens equal. Step-3, which transformers does not have, is
+compared in `test_model.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from jaxserve.llm import LLM
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
 from tests.reference.catalogue import CATALOGUE, random_model
+from tests.reference.decoder_numpy import DecoderNumpy
 from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS, find_seed, run_transformers
 from tests.reference.tiny_models import TinyModel, prompts
 
@@ -52,6 +55,21 @@ AFD: dict[str, dict[str, Any]] = {
 }
 """2A2F for every family; those with biases on devices that must not add them twice."""
 
+SHOWN_BY_ANOTHER = {
+    "deepseek_v3_biases",  # full_query_biases, and the two meshes
+    "deepseek_v3_full_query",  # full_query_biases
+    "deepseek_v3_one_group",  # kimi_k2
+    "deepseek_v3_tied",  # qwen3_tied
+    "deepseek_v3_two_dense",  # every_other
+    "deepseek_v3_yarn_plain",  # qwen3_yarn
+    "kimi_k2_thinking",  # kimi_k2, deepseek_v3_epsilon
+    "qwen3_biases",  # qwen3_moe_biases
+    "qwen3_four_queries_a_key",  # qwen3_moe_four_queries_a_key
+    "qwen3_moe_tied",  # qwen3_tied
+}
+"""Models with nothing that the models named beside them have not: they cost a compilation each, so
+only `pytest -m slow` looks at them."""
+
 RANDOM_MODELS = 16
 
 
@@ -67,6 +85,14 @@ class Expected(NamedTuple):
         stored = load_file(GOLDEN / f"{name}.safetensors")
         ends = np.cumsum([len(prompt) for prompt in PROMPTS])
         return cls(np.split(stored["logits"], ends[:-1]), stored["tokens"].tolist())
+
+    @classmethod
+    def numpy(cls, folder: Path) -> "Expected":
+        model = DecoderNumpy.from_folder(folder)
+        return cls(
+            [model.logits(prompt) for prompt in PROMPTS],
+            [model.greedy(prompt, OUTPUT_TOKENS) for prompt in PROMPTS],
+        )
 
     @classmethod
     def live(cls, model: TinyModel) -> "Expected":
@@ -87,8 +113,8 @@ def load(model: TinyModel, folder: Path, overrides: dict[str, Any]) -> Runtime:
 def check_logits(runtime: Runtime, expected: Expected, chunk: int) -> None:
     """Prompts fed in chunks of so many tokens have the reference's logits after each chunk."""
     for index, rows in enumerate(Sequences(runtime, PROMPTS).in_chunks(chunk)):
-        positions = list(rows)
-        assert positions[-1] == len(PROMPTS[index]) - 1
+        positions, last = list(rows), len(PROMPTS[index]) - 1
+        assert positions == [*range(chunk - 1, last, chunk), last]
         np.testing.assert_allclose(
             np.stack(list(rows.values())),
             expected.logits[index][positions],
@@ -108,7 +134,20 @@ def greedy_tokens(runtime: Runtime) -> list[list[int]]:
         engine.close()
 
 
-@pytest.fixture(scope="module", params=CATALOGUE)
+def check_everything(runtime: Runtime, expected: Expected) -> None:
+    """Prefill at once, in chunks and token by token; and greedy tokens."""
+    for chunk in (40, 7, 1):
+        check_logits(runtime, expected, chunk)
+    assert greedy_tokens(runtime) == expected.tokens
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in SHOWN_BY_ANOTHER else [])
+        for name in CATALOGUE
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -151,15 +190,21 @@ def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
     assert llm_tokens(folder, overrides) == Expected.golden(name).tokens
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(RANDOM_MODELS))
+def test_random_variation(seed: int, tmp_path: Path):
+    runtime = load(random_model(seed), tmp_path, COLOCATED)
+    check_everything(runtime, Expected.numpy(tmp_path))
+
+
 @pytest.mark.hf
+@pytest.mark.skipif(
+    not (find_spec("torch") and find_spec("transformers")),
+    reason="torch and transformers are not both installed",
+)
 @pytest.mark.filterwarnings("default")
 class TestLiveTransformers:
     """The comparison with transformers as it is installed here."""
-
-    @pytest.fixture(autouse=True, scope="class")
-    def _installed(self) -> None:
-        for package in ("torch", "transformers"):
-            pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
 
     @pytest.mark.parametrize("name", CATALOGUE)
     def test_golden_files(self, name: str):
@@ -171,14 +216,4 @@ class TestLiveTransformers:
     @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
     def test_random_variation(self, seed: int, tmp_path: Path):
         model, _ = find_seed(random_model(seed), varied=False)
-        expected = Expected.live(model)
-        runtime = load(model, tmp_path, COLOCATED)
-        for chunk in (40, 7, 1):
-            check_logits(runtime, expected, chunk)
-        assert greedy_tokens(runtime) == expected.tokens
-
-
-def test_positions_of_chunks(runtime: Runtime):
-    """The helper itself: which logits a chunk size asks for."""
-    rows: Sequence[dict[int, np.ndarray]] = Sequences(runtime, PROMPTS).in_chunks(16)
-    assert [list(positions) for positions in rows] == [[0], [8], [15, 31, 36]]
+        check_everything(load(model, tmp_path, COLOCATED), Expected.live(model))

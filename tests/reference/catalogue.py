@@ -184,7 +184,7 @@ def _random_deepseek(draw: random.Random) -> TinyDeepseek:
         topk_group=kept,
         norm_topk_prob=draw.random() < 0.7,
         routed_scaling_factor=draw.choice((1.0, 2.5, 2.827)),
-        first_k_dense_replace=draw.randint(0, layers),
+        first_k_dense_replace=draw.choice((0, 0, 1, 1, layers - 1, layers)),
         moe_layer_freq=draw.choice((1, 1, 1, 2)),
         rope_theta=draw.choice((10_000.0, 50_000.0)),
         yarn=_random_yarn(draw),
