@@ -26,6 +26,7 @@ from jaxserve.link.message import MessageFormat, row_multiple
 from jaxserve.link.route import Route, combine_route, dispatch_route
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model import ModelTemplates
+from jaxserve.quant import as_bits
 from jaxserve.sampler import SamplerState, sample
 from jaxserve.step import FROM_DEVICE, BatchLayout, Bucket
 
@@ -355,7 +356,8 @@ class ColocatedPrograms(_Programs):
             pages, embedding, head, *stacks = _cut(rest, parts)
             x = self.embed(context, last, embedding)
             for index, (kind, start, stop) in enumerate(self.stacked()):
-                attention, ffn = stacks[2 * index : 2 * index + 2]
+                # The scan slices what it goes through, and bits are cheaper to slice.
+                attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
                 experts, rest = self._part_experts(kind, ffn)
                 scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
                 layer = functools.partial(self._layer, kind, start, context.batch, experts)

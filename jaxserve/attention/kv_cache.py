@@ -2,9 +2,10 @@
 
 A layer's cache is a tuple of arrays, `[dp * pages, page_size, heads, width]` each: keys and values,
 or MLA's latent alone. In an 8-bit format each of them has an array of FP32 scales beside it,
-`[dp * pages, page_size, heads]`, one a token and head. Every DP group owns its `pages` rows, and
-page ids in a page table count within the group. `pallas_kernels/attention` defines how tokens lie
-inside a page; `engine/pages.py` decides who owns which.
+`[dp * pages, page_size, heads]`, one a token and head; FP8 is kept as its bits, uint8. Every DP
+group owns its `pages` rows, and page ids in a page table count within the group.
+`pallas_kernels/attention` defines how tokens lie inside a page; `engine/pages.py` decides who owns
+which.
 """
 
 import functools
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.quant import as_bits
 from jaxserve.quant.rows import STORAGE, quantize_heads
 from pallas_kernels.attention.api import paged_attention, write_rows
 from pallas_kernels.quantize.api import Format
@@ -41,6 +43,8 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
     else:
         widths = [attention.head_dim] * 2
     dtype = STORAGE[deployment.cache_format]
+    if dtype == jnp.float8_e4m3fn:
+        dtype = jnp.dtype(jnp.uint8)  # its bits, which are cheaper to move (quantize/bits.py)
     arrays = [jax.ShapeDtypeStruct((*rows, heads, width), dtype) for width in widths]
     if dtype.itemsize == 1:
         arrays += [jax.ShapeDtypeStruct((*rows, heads), jnp.float32)] * len(widths)
@@ -53,7 +57,7 @@ def write(
     """The cache with the rows of the batch's tokens in their places, in the cache's format."""
     if len(pages) > len(rows):
         values, scales = zip(*(quantize_heads(row, _format(pages)) for row in rows), strict=True)
-        rows = (*values, *scales)
+        rows = (*map(as_bits, values), *scales)
     return write_rows(
         pages,
         tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),

@@ -51,31 +51,6 @@ def write_rows(
     return reference.write_rows(pages, rows, page_table, sequence_of_token, position)
 
 
-def write_pages(
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"],
-    keys: Float[Array, "tokens kv_heads head_dim"],
-    values: Float[Array, "tokens kv_heads v_head_dim"],
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-) -> tuple[
-    Float[Array, "pages page_size kv_heads head_dim"],
-    Float[Array, "pages page_size kv_heads v_head_dim"],
-]:
-    """`write_rows` of keys and values.
-
-    Raises:
-      ValueError: the shapes or dtypes do not fit together.
-    """
-    for name, rows, pages in (("keys", keys, k_pages), ("values", values, v_pages)):
-        _check_write(name, rows, pages, keys.shape[:1])
-    written = write_rows(
-        (k_pages, v_pages), (keys, values), page_table, sequence_of_token, position
-    )
-    return written[0], written[1]
-
-
 @overload
 def paged_attention(
     queries: Array,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.attention import paged_attention, reference, write_pages, write_rows
+from pallas_kernels.attention import paged_attention, reference, write_rows
 
 PAGE = 4
 
@@ -89,18 +89,18 @@ def paged_case(
 
 @jax.jit
 def write_and_attend(k_pages, v_pages, queries, keys, values, batch):
-    k_pages, v_pages = write_pages(k_pages, v_pages, keys, values, *batch)
+    k_pages, v_pages = write_rows((k_pages, v_pages), (keys, values), *batch)
     return paged_attention(queries, k_pages, v_pages, *batch, scale=0.3)
 
 
-class TestWritePages:
+class TestWriteRows:
     def test_places(self):
         pages = jnp.zeros((4, PAGE, 1, 1))
         keys = jnp.asarray([1.0, 2.0, 3.0, 4.0]).reshape(4, 1, 1)
         # Sequence 0 has the pages 3, 1; sequence 1 has page 0.
         page_table = int32([[3, 1], [0, 9]])
-        k_pages, v_pages = write_pages(
-            pages, pages, keys, -keys, page_table, int32([0, 0, 1, 0]), int32([3, 4, 2, -1])
+        k_pages, v_pages = write_rows(
+            (pages, pages), (keys, -keys), page_table, int32([0, 0, 1, 0]), int32([3, 4, 2, -1])
         )
         expected = [
             [0, 0, 3, 0],
@@ -117,11 +117,9 @@ class TestWritePages:
     )
     def test_what_has_no_place_is_dropped(self, page_id, sequence, position):
         pages = jnp.zeros((2, PAGE, 1, 2))
-        k_pages, v_pages = write_pages(
-            pages,
-            pages,
-            jnp.ones((1, 1, 2)),
-            jnp.ones((1, 1, 2)),
+        k_pages, v_pages = write_rows(
+            (pages, pages),
+            (jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2))),
             int32([[page_id]]),
             int32([sequence]),
             int32([position]),
@@ -129,17 +127,6 @@ class TestWritePages:
         assert not k_pages.any()
         assert not v_pages.any()
 
-    def test_in_place_when_donated(self):
-        k_pages, v_pages = jnp.zeros((8, PAGE, 1, 2)), jnp.ones((8, PAGE, 1, 2))
-        addresses = k_pages.unsafe_buffer_pointer(), v_pages.unsafe_buffer_pointer()
-        rows = jnp.ones((3, 1, 2))
-        k_pages, v_pages = jax.jit(write_pages, donate_argnums=(0, 1))(
-            k_pages, v_pages, rows, rows, int32([[1, 2]]), int32([0, 0, 0]), int32([3, 4, -1])
-        )
-        assert (k_pages.unsafe_buffer_pointer(), v_pages.unsafe_buffer_pointer()) == addresses
-
-
-class TestWriteRows:
     def test_any_number_of_arrays(self):
         latent = jnp.zeros((2, PAGE, 1, 3), jnp.float8_e4m3fn)
         scales = jnp.zeros((2, PAGE, 1))
@@ -323,15 +310,3 @@ class TestBadCalls:
         arguments = self.good() | {"queries": jnp.zeros((3, 4, 8)), field: value}
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(paged_attention)(**arguments, scale=1.0)
-
-    @pytest.mark.parametrize(
-        ("field", "value", "message"),
-        [
-            ("keys", jnp.zeros((3, 2, 7)), r"keys has shape \(3, 2, 7\), .* \(3, 2, 8\)"),
-            ("values", jnp.zeros((3, 2, 6), jnp.bfloat16), "values is bfloat16, .* float32"),
-        ],
-    )
-    def test_write_pages(self, field, value, message):
-        rows = {"keys": jnp.zeros((3, 2, 8)), "values": jnp.zeros((3, 2, 6))}
-        with pytest.raises(ValueError, match=message):
-            inspect.unwrap(write_pages)(**(self.good() | rows | {field: value}))
