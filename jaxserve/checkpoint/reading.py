@@ -38,6 +38,8 @@ _COLUMNS = 256
 """Columns that are transposed at once; with `_MOST_ROWS`, what stays in a core's cache."""
 _MOST_BUFFERS = 1024
 """That one `preadv` takes (IOV_MAX)."""
+_MOST_KEPT = 64
+"""Shapes of rows whose buffers a thread remembers."""
 
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -163,10 +165,12 @@ def _read(file: int, region: Region) -> None:
     stored, target = region.tensor.dtype, region.target
     same = stored == target.dtype and region.scales is None
     if same and not region.transpose and target.strides[-1] == stored.itemsize:
-        _fill(file, region, _bits(target))
+        bits = _bits(target)
+        at_once = bits.flags.c_contiguous and region.stride == region.columns
+        _fill(file, region, bits, [] if at_once else _views(bits))
         return
-    rows = _buffer(0, region.rows, region.columns, stored)
-    _fill(file, region, _bits(rows))
+    rows, views = _row_buffer(region.rows, region.columns, stored)
+    _fill(file, region, _bits(rows), views)
     if not same:
         rows = _converted(rows, target.dtype, region.scales)
     if region.transpose:
@@ -180,21 +184,18 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))
 
 
-def _fill(file: int, region: Region, rows: np.ndarray) -> None:
-    """Reads the region's rows into these, whose elements are contiguous."""
+def _fill(file: int, region: Region, rows: np.ndarray, views: list[memoryview]) -> None:
+    """Reads the region's rows into these, whose elements are contiguous and which `views` are."""
     item = region.tensor.dtype.itemsize
     offset, pitch = region.tensor.offset + region.first * item, region.stride * item
-    wanted = region.columns * item
-    if region.stride == region.columns and rows.flags.c_contiguous:
-        _pread(file, region, [memoryview(rows.reshape(-1)).cast("B")], offset)
-        return
-    buffers = [memoryview(row).cast("B") for row in rows]
     if region.stride != region.columns:
-        for index, buffer in enumerate(buffers):
-            _pread(file, region, [buffer], offset + index * pitch)
-        return
-    for start in range(0, len(buffers), _MOST_BUFFERS):
-        _pread(file, region, buffers[start : start + _MOST_BUFFERS], offset + start * wanted)
+        for index, view in enumerate(views):
+            _pread(file, region, [view], offset + index * pitch)
+    elif rows.flags.c_contiguous:
+        _pread(file, region, [memoryview(rows.reshape(-1)).cast("B")], offset)
+    else:
+        for start in range(0, len(views), _MOST_BUFFERS):
+            _pread(file, region, views[start : start + _MOST_BUFFERS], offset + start * pitch)
 
 
 def _pread(file: int, region: Region, buffers: list[memoryview], offset: int) -> None:
@@ -213,9 +214,29 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}
+        self.rows: dict[tuple[int, int], tuple[np.ndarray, list[memoryview]]] = {}
 
 
 _buffers = _Buffers()
+
+
+def _row_buffer(rows: int, columns: int, dtype: np.dtype) -> tuple[np.ndarray, list[memoryview]]:
+    """Memory for rows that are read, and every row for itself.
+
+    These objects are kept: to make them takes longer than to read the rows.
+    """
+    key = rows, columns * dtype.itemsize
+    memory = _buffer(0, rows, key[1], np.dtype(np.uint8))
+    known = _buffers.rows.get(key)
+    if known is None or known[0].base is not memory.base:
+        if len(_buffers.rows) >= _MOST_KEPT:
+            _buffers.rows.clear()
+        known = _buffers.rows[key] = memory, _views(memory)
+    return known[0].view(dtype), known[1]
+
+
+def _views(rows: np.ndarray) -> list[memoryview]:
+    return [memoryview(row).cast("B") for row in rows]
 
 
 def _buffer(which: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:

@@ -94,6 +94,16 @@ class _CountedLeaves:
         yield from self._source.leaves(template, sources, shardings)
         self._progress.advance()
 
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterator[jax.Array]:
+        """The source's stacks."""
+        yield from self._source.stacks(template, tables, shardings)
+        self._progress.advance(len(tables))
+
 
 @contextlib.contextmanager
 def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:

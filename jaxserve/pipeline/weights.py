@@ -4,7 +4,6 @@ Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for be
 loads the blocks of the roles it has devices of. Colocated mode stacks the layers of a run.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -30,6 +29,15 @@ class LeafSource(Protocol):
         """One block's leaves on their devices, made one by one."""
         ...
 
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterable[jax.Array]:
+        """The leaves of several blocks of one kind, behind each other in a new first axis."""
+        ...
+
 
 class RandomLeaves:
     """Random weights, the same on every process, for benches without a checkpoint."""
@@ -41,8 +49,25 @@ class RandomLeaves:
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
     ) -> list[jax.Array]:
         """Normal values of the modules' own scale."""
+        return self._arrays(self._values(template), shardings)
+
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> list[jax.Array]:
+        """The same, for several blocks at once."""
+        blocks = [self._values(template) for _ in tables]
+        return self._arrays([np.stack(leaf) for leaf in zip(*blocks, strict=True)], shardings)
+
+    def _values(self, template: Template) -> list[np.ndarray]:
         self._seed += 1
-        values = [np.asarray(value) for value in template.random(self._seed)]
+        return [np.asarray(value) for value in template.random(self._seed)]
+
+    def _arrays(
+        self, values: Sequence[np.ndarray], shardings: Sequence[jax.sharding.Sharding]
+    ) -> list[jax.Array]:
         return [
             jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
             for value, sharding in zip(values, shardings, strict=True)
@@ -105,25 +130,9 @@ class ColocatedWeights:
 def _stack(
     source: LeafSource, template: Template, layers: Sequence[Sources], mesh: Mesh, rules: Rules
 ) -> Leaves:
-    """The layers' leaves along a new first axis, filled in place, leaf by leaf: no more than one
-    leaf is there twice."""
-    shardings = [
-        cached_sharding(mesh, PartitionSpec(None, *spec)) for spec in template.specs(rules)
-    ]
-    stacks = [
-        zeros((len(layers), *leaf.shape), leaf.dtype, sharding)
-        for leaf, sharding in zip(template.leaves, shardings, strict=True)
-    ]
-    one_layer = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
-    for index, sources in enumerate(layers):
-        for place, leaf in enumerate(source.leaves(template, sources, one_layer)):
-            stacks[place] = jax.block_until_ready(_fill(stacks[place], leaf, index))
-    return tuple(stacks)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill(stack: jax.Array, leaf: jax.Array, index: int | jax.Array) -> jax.Array:
-    return stack.at[index].set(leaf)
+    """The layers' leaves along a new first axis."""
+    specs = [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+    return tuple(source.stacks(template, layers, [cached_sharding(mesh, s) for s in specs]))
 
 
 def layer_pages(programs: AFDPrograms) -> list[Sequence[jax.Array]]:

@@ -25,7 +25,7 @@ class TestErrorsBeforeAnythingIsLoaded:
             raise AssertionError("too late")
 
         monkeypatch.setattr("jaxserve.programs.Program.compile", never)
-        monkeypatch.setattr("jaxserve.checkpoint.hf.HFCheckpoint._slice", never)
+        monkeypatch.setattr("jaxserve.checkpoint.hf.HFCheckpoint.leaves", never)
 
     def test_too_few_devices(self, tiny_model):
         message = "layout attention.dp 8 x attention.tp 1 + ffn.ep 1 x ffn.tp 1 = 9 devices, but"
