@@ -5,6 +5,7 @@ errors name the template's own:
 
 * string methods go through Python's (`x.split(',')` becomes `call_method(x, 'split', ',')`):
   minijinja has some of them, without keywords and with another idea of white space;
+* an undefined value comes to Python's functions as UNDEFINED, not as none;
 * `x[::-1]` goes the same way (minijinja panics where `x` is empty);
 * string literals have Jinja2's escapes resolved;
 * `{% generation %}`, a mark for training that transformers adds to Jinja2, is a scope and no more;
@@ -29,6 +30,12 @@ CALL_METHOD = "call_method"
 
 REVERSED = "[::-1]"
 """What CALL_METHOD is told for this subscript."""
+
+UNDEFINED = "undefined_value"
+"""What stands for an undefined value before FILTERS and TESTS, which tell it from none."""
+
+FILTERS = frozenset({"tojson"})
+TESTS = frozenset({"iterable", "sequence"})
 
 STATEMENTS = {"generation": "with", "endgeneration": "endwith"}
 """Statements that minijinja does not know, and what stands for them."""
@@ -120,6 +127,9 @@ def _rewrite(tokens: list[_Token]) -> list[_Token]:
             out.append(_Token("operator", ")"))
             for _ in after:
                 next(places)
+        elif (token.text == "|" and after[0] in FILTERS) or _is_test(token, after):
+            mark = f"|default({UNDEFINED})"
+            out += [_Token("operator", mark, token.space), token._replace(space=token.space or " ")]
         elif token.text == "boolean" and after[:1] == ["="]:
             next(places)
         elif place == 1 and tokens[0].text.startswith("{%") and token.text in STATEMENTS:
@@ -129,6 +139,12 @@ def _rewrite(tokens: list[_Token]) -> list[_Token]:
         else:
             out.append(token)
     return out
+
+
+def _is_test(token: _Token, after: list[str]) -> bool:
+    """Whether here stands `is iterable`, `is not sequence` or the like."""
+    name = after[1:2] if after[:1] == ["not"] else after[:1]
+    return token.kind == "name" and token.text == "is" and set(name) <= TESTS
 
 
 def _call(out: list[_Token], method: str) -> None:

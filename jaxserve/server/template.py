@@ -1,29 +1,34 @@
 """One chat template, rendered by minijinja as transformers renders it with Jinja2.
 
 Templates come with a model and are programs: here they have a bounded number of steps, no files and
-no Python objects but the values they are given. Called by `chat.py`.
-Knows nothing of messages, tokenizers or models.
+no Python objects but the values they are given. Their memory is not bounded: a few steps can double
+a text often, so serve no model folder whose author you would not trust with that.
+Called by `chat.py`. Knows nothing of messages, tokenizers or models.
 
-What is known to differ from Jinja2, and is no error: an undefined value is `null` to `tojson` and
-is `in` every string, a loop over none is empty, `varargs` and `kwargs` of macros are undefined,
-floats of 1e16 and more or below 1e-4 print without an exponent, a whole float written in the
-template itself has no `.0` in `tojson`, and the filter `trim` leaves U+001C to U+001F.
+What is known to differ from Jinja2, and is no error: an undefined value inside a list or an object
+is `null` to `tojson`, and is `in` every string; a loop over none is empty; `varargs` and `kwargs`
+of macros are undefined; floats of 1e16 and more or below 1e-4 print without an exponent; a whole
+float written in the template itself has no `.0` in `tojson`; the filter `trim` leaves U+001C to
+U+001F; `escape` writes `&#x27;` and `&quot;`; `sort`, `min` and `max` take mixed types.
 """
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import minijinja
 
-from jaxserve.server.jinja_source import CALL_METHOD, METHODS, REVERSED, translate
+from jaxserve.server.jinja_source import CALL_METHOD, METHODS, REVERSED, UNDEFINED, translate
 
 STEPS = 2_000_000
 """Instructions that one rendering may take; an ordinary message takes about a hundred."""
 
-FUNCTIONS = frozenset({"raise_exception", "strftime_now", CALL_METHOD})
-"""What templates can call beside minijinja's own functions."""
+MAX_INDENT = 200
+"""Spaces that the filter `indent` puts before a line."""
+
+FUNCTIONS = frozenset({"raise_exception", "strftime_now", CALL_METHOD, UNDEFINED})
+"""What templates have from here beside minijinja's own functions."""
 
 _OWN_FUNCTIONS = frozenset({"namespace", "range", "dict", "debug", "cycler", "joiner", "loop"})
 
@@ -54,12 +59,13 @@ class Template:
             trim_blocks=True,
             lstrip_blocks=True,
             auto_escape_callback=lambda name: False,
-            filters={"tojson": _tojson},
+            filters={"indent": _indent, "tojson": _tojson},
             tests=_TESTS,
             globals={
                 "raise_exception": _raise_exception,
                 "strftime_now": _strftime_now,
                 CALL_METHOD: _call_method,
+                UNDEFINED: _UNDEFINED,
             },
         )
         self._source = translate(source)
@@ -92,6 +98,22 @@ class _WholeFloat:
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+class _Undefined:
+    """An undefined value, for the functions below."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyError(key)
+
+
+_UNDEFINED = _Undefined()
 
 
 def plain(value: Any, *, name: str, depth: int = 64) -> Any:
@@ -150,6 +172,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """transformers' filter: plain JSON, with none of Jinja2's HTML escapes."""
+    if isinstance(value, _Undefined):
+        raise TypeError("tojson: the value is undefined")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -164,6 +188,14 @@ def _json_default(value: Any) -> Any:
     if isinstance(value, _WholeFloat):
         return value.value
     raise TypeError(f"tojson: {type(value).__name__} is no JSON value")
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja2's filter; minijinja's loses a line end at the end."""
+    prefix = width if isinstance(width, str) else " " * min(width, MAX_INDENT)
+    top, *lines = (text + "\n").splitlines()
+    lines = [prefix + line if line or blank else line for line in lines]
+    return (prefix if first else "") + "\n".join([top, *lines])
 
 
 def _raise_exception(message: Any = "") -> None:
@@ -192,6 +224,7 @@ def _is_sequence(value: Any) -> bool:
 
 _TESTS = {
     "sequence": _is_sequence,
+    "iterable": lambda value: hasattr(value, "__iter__"),
     "number": lambda value: isinstance(value, int | float | _WholeFloat),
     "float": lambda value: isinstance(value, float | _WholeFloat),
 }

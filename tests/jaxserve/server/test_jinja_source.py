@@ -23,6 +23,12 @@ from jaxserve.server.jinja_source import translate
         ("{{ '.strip()' }}{# x.strip() #}", "{{ '.strip()' }}{# x.strip() #}"),
         ("x.strip() }}", "x.strip() }}"),
         ("{{ x | default('a', boolean=true) }}", "{{ x | default('a',true) }}"),
+        (
+            "{% if x.y is not iterable and z|tojson %}",
+            "{% if x.y |default(undefined_value) is not iterable and "
+            "z|default(undefined_value) |tojson %}",
+        ),
+        ("{{ x is string }}{{ tojson }}", "{{ x is string }}{{ tojson }}"),
         ("{{ f(boolean == 1) }}", "{{ f(boolean == 1) }}"),
         ("{%- generation %}a{% endgeneration -%}", "{%- with %}a{% endwith -%}"),
         ("{{ generation }}", "{{ generation }}"),
