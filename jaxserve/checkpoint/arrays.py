@@ -4,18 +4,19 @@ Called by the checkpoints (`hf.py`, `store.py`), which know how a part is made.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.errors import CheckpointError
 from jaxserve.module import Template
-from pallas_kernels.quantize.api import quantize_weight
+from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
 
 class Leaf(NamedTuple):
@@ -33,7 +34,7 @@ class Leaf(NamedTuple):
     def full_shape(self) -> tuple[int, ...]:
         return self.shape if self.layers is None else (self.layers, *self.shape)
 
-    def of(self, dtype: jnp.dtype) -> "Leaf":
+    def of(self, dtype: DTypeLike) -> "Leaf":
         """The same in another dtype."""
         return self._replace(dtype=jnp.dtype(dtype))
 
@@ -44,13 +45,14 @@ class Leaf(NamedTuple):
 
 
 def wanted_leaves(
-    template: Template, shardings: "list[NamedSharding] | tuple", layers: int | None
+    template: Template, shardings: Sequence[Sharding], layers: int | None
 ) -> dict[str, Leaf]:
     """The template's leaves by name."""
-    return {
-        name: Leaf(leaf.shape, leaf.dtype, sharding, layers)
-        for name, leaf, sharding in zip(template.names, template.leaves, shardings, strict=True)
-    }
+    leaves = {}
+    for name, leaf, sharding in zip(template.names, template.leaves, shardings, strict=True):
+        assert isinstance(sharding, NamedSharding)
+        leaves[name] = Leaf(leaf.shape, leaf.dtype, sharding, layers)
+    return leaves
 
 
 def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> jax.Array:
@@ -62,7 +64,7 @@ def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> 
     """
     shape = leaf.full_shape
     ranges: dict[jax.Device, Ranges] = {
-        device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        device: tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         for device, index in leaf.sharding.addressable_devices_indices_map(shape).items()
     }
     unique = list(dict.fromkeys(ranges.values()))
@@ -92,13 +94,15 @@ def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
 def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A compiled function from a whole matrix on the devices to its values and scales there."""
     block = block_of(values, scales)
-    kind = "int8" if values.dtype == jnp.int8 else "fp8" if block == (0, 1) else "fp8_block"
+    kind: WeightFormat = "fp8" if block == (0, 1) else "fp8_block"
+    if values.dtype == jnp.int8:
+        kind = "int8"
 
     def quantise(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         quantised = quantize_weight(matrix, kind, block)
         return quantised.values, quantised.scales
 
-    return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding), donate_argnums=())
+    return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding))
 
 
 def empty_stack(leaf: Leaf) -> jax.Array:

@@ -250,22 +250,23 @@ def _buffer(which: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
 
 def _converted(rows: np.ndarray, dtype: np.dtype, scales: Scales | None) -> np.ndarray:
     """In another dtype; times the scales, in FP32, if there are some."""
+    height, width = rows.shape
     if scales is None:
-        result = _buffer(1, *rows.shape, dtype)
+        result = _buffer(1, height, width, dtype)
         np.copyto(result, rows, casting="unsafe")
         return result
-    product = _buffer(1, *rows.shape, np.dtype(np.float32))
+    product = _buffer(1, height, width, np.dtype(np.float32))
     np.take(_FP8_VALUES, rows.view(np.uint8), out=product, mode="clip")
-    columns = (scales.column + np.arange(rows.shape[1])) // SCALE_BLOCK
+    columns = (scales.column + np.arange(width)) // SCALE_BLOCK
     start = 0
-    while start < len(rows):
+    while start < height:
         block = (scales.row + start) // SCALE_BLOCK
-        stop = min((block + 1) * SCALE_BLOCK - scales.row, len(rows))
+        stop = min((block + 1) * SCALE_BLOCK - scales.row, height)
         product[start:stop] *= scales.grid[block, columns]
         start = stop
     if dtype == np.float32:
         return product
-    result = _buffer(2, *rows.shape, dtype)
+    result = _buffer(2, height, width, dtype)
     np.copyto(result, product, casting="unsafe")
     return result
 

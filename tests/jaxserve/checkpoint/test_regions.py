@@ -1,4 +1,4 @@
-"""A device's part of a leaf is the same part of the whole leaf, which NumPy makes of the tensors."""
+"""A device's part of a leaf is that part of the whole leaf, which NumPy makes of the tensors."""
 
 import hypothesis.strategies as st
 import ml_dtypes
