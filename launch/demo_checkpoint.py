@@ -6,7 +6,7 @@ the file are [out, in].
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -107,8 +107,11 @@ def parameter_count(model: DemoModel) -> int:
     return sum(parameter.size for _, parameter, _ in checkpoint_entries(model))
 
 
-def save_description(config: DemoConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes everything but the weights: the tokenizer and the JSON files around it."""
+def save_description(
+    config: DemoConfig, tokenizer: Tokenizer, held_out: Iterable[str], folder: Path
+) -> None:
+    """Writes everything but the weights: the tokenizer, the JSON files around it, and the names of
+    the files that the model has not seen."""
     folder.mkdir(parents=True, exist_ok=True)
     begin, end = demo_data.special_ids(tokenizer)
     contents = {
@@ -124,6 +127,7 @@ def save_description(config: DemoConfig, tokenizer: Tokenizer, folder: Path) -> 
             "model_max_length": config.max_position_embedding,
         },
     }
+    (folder / "held_out.txt").write_text("".join(f"{name}\n" for name in held_out))
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -337,7 +337,8 @@ def initialise(arguments: argparse.Namespace) -> None:
     tokenizer = demo_data.train_tokenizer((f.text for f in corpus.library), config.vocab_size)
     if tokenizer.get_vocab_size() != config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} entries")
-    demo_checkpoint.save_description(config, tokenizer, folder)
+    held_out = [file.name for file in corpus.held_out]
+    demo_checkpoint.save_description(config, tokenizer, held_out, folder)
     demo_checkpoint.save_weights(DemoModel(config, nnx.Rngs(0)), folder / "model.safetensors")
     demo_checkpoint.print_size(folder)
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import pipeline
+from jaxserve.bench import pipeline, quality
 from jaxserve.errors import JaxserveError
 
 
@@ -23,10 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"some of {','.join(pipeline.PARTS)}",
     )
     of_pipeline.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
+    of_quality = benches.add_parser("quality", help="held-out bits a byte of every number format")
+    of_quality.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_quality.add_argument("--quick", action="store_true", help="few formats, little text")
     options = parser.parse_args(arguments)
-    if unknown := set(options.only) - set(pipeline.PARTS):
+    if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
         parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
     try:
+        if options.bench == "quality":
+            return quality.run(options.quick, options.json)
         return pipeline.run(options.only, options.quick, options.json)
     except JaxserveError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -1,0 +1,69 @@
+"""The bench's scores against NumPy's; what the formats cost is not judged here."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import quality
+from jaxserve.bench.__main__ import main
+from jaxserve.bench.quality import BASE, Format, Text
+from jaxserve.bench.workers import BenchError
+from jaxserve.engine.build import build_runtime
+from tests.conftest import REPOSITORY
+from tests.reference.step3_numpy import Step3Numpy
+
+DEMO = REPOSITORY / "configs" / "demo"
+
+
+def test_score_is_that_of_the_numpy_model():
+    """Two texts, the longer one of two steps; BF16 against FP64, so to a few thousandths."""
+    texts = quality.held_out(DEMO, files=3, tokens=150)[1:]
+    assert [len(text.token_ids) for text in texts] == [151, 151]
+    runtime = build_runtime(quality.deployment(quality.DEMO, texts, BASE))
+    score = quality.score(runtime, texts)
+    model, nats, choices = Step3Numpy.from_folder(DEMO), 0.0, []
+    for text in texts:
+        logits = model.logits(text.token_ids)[:-1]
+        chance = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        nats -= float(np.log(chance[np.arange(150), text.token_ids[1:]]).sum())
+        choices.append(logits.argmax(axis=1))
+    bits = nats / math.log(2) / sum(text.size for text in texts)
+    assert score.bits == pytest.approx(bits, rel=5e-3)
+    assert len(score.choices) == 300
+    assert np.mean(score.choices == np.concatenate(choices)) > 0.95
+
+
+def test_texts_are_counted_in_bytes(tmp_path):
+    text = quality.held_out(DEMO, files=2, tokens=40)[1]
+    assert isinstance(text, Text)
+    assert text.size > 41
+
+
+def test_no_list_of_texts(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    with pytest.raises(BenchError, match=r"no held-out text: .*held_out\.txt"):
+        quality.held_out(tmp_path, files=1, tokens=8)
+
+
+def test_formats_are_overrides():
+    assert Format("fp8", "int8", "bfloat16").overrides == {
+        "attention.weights": "fp8",
+        "ffn.weights": "fp8",
+        "cache.format": "int8",
+        "link.dispatch": "bfloat16",
+    }
+    assert str(Format("fp8", "int8", "bfloat16")) == "fp8 × int8 × bf16"
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys):
+    assert main(["quality", "--quick", "--json", str(tmp_path / "report.json")]) in (0, 1)
+    assert "int8 × int8 × int8: bits a byte" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report["parts"][0]["details"]) == {
+        "bf16 × bf16 × bf16",
+        "fp8 × fp8 × fp8",
+        "int8 × int8 × int8",
+    }
