@@ -87,13 +87,18 @@ def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
-def matrix(
-    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int] = (), **dimensions: int
+def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
+    """A matrix [..., d_in, d_out] of a linear map, in the role's format."""
+    return side_by_side(rngs, formats, (), **dimensions)
+
+
+def side_by_side(
+    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
 ) -> Weight | QuantWeight:
-    """A matrix [..., d_in, d_out] of a linear map, in the role's format.
+    """The matrices of several maps side by side in d_out.
 
     Args:
-      parts: widths of several maps side by side in d_out, each with blocks of its own.
+      parts: the maps' widths; each has blocks of its own.
     """
     plain = weight(rngs, formats.dtype, **dimensions)
     if formats.weights == "plain":

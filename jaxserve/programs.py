@@ -351,9 +351,9 @@ class ColocatedPrograms(_Programs):
         for kind, _, _ in self.stacked():
             parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
 
-        def body(last: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+        def body(last: Array, batch: Array, table: Array, *others: Array) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
-            pages, embedding, head, *stacks = _cut(rest, parts)
+            pages, embedding, head, *stacks = _cut(others, parts)
             x = self.embed(context, last, embedding)
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 # The scan slices what it goes through, and bits are cheaper to slice.

@@ -77,6 +77,7 @@ def attend(
 ) -> Float[Array, "tokens q_heads v_width"]:
     """Attention of every token to its sequence's cache, itself included."""
     keys, values, *scales = pages
+    k_scales, v_scales = scales or (None, None)
     return paged_attention(
         queries,
         keys,
@@ -86,7 +87,8 @@ def attend(
         batch.position,
         scale=scale,
         window=window,
-        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
 
 

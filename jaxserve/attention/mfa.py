@@ -14,7 +14,7 @@ from jaxserve.attention.kv_cache import Pages, attend, write
 from jaxserve.attention.rope import rotate, rotation
 from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import ModelConfig
-from jaxserve.module import Formats, linear, matrix, rms_norm, scale
+from jaxserve.module import Formats, linear, matrix, rms_norm, scale, side_by_side
 
 
 class MFA(nnx.Module):
@@ -34,7 +34,9 @@ class MFA(nnx.Module):
         self.rope, self.epsilon = config.rope, config.norm_epsilon
         heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         parts = (sizes.latent, kv, kv)
-        self.down = matrix(rngs, formats, parts, d_model=config.d_model, latent_and_kv=sum(parts))
+        self.down = side_by_side(
+            rngs, formats, parts, d_model=config.d_model, latent_and_kv=sum(parts)
+        )
         self.inter_norm = scale(formats.dtype, latent=sizes.latent)
         self.up = matrix(rngs, formats, latent=sizes.latent, q_heads=heads)
         self.out = matrix(rngs, formats, q_heads=heads, d_model=config.d_model)

@@ -52,14 +52,13 @@ class MLA(nnx.Module):
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
         biased = sizes.bias
-        if sizes.q_latent:
-            self.query_down = matrix(rngs, formats, d_model=d_model, latent=sizes.q_latent)
-            self.query_norm = scale(dtype, latent=sizes.q_latent)
-            self.query_bias = zeros(dtype, latent=sizes.q_latent) if biased else None
-            self.query_up = matrix(rngs, formats, latent=sizes.q_latent, q_heads=queries)
-        else:
-            self.query_down = self.query_norm = self.query_bias = None
-            self.query_up = matrix(rngs, formats, d_model=d_model, q_heads=queries)
+        low = sizes.q_latent
+        self.query_down = matrix(rngs, formats, d_model=d_model, latent=low) if low else None
+        self.query_norm = scale(dtype, latent=low) if low else None
+        self.query_bias = zeros(dtype, latent=low) if low and biased else None
+        self.query_up = matrix(
+            rngs, formats, **{"latent" if low else "d_model": low or d_model}, q_heads=queries
+        )
         down = latent + sizes.rope_dim
         self.latent_down = matrix(rngs, formats, d_model=d_model, latent=down)
         self.latent_norm = scale(dtype, latent=latent)

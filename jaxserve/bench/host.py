@@ -138,7 +138,7 @@ def _fed_unpacked(programs: AFDPrograms, program: Program) -> Program:
     return program._replace(body=body, arguments=(*four, *leaves), in_specs=(*[pieces] * 4, *specs))
 
 
-Pages = list[tuple[jax.Array, jax.Array]]
+Pages = list[Sequence[jax.Array]]
 Step = Callable[[Pages, jax.Array, jax.Array, jax.Array], Any]
 """(pages, last tokens, batch, page table) → (last tokens, sampled, logits)."""
 

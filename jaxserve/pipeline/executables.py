@@ -58,8 +58,8 @@ def afd_executables(
         for kind in later:
             wanted["attend", kind, bucket] = programs.attend(bucket, kind)
         wanted["leave", bucket.tokens] = programs.leave(bucket)
-        for kind in programs.formats:
-            wanted["ffn", kind, bucket.tokens] = programs.ffn(bucket, kind)
+        for ffn in programs.formats:
+            wanted["ffn", ffn, bucket.tokens] = programs.ffn(bucket, ffn)
     compiled = compile_all(wanted)
     transports = {
         tokens: _transports(programs, Bucket(tokens, 1), transport)
