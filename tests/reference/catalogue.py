@@ -8,7 +8,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tests.reference.tiny_models import TinyDeepseek, TinyModel, TinyQwen3, Yarn
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
 
 _DEEPSEEK = TinyDeepseek(yarn=Yarn(mscale=1.0, mscale_all_dim=1.0))
 _KIMI = replace(

@@ -31,7 +31,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference.catalogue import CATALOGUE
-from tests.reference.tiny_models import TinyDeepseek, TinyModel, prompts
+from tests.reference.tiny_models import TinyModel, prompts
+from tests.reference.tiny_sizes import TinyDeepseek
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 OUTPUT_TOKENS = 24

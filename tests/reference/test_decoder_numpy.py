@@ -21,7 +21,8 @@ from tests.reference.decoder_numpy import (
     yarn_magnitude,
 )
 from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS
-from tests.reference.tiny_models import Yarn, prompts
+from tests.reference.tiny_models import prompts
+from tests.reference.tiny_sizes import Yarn
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -16,14 +16,8 @@ from tests.reference.make_golden import (
     OUTPUT_TOKENS,
     router_margin,
 )
-from tests.reference.tiny_models import (
-    VOCAB,
-    TinyDeepseek,
-    TinyModel,
-    TinyQwen3,
-    Yarn,
-    prompts,
-)
+from tests.reference.tiny_models import TinyModel, prompts
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyQwen3, Yarn
 
 INDEX = json.loads((GOLDEN / "golden.json").read_text())
 

@@ -1,0 +1,307 @@
+"""The architectures of the tiny models: config.json's entries and the tensors' names and shapes.
+
+One dataclass a family, its fields named as in config.json. `tiny_models.py` adds the weights.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Spelling = Literal["released", "transformers 5"]
+"""How config.json is written: as the released models have it, or as transformers 5 saves it."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+VOCAB = 97
+BOS, EOS = 0, 1
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """The entries of RoPE scaling by YaRN, named as in config.json; None: left out."""
+
+    factor: float = 4.0
+    original_max_position_embeddings: int = 64
+    beta_fast: float | None = 32.0
+    beta_slow: float | None = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def entries(self) -> dict[str, Any]:
+        """What config.json says, without the type."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class TinyDeepseek:
+    """The sizes of a tiny DeepSeek-V3 or Kimi K2, named as in config.json."""
+
+    model_type: Literal["deepseek_v3", "kimi_k2"] = "deepseek_v3"
+    hidden_size: int = 48
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    q_lora_rank: int | None = 24
+    kv_lora_rank: int = 32
+    qk_nope_head_dim: int = 16
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 12
+    attention_bias: bool = False
+    intermediate_size: int = 56
+    moe_intermediate_size: int = 24
+    n_routed_experts: int = 8
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 3
+    n_group: int = 4
+    topk_group: int = 2
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    num_nextn_predict_layers: int = 0
+    rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        entries = {key: value for key, value in vars(self).items() if key not in _ROPE}
+        entries |= _common("DeepseekV3ForCausalLM") | {
+            "num_key_value_heads": self.num_attention_heads
+        }
+        if spelling == "released":
+            scaling = self.yarn and {"type": "yarn", **self.yarn.entries()}
+            return entries | {
+                "rope_theta": self.rope_theta,
+                "rope_scaling": scaling,
+                "ep_size": 1,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+            }
+        assert self.moe_layer_freq == 1, "transformers 5 has no such key"
+        entries.pop("moe_layer_freq")
+        return entries | {
+            "rope_parameters": _rope_parameters(self.rope_theta, self.yarn),
+            "rope_interleave": True,
+            "head_dim": self.qk_rope_head_dim,
+            "qk_head_dim": self.qk_nope_head_dim + self.qk_rope_head_dim,
+            "output_router_logits": False,
+            "pad_token_id": None,
+            "pretraining_tp": 1,
+        }
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts; the MTP modules after the last layer have."""
+        return layer >= self.num_hidden_layers or (
+            layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        )
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        hidden = self.hidden_size
+        shapes = _outer_shapes(hidden, tied=self.tie_word_embeddings)
+        for layer in range(self.num_hidden_layers + self.num_nextn_predict_layers):
+            prefix = f"model.layers.{layer}."
+            shapes |= _prefixed(prefix, self._layer_shapes(moe=self.is_moe(layer)))
+            if layer >= self.num_hidden_layers:
+                shapes |= _prefixed(
+                    prefix,
+                    {
+                        "embed_tokens.weight": (VOCAB, hidden),
+                        "enorm.weight": (hidden,),
+                        "hnorm.weight": (hidden,),
+                        "eh_proj.weight": (hidden, 2 * hidden),
+                        "shared_head.norm.weight": (hidden,),
+                        "shared_head.head.weight": (VOCAB, hidden),
+                    },
+                )
+        return shapes
+
+    def _layer_shapes(self, *, moe: bool) -> Shapes:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        latent = self.kv_lora_rank + self.qk_rope_head_dim
+        shapes: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.kv_a_proj_with_mqa.weight": (latent, hidden),
+            "self_attn.kv_a_layernorm.weight": (self.kv_lora_rank,),
+            "self_attn.kv_b_proj.weight": (
+                heads * (self.qk_nope_head_dim + self.v_head_dim),
+                self.kv_lora_rank,
+            ),
+            "self_attn.o_proj.weight": (hidden, heads * self.v_head_dim),
+        }
+        if self.q_lora_rank is None:
+            shapes["self_attn.q_proj.weight"] = (query, hidden)
+        else:
+            shapes |= {
+                "self_attn.q_a_proj.weight": (self.q_lora_rank, hidden),
+                "self_attn.q_a_layernorm.weight": (self.q_lora_rank,),
+                "self_attn.q_b_proj.weight": (query, self.q_lora_rank),
+            }
+        if self.attention_bias:
+            shapes |= {
+                "self_attn.kv_a_proj_with_mqa.bias": (latent,),
+                "self_attn.o_proj.bias": (hidden,),
+            }
+            if self.q_lora_rank is not None:
+                shapes["self_attn.q_a_proj.bias"] = (self.q_lora_rank,)
+        if not moe:
+            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+        width, experts = self.moe_intermediate_size, self.n_routed_experts
+        shapes |= {
+            "mlp.gate.weight": (experts, hidden),
+            "mlp.gate.e_score_correction_bias": (experts,),
+        }
+        for expert in range(experts):
+            shapes |= _mlp_shapes(f"mlp.experts.{expert}.", hidden, width)
+        return shapes | _mlp_shapes("mlp.shared_experts.", hidden, width * self.n_shared_experts)
+
+
+@dataclass(frozen=True)
+class TinyQwen3:
+    """The sizes of a tiny Qwen3, dense or with experts, named as in config.json."""
+
+    model_type: Literal["qwen3", "qwen3_moe"] = "qwen3"
+    hidden_size: int = 48
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    attention_bias: bool = False
+    intermediate_size: int = 56
+    moe_intermediate_size: int = 24
+    num_experts: int = 8
+    num_experts_per_tok: int = 3
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 3
+    rope_theta: float = 1e6
+    yarn: Yarn | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        moe = self.model_type == "qwen3_moe"
+        entries = {key: value for key, value in vars(self).items() if key not in _ROPE}
+        entries |= _common("Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM")
+        entries["mlp_only_layers"] = list(self.mlp_only_layers)
+        if moe:
+            entries |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+        else:
+            for key in _ONLY_MOE:
+                del entries[key]
+        if spelling == "released":
+            scaling = self.yarn and {"rope_type": "yarn", **self.yarn.entries()}
+            return entries | {"rope_theta": self.rope_theta, "rope_scaling": scaling}
+        entries |= {
+            "rope_parameters": _rope_parameters(self.rope_theta, self.yarn),
+            "pad_token_id": None,
+        }
+        if moe:
+            entries["num_local_experts"] = entries.pop("num_experts")
+            del entries["max_window_layers"]
+        else:
+            windowed = self.use_sliding_window
+            entries["layer_types"] = [
+                f"{'sliding' if windowed and layer >= self.max_window_layers else 'full'}_attention"
+                for layer in range(self.num_hidden_layers)
+            ]
+        return entries
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return (
+            self.model_type == "qwen3_moe"
+            and layer not in self.mlp_only_layers
+            and self.num_experts > 0
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        shapes = _outer_shapes(self.hidden_size, tied=self.tie_word_embeddings)
+        for layer in range(self.num_hidden_layers):
+            layer_shapes = self._layer_shapes(moe=self.is_moe(layer))
+            shapes |= _prefixed(f"model.layers.{layer}.", layer_shapes)
+        return shapes
+
+    def _layer_shapes(self, *, moe: bool) -> Shapes:
+        hidden = self.hidden_size
+        query, keys = (
+            heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads)
+        )
+        shapes: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (query, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, query),
+            "self_attn.q_norm.weight": (self.head_dim,),
+            "self_attn.k_norm.weight": (self.head_dim,),
+        }
+        if self.attention_bias:
+            for name, size in (("q", query), ("k", keys), ("v", keys), ("o", hidden)):
+                shapes[f"self_attn.{name}_proj.bias"] = (size,)
+        if not moe:
+            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+        shapes["mlp.gate.weight"] = (self.num_experts, hidden)
+        for expert in range(self.num_experts):
+            shapes |= _mlp_shapes(f"mlp.experts.{expert}.", hidden, self.moe_intermediate_size)
+        return shapes
+
+
+_ROPE = ("rope_theta", "yarn")
+_ONLY_MOE = (
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+
+
+def _common(architecture: str) -> dict[str, Any]:
+    """Entries that all models have, and that change nothing."""
+    return {
+        "architectures": [architecture],
+        "attention_dropout": 0.0,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 256,
+        "use_cache": True,
+        "vocab_size": VOCAB,
+    }
+
+
+def _rope_parameters(theta: float, yarn: Yarn | None) -> dict[str, Any]:
+    kind = {"rope_type": "yarn", **yarn.entries()} if yarn else {"rope_type": "default"}
+    return {"rope_theta": theta, **kind}
+
+
+def _outer_shapes(hidden: int, *, tied: bool) -> Shapes:
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    return shapes if tied else shapes | {"lm_head.weight": (VOCAB, hidden)}
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+    return {
+        f"{prefix}gate_proj.weight": (width, hidden),
+        f"{prefix}up_proj.weight": (width, hidden),
+        f"{prefix}down_proj.weight": (hidden, width),
+    }
+
+
+def _prefixed(prefix: str, shapes: Shapes) -> Shapes:
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
