@@ -93,16 +93,19 @@ def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
 
 def _router(entries: Entries, experts: int) -> Router:
     entries.only("scoring_func", "sigmoid")
+    # Tools do not agree what a missing one means, and no tensor's shape tells. A model without
+    # experts need not say.
+    none, one = (None, None) if experts else (0, 1)
     return Router(
         experts=experts,
-        top_k=entries.size("num_experts_per_tok", least=0),
+        top_k=entries.size("num_experts_per_tok", least=0, default=none),
         score="sigmoid",
         float32_logits=True,
         renormalise=entries.flag("norm_topk_prob", default=True),
-        scaling=entries.number("routed_scaling_factor", default=1.0),
+        scaling=entries.number("routed_scaling_factor", default=one),
         bias=True,
-        groups=entries.size("n_group", default=1),
-        top_groups=entries.size("topk_group", default=1),
+        groups=entries.size("n_group", default=one),
+        top_groups=entries.size("topk_group", default=one),
     )
 
 

@@ -24,10 +24,15 @@ HARMLESS = frozenset(
     cross_attention_hidden_size tie_encoder_decoder gradient_checkpointing use_bfloat16
     torchscript pruned_heads finetuning_task tokenizer_class prefix suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id _attn_implementation
-    attn_implementation _attn_implementation_autoset unsloth_version
+    attn_implementation _attn_implementation_autoset unsloth_version unsloth_fixed _commit_hash
+    tf_legacy_loss max_length min_length max_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences remove_invalid_values exponential_decay_length_penalty
     """.split()  # noqa: SIM905  (a list of them is three pages long)
 )
-"""Entries of every model that say nothing of its mathematics while it serves."""
+"""Entries of every model that say nothing of its mathematics while it serves: its history, its
+training, its tokens, and how old tools drew samples."""
 
 
 class Entries:
@@ -35,12 +40,17 @@ class Entries:
 
     Args:
       tree: the entries. A null is as good as a missing one.
-      ignored: names that the user says mean nothing.
+      ignored: names that the user says mean nothing, with a section's name before a dot.
+      section: which section of the file these are; empty: the file itself.
     """
 
-    def __init__(self, tree: Mapping[str, Any], ignored: Collection[str] = ()):
+    def __init__(self, tree: Mapping[str, Any], ignored: Collection[str] = (), section: str = ""):
+        self._prefix = f"{section}." if section else ""
+        self._ignored = frozenset(ignored)
         self._tree = {name: value for name, value in tree.items() if value is not None}
-        self._unread = set(self._tree) - HARMLESS - set(ignored)
+        self._unread = {name for name in self._tree if f"{self._prefix}{name}" not in ignored}
+        if not section:
+            self._unread -= HARMLESS
         self.problems: list[str] = []
 
     def size(self, *names: str, least: int = 1, default: int | None = None) -> int:
@@ -76,6 +86,8 @@ class Entries:
         _, value = self._first((name,), default)
         items = value.split(",") if isinstance(value, str) else value
         try:
+            if isinstance(items, Mapping) or any(isinstance(n, bool | float) for n in items):
+                raise TypeError
             return frozenset(int(item) for item in items if str(item).strip())
         except (TypeError, ValueError):
             return self._wrong(name, value, "a list of layers", frozenset())
@@ -89,7 +101,9 @@ class Entries:
         _, value = self._first((name,), values[0])
         if not any(value == known and type(value) is type(known) for known in values):
             known = " or ".join(map(repr, values))
-            self.problems.append(f"{name} = {value!r} is not supported, only {known}")
+            self.problems.append(
+                f"{self._prefix}{name} = {_short(value)} is not supported, only {known}"
+            )
 
     def meaningless(self, *names: str) -> None:
         """Entries that mean nothing in this family."""
@@ -102,7 +116,8 @@ class Entries:
           name, dimensions: the entry that says how many of a head's dimensions are turned.
         """
         parameters, scaling = self.section("rope_parameters"), self.section("rope_scaling")
-        inner = Entries({**parameters, **scaling})
+        section = "rope_scaling" if scaling else "rope_parameters"
+        inner = Entries({**parameters, **scaling}, self._ignored, section)
         if "rope_theta" in parameters:
             theta = inner.number("rope_theta")
             self.meaningless("rope_theta")
@@ -113,11 +128,11 @@ class Entries:
         inner.only("partial_rotary_factor", 1.0, 1)
         yarn = inner.yarn() if kind == "yarn" else None
         if kind not in ("default", "yarn"):
-            known = {"rope_type": kind} | scaling
-            self.problems.append(f"rope_scaling = {known!r} is not supported, only yarn")
+            given = scaling or {"rope_type": kind}
+            self.problems.append(f"{section} = {_short(given)} is not supported, only yarn")
             inner.problems.clear()
         else:
-            inner.refuse_unread("rope_scaling.")
+            inner.refuse_unread()
         self.problems += inner.problems
         if dimensions % 2:
             self.problems.append(f"{name} = {dimensions} is odd, and RoPE turns pairs")
@@ -147,18 +162,17 @@ class Entries:
         """Checks a router's numbers against each other; `experts` and `top_k` are their names."""
         if not 1 <= rule.top_k <= rule.experts:
             self.problems.append(f"{top_k} = {rule.top_k} of {experts} = {rule.experts}")
-        if rule.groups > 1:
-            size = rule.experts // rule.groups
-            if rule.experts % rule.groups or size < 2:
-                self.problems.append(
-                    f"n_group = {rule.groups} does not cut {rule.experts} experts into equal "
-                    "groups of at least 2"
-                )
-            elif not 1 <= rule.top_groups <= rule.groups or rule.top_groups * size < rule.top_k:
-                self.problems.append(
-                    f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts "
-                    f"cannot hold {rule.top_k} experts a token"
-                )
+        size = rule.experts // rule.groups
+        if rule.experts and rule.groups > 1 and (rule.experts % rule.groups or size < 2):
+            self.problems.append(
+                f"n_group = {rule.groups} does not cut {rule.experts} experts into equal "
+                "groups of at least 2"
+            )
+        elif rule.top_groups > rule.groups or rule.top_groups * size < rule.top_k <= rule.experts:
+            self.problems.append(
+                f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts "
+                f"cannot hold {rule.top_k} experts a token"
+            )
         return rule
 
     def quantisation(self) -> bool:
@@ -166,26 +180,30 @@ class Entries:
         section = self.section("quantization_config")
         if not section:
             return False
-        inner = Entries(section)
-        inner.only("quant_method", "fp8")
+        inner = Entries(section, self._ignored, "quantization_config")
+        for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128])):
+            # Without a block size other tools mean one scale a matrix.
+            if inner.any(name) is None:
+                inner.problems.append(f"quantization_config.{name} is missing")
+            inner.only(name, supported)
         inner.only("fmt", "e4m3")
-        inner.only("weight_block_size", [128, 128])
         # Activations are not rounded here, whatever the file's authors did: that is more exact.
-        inner.meaningless("activation_scheme", "modules_to_not_convert", "ignored_layers")
-        inner.refuse_unread("quantization_config.")
-        self.problems += [
-            f"quantization_config.{p}" if "config" not in p else p for p in inner.problems
-        ]
+        # Scales are read as the file has them, so that it does not matter which it may hold.
+        inner.meaningless(
+            "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers"
+        )
+        inner.refuse_unread()
+        self.problems += inner.problems
         return True
 
-    def refuse_unread(self, prefix: str = "") -> None:
+    def refuse_unread(self) -> None:
         """Notes every entry that nobody read, but what is switched off."""
         for name in sorted(self._unread):
             value = self._tree[name]
             if value is not False and value not in ({}, [], ""):
                 self.problems.append(
-                    f"{prefix}{name} = {_short(value)} is not known, and might change what the "
-                    "model computes"
+                    f"{self._prefix}{name} = {_short(value)} is not known, and might change what "
+                    "the model computes"
                 )
 
     def raise_problems(self) -> None:
@@ -202,9 +220,8 @@ class Entries:
 
     def _wrong[Value](self, name: str, value: Any, wanted: str, instead: Value) -> Value:
         """Notes a problem; reading goes on with `instead`."""
-        known = _short(value)
-        problem = f"{name} is missing" if value is None else f"{name} = {known} is not {wanted}"
-        self.problems.append(problem)
+        said = "is missing" if value is None else f"= {_short(value)} is not {wanted}"
+        self.problems.append(f"{self._prefix}{name} {said}")
         return instead
 
 

@@ -40,12 +40,16 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     router = _router(entries) if moe else None
     moe_layers = _moe_layers(entries, layers) if router else frozenset[int]()
     window, window_layers = _window(entries, layers, all_layers=moe)
+    rope, positions = entries.rope("head_dim", head_dim), entries.size("max_position_embeddings")
+    if rope.yarn:
+        # For long contexts users add `rope_scaling` to the released file, and nothing else.
+        positions = max(positions, int(rope.yarn.factor * rope.yarn.original_positions))
     config = ModelConfig(
         vocab=entries.size("vocab_size"),
         d_model=d_model,
         layers=layers,
         attention=attention,
-        rope=entries.rope("head_dim", head_dim),
+        rope=rope,
         d_ff=entries.size("intermediate_size"),
         moe_layers=moe_layers,
         router=router if moe_layers else None,
@@ -53,7 +57,7 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         window=window if window_layers else 0,
         window_layers=window_layers,
         norm_epsilon=entries.number("rms_norm_eps"),
-        max_positions=entries.size("max_position_embeddings"),
+        max_positions=positions,
         tied_head=entries.flag("tie_word_embeddings"),
         stored="fp8_block" if entries.quantisation() else "plain",
     )
@@ -61,6 +65,10 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     if router:
         entries.router(router, "num_experts", "num_experts_per_tok")
     entries.only("hidden_act", "silu")
+    # Said in some files, and always so.
+    entries.only("use_qk_norm", True)
+    entries.only("qkv_bias", bias)
+    entries.only("shared_expert_intermediate_size", 0)
     entries.meaningless("moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step")
     if attention.q_heads % attention.kv_heads:
         entries.problems.append(
@@ -96,7 +104,7 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
     """The sliding window and its layers: what `layer_types` says, or all from `max_window_layers`
     on (all layers of a model with experts)."""
     used = entries.flag("use_sliding_window")
-    window = entries.size("sliding_window", least=1, default=0 if not used else None) if used else 0
+    window = entries.size("sliding_window") if used else 0
     first = entries.size("max_window_layers", least=0, default=28)
     types = entries.any("layer_types")
     entries.meaningless("sliding_window")
@@ -104,14 +112,17 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
         first = 0 if all_layers else first
         return window, frozenset(range(first, layers)) if used else frozenset()
     known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
+    fits = isinstance(types, list) and len(types) == layers
+    if not fits or not all(kind in known for kind in types):
         entries.problems.append(
             f"layer_types = {types!r} is not one of {known} for each of {layers} layers"
         )
         return 0, frozenset()
     sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
     if sliding and not used:
-        window = entries.size("sliding_window")
+        entries.problems.append(
+            "layer_types has sliding_attention, but use_sliding_window is not true"
+        )
     return window, frozenset(range(layers)) if all_layers and used else sliding
 
 

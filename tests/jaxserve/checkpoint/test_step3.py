@@ -1,10 +1,13 @@
 """config.json of Step-3 in all its spellings, and what is said of a wrong one."""
 
+import math
+
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config, step3_names
 from jaxserve.config.model import MFA, ModelConfig, Rope, Router
 from jaxserve.errors import CheckpointError
+from tests.jaxserve.checkpoint.names import shapes_of
 from tests.reference.tiny_step3 import TinyStep3
 
 CONFIG = TinyStep3().config()
@@ -143,7 +146,7 @@ class TestProblems:
             ),
             (
                 {"rope_parameters": {"rope_type": "llama3"}},
-                "rope_scaling = {'rope_type': 'llama3'} is not supported, only yarn",
+                "rope_parameters = {'rope_type': 'llama3'} is not supported, only yarn",
             ),
             ({"rope_parameters": [3]}, "rope_parameters = [3] is not an object"),
             ({"text_config": "text"}, "text_config = 'text' is not an object"),
@@ -178,11 +181,7 @@ class TestNames:
     )
     def test_are_those_of_the_file(self, sizes):
         names = step3_names(step3_config(sizes.config()))
-        shapes = dict(names.unloaded)
-        for sources in (names.embedding, names.head, *names.attention, *names.ffn):
-            for source in sources.values():
-                shapes |= dict(zip(source.names, source.shapes, strict=True))
-        assert shapes == sizes.shapes()
+        assert shapes_of(names) == sizes.shapes()
 
     def test_copies_in_an_mtp_module_may_be_missing(self):
         sizes = TinyStep3(mtp=True, mtp_repeats_head=True)
@@ -200,3 +199,105 @@ class TestNames:
     def test_no_shared_expert(self):
         names = step3_names(step3_config(changed(share_expert_dim=0)))
         assert set(names.ffn[1]) == {"experts.gate", "experts.up", "experts.down"}
+
+
+RELEASED = {
+    "architectures": ["Step3VLForConditionalGeneration"],
+    "auto_map": {"AutoConfig": "configuration_step3.Step3VLConfig"},
+    "bos_token_id": 0,
+    "eos_token_id": 128805,
+    "im_end_token": "<im_end>",
+    "im_patch_token": "<im_patch>",
+    "im_start_token": "<im_start>",
+    "image_token_id": 128001,
+    "image_token_len": 169,
+    "model_type": "step3_vl",
+    "patch_token_len": 81,
+    "projector_bias": False,
+    "text_config": {
+        "architectures": ["Step3TextForCausalLM"],
+        "head_dim": 256,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "max_position_embedding": 65536,
+        "max_seq_len": 65536,
+        "model_type": "step3_text",
+        "moe_intermediate_size": 5120,
+        "moe_layers_enum": ",".join(map(str, range(4, 60))),
+        "moe_num_experts": 48,
+        "moe_top_k": 3,
+        "norm_expert_weight": False,
+        "num_attention_groups": 1,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 61,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "share_expert_dim": 5120,
+        "share_q_dim": 2048,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128815,
+    },
+    "torch_dtype": "bfloat16",
+    "understand_projector_stride": 2,
+    "use_im_start_end": "true",
+    "vision_config": {
+        "hidden_act": "quick_gelu",
+        "hidden_size": 1792,
+        "image_size": 728,
+        "num_hidden_layers": 63,
+        "output_hidden_size": 4096,
+        "patch_size": 14,
+    },
+    "vision_select_layer": -1,
+}
+
+EXPECTED_RELEASED = ModelConfig(
+    vocab=128815,
+    d_model=7168,
+    layers=61,
+    attention=MFA(q_heads=64, kv_heads=1, head_dim=256, latent=2048),
+    rope=Rope(theta=500_000.0),
+    d_ff=18432,
+    moe_layers=frozenset(range(4, 60)),
+    router=Router(experts=48, top_k=3),
+    expert_d_ff=5120,
+    shared_d_ff=5120,
+    norm_epsilon=1e-5,
+    max_positions=65536,
+)
+
+
+class TestReleased:
+    def test_what_describes_images_is_passed_over(self):
+        assert step3_config(RELEASED) == EXPECTED_RELEASED
+
+    def test_the_text_model_alone(self):
+        assert step3_config(RELEASED["text_config"]) == EXPECTED_RELEASED
+
+    @pytest.mark.parametrize("place", ["outside", "inside"])
+    def test_quantisation_is_said_outside_or_inside(self, place):
+        said = {
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        }
+        tree = RELEASED | said
+        if place == "inside":
+            tree = RELEASED | {"text_config": RELEASED["text_config"] | said}
+        assert step3_config(tree).stored == "fp8_block"
+
+    def test_the_text_models_entries_are_read_strictly(self):
+        text = RELEASED["text_config"] | {"use_head_wise_attn_gate": True, "sliding_window": 512}
+        with pytest.raises(CheckpointError) as error:
+            step3_config(RELEASED | {"text_config": text})
+        assert str(error.value) == (
+            "config.json: sliding_window = 512 is not known, and might change what the model "
+            "computes; use_head_wise_attn_gate = True is not known, and might change what the "
+            "model computes"
+        )
+        ignored = ["sliding_window", "use_head_wise_attn_gate"]
+        assert step3_config(RELEASED | {"text_config": text}, ignored) == EXPECTED_RELEASED
+
+    def test_parameters(self):
+        """316.3 billion in the language model, as published."""
+        shapes = shapes_of(step3_names(EXPECTED_RELEASED))
+        assert round(sum(math.prod(shape) for shape in shapes.values()) / 1e9, 2) == 316.29

@@ -1,0 +1,457 @@
+"""Reading of entries in general; what the families make of theirs is in their own tests."""
+
+import math
+import re
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.checkpoint.entries import HARMLESS, Entries, yarn_magnitude
+from jaxserve.config.model import Rope, Router, Yarn
+from jaxserve.errors import CheckpointError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+class TestKinds:
+    """The first of several spellings, a default, and what is said of anything else."""
+
+    @pytest.mark.parametrize(
+        ("method", "value", "expected"),
+        [
+            ("size", 7, 7),
+            ("number", 7, 7.0),
+            ("number", 1e-6, 1e-6),
+            ("flag", True, True),
+            ("flag", False, False),
+            ("section", {"a": 1}, {"a": 1}),
+            ("any", [1], [1]),
+            ("any", None, None),
+        ],
+    )
+    def test_are_read(self, method: str, value: Any, expected: Any):
+        entries = Entries({"name": value})
+        read = getattr(entries, method)("name")
+        assert (read, type(read)) == (expected, type(expected))
+        entries.refuse_unread()
+        assert entries.problems == []
+
+    @pytest.mark.parametrize(
+        ("method", "value", "message"),
+        [
+            ("size", 0, "name = 0 is not a whole number from 1"),
+            ("size", 7.0, "name = 7.0 is not a whole number from 1"),
+            ("size", True, "name = True is not a whole number from 1"),
+            ("size", "7", "name = '7' is not a whole number from 1"),
+            ("size", None, "name is missing"),
+            ("number", 0, "name = 0 is not a number above 0"),
+            ("number", -1.5, "name = -1.5 is not a number above 0"),
+            ("number", math.inf, "name = inf is not a number above 0"),
+            ("number", math.nan, "name = nan is not a number above 0"),
+            ("number", False, "name = False is not a number above 0"),
+            ("number", [1.0], "name = [1.0] is not a number above 0"),
+            ("flag", 1, "name = 1 is not true or false"),
+            ("flag", "true", "name = 'true' is not true or false"),
+            ("section", [], "name = [] is not an object"),
+            ("section", "x" * 100, f"name = '{'x' * 76}... is not an object"),
+        ],
+    )
+    def test_problems(self, method: str, value: Any, message: str):
+        entries = Entries({"name": value})
+        getattr(entries, method)("name")
+        assert entries.problems == [message]
+
+    def test_several_spellings(self):
+        entries = Entries({"new": None, "old": 3, "older": 4})
+        assert entries.size("new", "old", "older") == 3
+        assert entries.size("a", "b", default=5) == 5
+        entries.size("a", "b")
+        assert entries.problems == ["a or b is missing"]
+        # All of them are names of one thing, so none is left over.
+        entries.refuse_unread()
+        assert entries.problems == ["a or b is missing"]
+
+    def test_least(self):
+        assert Entries({"n": 0}).size("n", least=0) == 0
+        entries = Entries({"n": 1})
+        entries.size("n", least=2)
+        assert entries.problems == ["n = 1 is not a whole number from 2"]
+
+    @given(JSON, st.sampled_from(["size", "number", "flag", "section", "any", "yarn"]))
+    def test_whatever_json_says_there_is_a_value_or_a_problem(self, value: Any, method: str):
+        entries = Entries({"name": value, "factor": value})
+        getattr(entries, method)(*[] if method == "yarn" else ["name"])
+        entries.refuse_unread()
+        assert all(isinstance(problem, str) for problem in entries.problems)
+
+
+class TestLayers:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [([2, 0], {0, 2}), ("0, 2", {0, 2}), ("", set()), ([], set()), (["1"], {1})],
+    )
+    def test_spellings(self, value: Any, expected: set[int]):
+        assert Entries({"layers": value}).layers("layers", (9,)) == expected
+        assert Entries({}).layers("layers", (9,)) == {9}
+
+    @pytest.mark.parametrize("value", [3, [1.5], [True], {"1": 2}, "1;2", [[1]], ["x"]])
+    def test_anything_else_is_a_problem(self, value: Any):
+        entries = Entries({"layers": value})
+        assert entries.layers("layers", ()) == frozenset()
+        assert entries.problems == [f"layers = {value!r} is not a list of layers"]
+
+
+class TestOnly:
+    def test_missing_or_equal(self):
+        entries = Entries({"act": "silu", "bias": False, "none": None})
+        entries.only("act", "silu", "swish")
+        entries.only("bias", False)
+        entries.only("none", 3)
+        entries.only("missing", 3)
+        assert entries.problems == []
+
+    @pytest.mark.parametrize(
+        ("value", "known", "message"),
+        [
+            ("gelu", ("silu",), "act = 'gelu' is not supported, only 'silu'"),
+            ("gelu", ("silu", "swish"), "act = 'gelu' is not supported, only 'silu' or 'swish'"),
+            (0, (False,), "act = 0 is not supported, only False"),
+            (True, (1,), "act = True is not supported, only 1"),
+        ],
+    )
+    def test_anything_else(self, value: Any, known: tuple[Any, ...], message: str):
+        entries = Entries({"act": value})
+        entries.only("act", *known)
+        assert entries.problems == [message]
+
+
+class TestUnread:
+    def test_is_refused_by_name(self):
+        entries = Entries({"b": 2, "a": "x", "known": 1})
+        entries.size("known")
+        entries.refuse_unread()
+        assert entries.problems == [
+            "a = 'x' is not known, and might change what the model computes",
+            "b = 2 is not known, and might change what the model computes",
+        ]
+
+    @pytest.mark.parametrize("value", [None, False, {}, [], ""])
+    def test_what_is_switched_off_is_fine(self, value: Any):
+        entries = Entries({"sparse_attention_config": value})
+        entries.refuse_unread()
+        assert entries.problems == []
+
+    @pytest.mark.parametrize("value", [0, 0.0, True, "none", [0], {"a": None}])
+    def test_what_may_be_a_setting_is_not(self, value: Any):
+        entries = Entries({"soft_cap": value})
+        entries.refuse_unread()
+        assert entries.problems == [
+            f"soft_cap = {value!r} is not known, and might change what the model computes"
+        ]
+
+    def test_the_user_knows_better(self):
+        entries = Entries({"a": 1, "b": 2, "c": 3}, ["a", "c"])
+        entries.refuse_unread()
+        assert [problem.split()[0] for problem in entries.problems] == ["b"]
+
+    def test_in_sections_too(self):
+        tree = {"rope_theta": 1e4, "rope_scaling": {"type": "default", "note": 1, "dtype": "x"}}
+        entries = Entries(tree, ["rope_scaling.note", "dtype"])
+        entries.rope("head_dim", 8)
+        # Entries that are harmless by their names are so at the top alone.
+        assert entries.problems == [
+            "rope_scaling.dtype = 'x' is not known, and might change what the model computes"
+        ]
+
+    def test_what_says_nothing_of_the_mathematics(self):
+        Entries(dict.fromkeys(HARMLESS, 7)).refuse_unread()
+        entries = Entries(dict.fromkeys(HARMLESS, 7))
+        entries.refuse_unread()
+        assert entries.problems == []
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "attn_logit_softcapping",
+            "dual_chunk_attention_config",
+            "final_logit_softcapping",
+            "head_dim",
+            "hidden_act",
+            "index_topk",
+            "logits_scaling",
+            "quantization_config",
+            "rms_norm_eps",
+            "rope_theta",
+            "sliding_window",
+            "swiglu_limit",
+            "tie_word_embeddings",
+        ],
+    )
+    def test_what_says_something(self, name: str):
+        assert name not in HARMLESS
+
+    @given(st.text(string.ascii_lowercase + "_", min_size=1).filter(lambda n: n not in HARMLESS))
+    def test_any_other_name_is_refused(self, name: str):
+        entries = Entries({name: 1})
+        entries.refuse_unread()
+        assert len(entries.problems) == 1
+
+
+def test_all_problems_in_one_message():
+    entries = Entries({"a": "x", "b": -1, "d": 3})
+    entries.size("a")
+    entries.number("b")
+    entries.flag("c")
+    entries.refuse_unread()
+    expected = (
+        "config.json: a = 'x' is not a whole number from 1; b = -1 is not a number above 0; "
+        "d = 3 is not known, and might change what the model computes"
+    )
+    with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}$"):
+        entries.raise_problems()
+    Entries({}).raise_problems()
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+
+class TestRope:
+    @pytest.mark.parametrize(
+        "tree",
+        [
+            {"rope_theta": 5e5},
+            {"rope_theta": 500000, "rope_scaling": None},
+            {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1.0},
+            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
+        ],
+    )
+    def test_plain(self, tree: dict[str, Any]):
+        entries = Entries(tree)
+        assert entries.rope("head_dim", 8, interleaved=True) == Rope(theta=5e5, interleaved=True)
+        entries.refuse_unread()
+        assert entries.problems == []
+
+    @pytest.mark.parametrize(
+        "tree",
+        [
+            {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **YARN}},
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", **YARN}},
+            {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "rope_type": "yarn", **YARN}},
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", **YARN}},
+        ],
+    )
+    def test_yarn(self, tree: dict[str, Any]):
+        entries = Entries(tree)
+        rope = entries.rope("head_dim", 8)
+        entries.refuse_unread()
+        assert entries.problems == []
+        assert rope == Rope(
+            theta=1e4,
+            yarn=Yarn(
+                factor=4.0,
+                original_positions=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=True,
+                magnitude=0.1 * math.log(4) + 1,
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("entries", "magnitude"),
+        [
+            ({}, 1.138629436111989),
+            ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+            # 1.09704 / 1.16636
+            ({"mscale": 0.7, "mscale_all_dim": 1.2}, 0.940571),
+            # One alone does not count.
+            ({"mscale": 0.7}, 1.138629436111989),
+            ({"mscale": 0.7, "mscale_all_dim": 0}, 1.138629436111989),
+            ({"mscale": 0.7, "mscale_all_dim": None}, 1.138629436111989),
+            ({"attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.25),
+        ],
+    )
+    def test_magnitude(self, entries: dict[str, Any], magnitude: float):
+        yarn = Entries(YARN | entries).yarn()
+        assert yarn.magnitude == pytest.approx(magnitude, rel=1e-5)
+
+    def test_options(self):
+        yarn = Entries(YARN | {"beta_fast": 1, "beta_slow": 2.0, "truncate": False}).yarn()
+        assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (1.0, 2.0, False)
+
+    @pytest.mark.parametrize(
+        ("tree", "problems"),
+        [
+            ({}, ["rope_theta is missing"]),
+            (
+                {"rope_parameters": {"rope_theta": -1}},
+                ["rope_parameters.rope_theta = -1 is not a number above 0"],
+            ),
+            (
+                {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
+                [
+                    "rope_scaling.factor is missing",
+                    "rope_scaling.original_max_position_embeddings is missing",
+                ],
+            ),
+            (
+                {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+                [
+                    "rope_scaling = {'type': 'dynamic', 'factor': 2.0} is not supported, only yarn",
+                ],
+            ),
+            (
+                {"rope_theta": 1e4, "rope_scaling": {"rope_type": "longrope"}},
+                ["rope_scaling = {'rope_type': 'longrope'} is not supported, only yarn"],
+            ),
+            (
+                {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear"}},
+                ["rope_parameters = {'rope_type': 'linear'} is not supported, only yarn"],
+            ),
+            (
+                {"rope_theta": 1e4, "rope_scaling": {"mrope_section": [2, 3, 3]}},
+                [
+                    "rope_scaling.mrope_section = [2, 3, 3] is not known, and might change what "
+                    "the model computes"
+                ],
+            ),
+            (
+                {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+                ["rope_parameters.partial_rotary_factor = 0.5 is not supported, only 1.0 or 1"],
+            ),
+            (
+                {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **YARN, "mscale": "1"}},
+                ["rope_scaling.mscale = '1' is not a number above 0"],
+            ),
+        ],
+    )
+    def test_problems(self, tree: dict[str, Any], problems: list[str]):
+        entries = Entries(tree)
+        entries.rope("head_dim", 8)
+        assert entries.problems == problems
+
+    def test_odd(self):
+        entries = Entries({"rope_theta": 1e4})
+        entries.rope("qk_rope_head_dim", 7)
+        assert entries.problems == ["qk_rope_head_dim = 7 is odd, and RoPE turns pairs"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "mscale", "expected"),
+    # m of DeepSeek-V3 and Kimi K2: with it the scores' scale is 192^-0.5 m^2.
+    [(40.0, 1.0, 1.3688879), (32.0, 1.0, 1.3465736), (1.0, 1.0, 1.0), (0.5, 1.0, 1.0)],
+)
+def test_yarn_magnitude(factor: float, mscale: float, expected: float):
+    assert yarn_magnitude(factor, mscale) == pytest.approx(expected, rel=1e-7)
+
+
+class TestRouter:
+    @pytest.mark.parametrize(
+        ("rule", "problems"),
+        [
+            (Router(experts=256, top_k=8, groups=8, top_groups=4), []),
+            (Router(experts=384, top_k=8, groups=1, top_groups=1), []),
+            (Router(experts=8, top_k=4, groups=4, top_groups=2), []),
+            (Router(experts=1, top_k=1), []),
+            (Router(experts=8, top_k=0), ["k = 0 of e = 8"]),
+            (Router(experts=8, top_k=9), ["k = 9 of e = 8"]),
+            (
+                Router(experts=8, top_k=2, groups=3, top_groups=1),
+                ["n_group = 3 does not cut 8 experts into equal groups of at least 2"],
+            ),
+            (
+                Router(experts=8, top_k=2, groups=8, top_groups=4),
+                ["n_group = 8 does not cut 8 experts into equal groups of at least 2"],
+            ),
+            (
+                Router(experts=8, top_k=2, groups=2, top_groups=3),
+                ["topk_group = 3 of 2 groups of 4 experts cannot hold 2 experts a token"],
+            ),
+            (
+                Router(experts=8, top_k=2, groups=1, top_groups=2),
+                ["topk_group = 2 of 1 groups of 8 experts cannot hold 2 experts a token"],
+            ),
+            (
+                Router(experts=8, top_k=5, groups=4, top_groups=2),
+                ["topk_group = 2 of 4 groups of 2 experts cannot hold 5 experts a token"],
+            ),
+        ],
+    )
+    def test_numbers_that_do_not_fit(self, rule: Router, problems: list[str]):
+        entries = Entries({})
+        assert entries.router(rule, "e", "k") is rule
+        assert entries.problems == problems
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+class TestQuantisation:
+    @pytest.mark.parametrize("section", [None, {}])
+    def test_none(self, section: Any):
+        assert Entries({"quantization_config": section}).quantisation() is False
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {},
+            {"fmt": "e4m3", "activation_scheme": "dynamic"},
+            {"scale_fmt": "ue8m0"},  # DeepSeek-V3.1
+            {"modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]},
+            {"dequantize": False, "kv_cache_scheme": None},
+        ],
+    )
+    def test_fp8_blocks(self, more: dict[str, Any]):
+        entries = Entries({"quantization_config": BLOCKS | more})
+        assert entries.quantisation() is True
+        entries.refuse_unread()
+        assert entries.problems == []
+
+    @pytest.mark.parametrize(
+        ("section", "problems"),
+        [
+            (
+                {"quant_method": "awq", "bits": 4},
+                [
+                    "quantization_config.quant_method = 'awq' is not supported, only 'fp8'",
+                    "quantization_config.weight_block_size is missing",
+                    "quantization_config.bits = 4 is not known, and might change what the model "
+                    "computes",
+                ],
+            ),
+            (
+                BLOCKS | {"weight_block_size": [64, 64]},
+                [
+                    "quantization_config.weight_block_size = [64, 64] is not supported, only "
+                    "[128, 128]"
+                ],
+            ),
+            (
+                {"quant_method": "fp8", "weight_block_size": None},
+                ["quantization_config.weight_block_size is missing"],
+            ),
+            (
+                {"weight_block_size": [128, 128]},
+                ["quantization_config.quant_method is missing"],
+            ),
+            (
+                BLOCKS | {"fmt": "e5m2"},
+                ["quantization_config.fmt = 'e5m2' is not supported, only 'e4m3'"],
+            ),
+        ],
+    )
+    def test_other_methods(self, section: dict[str, Any], problems: list[str]):
+        entries = Entries({"quantization_config": section})
+        entries.quantisation()
+        assert entries.problems == problems
