@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import pipeline, quality
+from jaxserve.bench import load, pipeline, quality
 from jaxserve.errors import JaxserveError
 
 
@@ -26,10 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_quality = benches.add_parser("quality", help="held-out bits a byte of every number format")
     of_quality.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_quality.add_argument("--quick", action="store_true", help="few formats, little text")
+    of_load = benches.add_parser("load", help="load of a checkpoint, next to cat on its files")
+    of_load.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_load.add_argument("--quick", action="store_true", help="a small checkpoint: a smoke test")
     options = parser.parse_args(arguments)
     if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
         parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
     try:
+        if options.bench == "load":
+            return load.run(options.quick, options.json)
         if options.bench == "quality":
             return quality.run(options.quick, options.json)
         return pipeline.run(options.only, options.quick, options.json)

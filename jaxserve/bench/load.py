@@ -1,0 +1,167 @@
+"""`python -m jaxserve.bench load`: how fast a checkpoint comes in, next to `cat` on its files.
+
+Writes a random BF16 checkpoint of Step-3's kind, reads it a few times in each way, and gives
+times as multiples of what `cat FILES > /dev/null` took in the same round: page cache warm.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.bench.report import (
+    Measure,
+    Part,
+    Report,
+    describe_machine,
+    missed,
+    table,
+    this_machine,
+    write_json,
+)
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.mesh import Submeshes
+from jaxserve.model import ModelTemplates
+from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights
+from jaxserve.programs import AFDPrograms, ColocatedPrograms
+
+LOAD_LIMIT = 2.5
+LAYOUTS = {"1A1F": {"mode": "afd"}, "colocated": {"mode": "colocated"}}
+_SECONDS = 600.0
+
+
+def config_tree(quick: bool) -> dict[str, Any]:
+    """config.json of a model of 2.2 GB (quick: 20 MB) with Step-3's proportions."""
+    width = 256 if quick else 2048
+    return {
+        "model_type": "step3_text",
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_attention_heads": 32,
+        "num_attention_groups": 1,
+        "num_hidden_layers": 5,
+        "head_dim": width // 16,
+        "share_q_dim": width // 2,
+        "share_expert_dim": width // 2,
+        "moe_intermediate_size": width // 2,
+        "moe_num_experts": 8 if quick else 36,
+        "moe_top_k": 3,
+        "moe_layers_enum": "1,2,3,4",
+        "norm_expert_weight": False,
+        "max_position_embedding": 4096,
+        "vocab_size": 8 * width,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_checkpoint(folder: Path, tree: Mapping[str, Any], file_bytes: int = 500 << 20) -> int:
+    """Writes random weights for a config.json; returns their bytes.
+
+    The values are parts of one block of normal numbers: making 2 GB of them would take longer than
+    everything else.
+    """
+    (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
+    _, names = read_config(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for sources in (names.embedding, names.head, *names.attention, *names.ffn):
+        for source in sources.values():
+            shapes |= dict(zip(source.names, source.shapes, strict=True))
+    rng = np.random.default_rng(0)
+    noise = rng.normal(scale=0.02, size=1 << 22).astype(ml_dtypes.bfloat16)
+    tensors: dict[str, np.ndarray] = {}
+    size = total = files = 0
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        start = int(rng.integers(0, 1 << 16))
+        tensors[name] = np.resize(noise[start:], count).reshape(shape)
+        size += 2 * count
+        if size >= file_bytes:
+            files, total, size = files + 1, total + size, 0
+            save_file(tensors, folder / f"model-{files:05d}.safetensors")
+            tensors.clear()
+    if tensors:
+        save_file(tensors, folder / f"model-{files + 1:05d}.safetensors")
+    return total + size
+
+
+def measure(quick: bool) -> Part:
+    """Loads the checkpoint in every layout, in turns with `cat`."""
+    rounds = 2 if quick else 7
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as name:
+        folder = Path(name)
+        size = write_checkpoint(folder, config_tree(quick))
+        ways: dict[str, Callable[[], Any]] = {
+            layout: loader(folder, overrides) for layout, overrides in LAYOUTS.items()
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ("cat", *ways)}
+        for _ in range(rounds):
+            seconds["cat"].append(cat_seconds(folder))
+            for way, run in ways.items():
+                begin = time.perf_counter()
+                run()
+                seconds[way].append(time.perf_counter() - begin)
+    best = {way: min(times) for way, times in seconds.items()}
+    measures = [
+        Measure(f"{way} ÷ cat", best[way] / best["cat"], limit=LOAD_LIMIT) for way in ways
+    ] + [Measure(f"  {way}", size / 1e9 / best[way], "GB/s") for way in seconds]
+    notes = [f"{size / 1e9:.2f} GB, best of {rounds} rounds each, page cache warm."]
+    title = "Load of a BF16 checkpoint, from opening the folder to arrays on the devices"
+    return Part("load", title, measures, notes, {"bytes": size, "seconds": seconds})
+
+
+def cat_seconds(folder: Path) -> float:
+    """What `cat` takes for the weights."""
+    files = sorted(str(path) for path in folder.glob("*.safetensors"))
+    begin = time.perf_counter()
+    subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
+    return time.perf_counter() - begin
+
+
+def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
+    """A function that loads the folder in a layout and lets the arrays go."""
+    deployment = load_deployment(folder, overrides)
+    config, names = read_config(folder)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    if deployment.mode == "colocated":
+        colocated = ColocatedPrograms(templates, deployment, meshes)
+
+        def load_colocated() -> None:
+            checkpoint = HFCheckpoint(folder, names)
+            jax.block_until_ready(ColocatedWeights(checkpoint, names, colocated).flat)
+
+        return load_colocated
+    afd = AFDPrograms(templates, deployment, meshes)
+
+    def load_afd() -> None:
+        weights = AFDWeights(HFCheckpoint(folder, names), names, afd)
+        jax.block_until_ready([weights.embedding, weights.head, weights.attention, weights.ffn])
+
+    return load_afd
+
+
+def run(quick: bool, json_file: Path | None) -> int:
+    """Measures and prints; 1 if a target is missed."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    machine = this_machine()
+    print(describe_machine(machine), flush=True)
+    part = measure(quick)
+    print(f"\n{table(part)}", flush=True)
+    if json_file is not None:
+        write_json(json_file, Report("load", quick, machine, [part]))
+    if late := missed([part]):
+        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
+    return int(bool(late))

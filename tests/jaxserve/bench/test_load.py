@@ -1,0 +1,19 @@
+"""The bench of loading, on a small checkpoint."""
+
+from jaxserve.bench import load
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+
+
+def test_the_checkpoint_is_one(tmp_path):
+    size = load.write_checkpoint(tmp_path, load.config_tree(True), file_bytes=1 << 20)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    checkpoint = HFCheckpoint(tmp_path, read_config(tmp_path)[1])
+    assert size < checkpoint.size < 1.01 * size
+
+
+def test_measures_every_way_as_a_multiple_of_cat():
+    part = load.measure(True)
+    assert [m.name for m in part.measures if m.limit == 2.5] == ["1A1F ÷ cat", "colocated ÷ cat"]
+    for way in ("cat", "1A1F", "colocated"):
+        assert len(part.details["seconds"][way]) == 2
+    assert all(m.value > 0 for m in part.measures)
