@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
@@ -72,6 +72,26 @@ class Submeshes:
             self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
 
 
+class AbstractSubmeshes:
+    """The meshes of a deployment without devices: for shapes and shardings of any number of them.
+
+    Attributes: as those of `Submeshes`.
+    """
+
+    def __init__(self, deployment: Deployment):
+        a, f = deployment.attention, deployment.ffn
+        self.attention = AbstractMesh((a.dp, a.tp), ATTENTION_AXES)
+        if deployment.mode == "colocated":
+            self.ffn, self.ffn_axes, self.ffn_rules = (
+                self.attention,
+                ATTENTION_AXES,
+                COLOCATED_FFN_RULES,
+            )
+        else:
+            self.ffn = AbstractMesh((f.ep, f.tp), FFN_AXES)
+            self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
+
+
 def _grid(devices: Sequence[jax.Device], rows: int, columns: int) -> np.ndarray:
     return np.array(devices).reshape(rows, columns)
 
@@ -102,12 +122,12 @@ def cached_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def axis_product(mesh: Mesh, axes: Axes) -> int:
+def axis_product(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     """Number of shards that `axes` cut a dimension into."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
-def shards(mesh: Mesh, rules: Rules) -> dict[str, int]:
+def shards(mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, int]:
     """Into how many parts the mesh cuts each dimension that has a rule."""
     return {name: axis_product(mesh, axes) for name, axes in rules.items()}

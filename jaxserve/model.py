@@ -21,7 +21,7 @@ from jaxserve.ffn.dense import DenseFFN
 from jaxserve.ffn.experts import Experts
 from jaxserve.ffn.router import Router
 from jaxserve.link.message import Message
-from jaxserve.mesh import ATTENTION_RULES, Submeshes, axis_product, shards
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
 
 
@@ -125,7 +125,12 @@ class Head(nnx.Module):
 class ModelTemplates:
     """The templates of every block of a model on a deployment's meshes."""
 
-    def __init__(self, config: ModelConfig, deployment: Deployment, meshes: Submeshes):
+    def __init__(
+        self,
+        config: ModelConfig,
+        deployment: Deployment,
+        meshes: Submeshes | AbstractSubmeshes,
+    ):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)
         self.config = config

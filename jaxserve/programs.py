@@ -151,6 +151,16 @@ class _Programs:
         )
 
 
+def step_multiple(deployment: Deployment) -> int:
+    """Tokens a DP group must be a multiple of this, so that all pieces of a message are equal."""
+    if deployment.mode == "colocated":
+        return 1
+    multiple, groups = deployment.attention.devices, deployment.attention.dp
+    if deployment.link.route == "trampoline":
+        multiple = row_multiple(multiple, deployment.ffn.devices)
+    return multiple // math.gcd(multiple, groups)
+
+
 class AFDPrograms(_Programs):
     """The programs of attention-FFN disaggregation and the routes between them."""
 
@@ -163,11 +173,8 @@ class AFDPrograms(_Programs):
 
     @property
     def row_multiple(self) -> int:
-        """Tokens a DP group must be a multiple of this, so that all pieces are equal."""
-        multiple = self.meshes.attention.size
-        if not self.broadcast:
-            multiple = row_multiple(multiple, self.meshes.ffn.size)
-        return multiple // math.gcd(multiple, self.groups)
+        """`step_multiple` of the deployment."""
+        return step_multiple(self.deployment)
 
     def piece_rows(self, bucket: Bucket) -> int:
         """Rows of one piece, in both directions."""

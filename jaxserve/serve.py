@@ -1,6 +1,8 @@
 """`python -m jaxserve.serve --config F`: a deployment on the network, until a signal ends it.
 
-`--model DIR` serves a bare model folder, or replaces the model of the deployment file.
+`--model DIR` serves a bare model folder, or replaces the model of the deployment file. `--check`
+only says how large the model is and what every device would hold; it needs config.json alone, and
+none of the devices. It exits 0 if that fits, 1 if not.
 
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready`, serve; on SIGTERM or SIGINT finish what runs and exit 0. Exit codes: 1
@@ -19,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxserve.capacity import check_capacity, describe, memory_of
+from jaxserve.checkpoint.hf import read_config
 from jaxserve.cluster import bootstrap, roles
 from jaxserve.cluster.follower import Follower
 from jaxserve.cluster.leader import Leader
@@ -48,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         deployment = read_deployment(options.config, options.model, options.set)
+        if options.check:
+            return _check(deployment)
         if options.timeline and deployment.mode == "colocated":
             raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
         process = bootstrap.from_arguments(options)
@@ -60,6 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineFailedError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
+
+
+def _check(deployment: Deployment) -> int:
+    """Prints what the deployment weighs. No device is touched, nothing of the model is loaded."""
+    config, _ = read_config(deployment.model, deployment.ignored_model_keys)
+    memory = memory_of(deployment)
+    print(describe(config, deployment, memory))
+    try:
+        check_capacity(config, deployment, memory)
+    except ConfigError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 class _Serving:
@@ -205,6 +224,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="KEY=VALUE",
         help="override a key of the deployment, as in attention.dp=3; may be repeated",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print parameters and bytes a device, and whether they fit, and exit",
     )
     parser.add_argument(
         "--timeline",

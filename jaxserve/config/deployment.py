@@ -20,6 +20,7 @@ Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,6 +37,8 @@ class AttentionRole(_Section, frozen=True):
     weights: Weights = "auto"
     """Format of the role's matrices. `auto`: as the checkpoint has them, FP8 blocks or `dtype`.
     Embedding, head, norms and router are never quantised."""
+    memory_gb: Gigabytes = 0.0
+    """What the deployment may use of a device, in 10^9 bytes; 0: what the devices report."""
 
     @property
     def devices(self) -> int:
@@ -51,6 +54,8 @@ class FFNRole(_Section, frozen=True):
     """Tensor parallelism: every expert's d_ff is divided over this axis."""
     weights: Weights = "auto"
     """Format of the role's matrices, in colocated mode too."""
+    memory_gb: Gigabytes = 0.0
+    """Likewise; in colocated mode `attention.memory_gb` counts."""
 
     @property
     def devices(self) -> int:

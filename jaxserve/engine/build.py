@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.capacity import Role, check_capacity, memory_of
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
@@ -64,6 +65,7 @@ def build_runtime(
     if config is None or names is None:
         config, names = read_config(deployment.model, deployment.ignored_model_keys)
     meshes = Submeshes(deployment)
+    check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
     source = source or HFCheckpoint(deployment.model, names)
     if deployment.mode == "colocated":
@@ -79,6 +81,25 @@ def build_runtime(
         afd_weights = AFDWeights(counted, names, afd)
     compiled = afd_executables(afd, buckets, deployment.link.transport)
     return Runtime(deployment, config, AFDDriver(afd, compiled, afd_weights, observer), buckets)
+
+
+def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
+    """Bytes that JAX may use of a device, the least of this process's devices of a role; None
+    where there are none, or where they do not say (CPU)."""
+    reported: dict[Role, int | None] = {}
+    meshes_of: dict[Role, jax.sharding.Mesh] = {"attention": meshes.attention, "ffn": meshes.ffn}
+    for role, mesh in meshes_of.items():
+        sizes = [_memory_limit(device) for device in mesh.local_devices]
+        known = [size for size in sizes if size is not None]
+        reported[role] = min(known, default=None)
+    return reported
+
+
+def _memory_limit(device: jax.Device) -> int | None:
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # not implemented on this platform
+        return None
 
 
 class _CountedLeaves:

@@ -11,6 +11,7 @@ from jaxserve.mesh import (
     ATTENTION_RULES,
     COLOCATED_FFN_RULES,
     FFN_RULES,
+    AbstractSubmeshes,
     Submeshes,
     axis_product,
     cached_sharding,
@@ -47,6 +48,20 @@ def test_colocated_has_one_mesh():
     assert meshes.ffn is meshes.attention
     assert meshes.ffn_axes == ("dp", "tp")
     assert meshes.ffn_rules is COLOCATED_FFN_RULES
+
+
+@pytest.mark.parametrize("mode", ["afd", "colocated"])
+def test_abstract_ones_have_the_same_axes_and_need_no_devices(mode):
+    layout = {"mode": mode, "attention_dp": 2, "attention_tp": 2, "ffn_ep": 2, "ffn_tp": 2}
+    overrides = {key.replace("_", "."): value for key, value in layout.items()}
+    real, folder = submeshes(**layout), Path(__file__).parent
+    abstract = AbstractSubmeshes(load_deployment(folder, overrides))
+    assert abstract.attention.shape == real.attention.shape
+    assert abstract.ffn.shape == real.ffn.shape
+    assert abstract.ffn_axes == real.ffn_axes
+    assert abstract.ffn_rules is real.ffn_rules
+    thousand = load_deployment(folder, {"attention.dp": 250, "attention.tp": 4})
+    assert axis_product(AbstractSubmeshes(thousand).attention, ("dp", "tp")) == 1000
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,53 @@ def test_neither_a_file_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None
     assert "one of the arguments --config --model is required" in capsys.readouterr().err
 
 
+class TestCheck:
+    """`--check`: what a deployment weighs, without its weights and its devices."""
+
+    def test_fits(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert serve.main(["--config", str(ROOT / "configs/deepseek-v3.yaml"), "--check"]) == 0
+        output, error = capsys.readouterr()
+        assert output.startswith("parameters   671.03 B (671,026,419,200), of which")
+        assert error == ""
+
+    def test_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ["--config", str(ROOT / "configs/step3.yaml"), "--set", "ffn.memory_gb=16"]
+        assert serve.main([*arguments, "--check"]) == 1
+        output, error = capsys.readouterr()
+        assert "19.05" in output
+        assert error.startswith("jaxserve: the deployment does not fit:\n  weights 19.05 + activ")
+        assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
+
+    def test_another_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        model = str(ROOT / "configs/models/qwen3-30b-a3b")
+        config = str(ROOT / "configs/qwen3-32b.yaml")
+        assert serve.main(["--config", config, "--model", model, "--check"]) == 0
+        assert capsys.readouterr().out.startswith("parameters   30.53 B")
+
+    def test_a_layout_that_cannot_be(self, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ["--config", str(ROOT / "configs/qwen3-32b.yaml"), "--check"]
+        message = "attention.tp = 3 does not divide the model's query heads = 64"
+        assert message in refused([*arguments, "--set", "attention.tp=3"], capsys)
+
+    def test_starts_no_backend(self) -> None:
+        config = str(ROOT / "configs/kimi-k2.yaml")
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxserve.serve", "--config", config, "--check"],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "none that exists"},
+            capture_output=True,
+            text=True,
+            timeout=2 * SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "1026.41 B" in done.stdout
+
+
+def test_the_architecture_alone_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(["--config", str(ROOT / "configs/kimi-k2.yaml")], capsys)
+    assert "tokenizer" in error
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """Puts the signal handlers back."""

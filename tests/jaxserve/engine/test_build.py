@@ -10,10 +10,12 @@ import pytest
 from jaxserve.engine.build import (
     build_engine,
     build_runtime,
+    reported_memory,
     use_compilation_cache,
     warm_up_plans,
 )
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.mesh import Submeshes
 from jaxserve.pipeline.plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
@@ -43,10 +45,33 @@ class TestErrorsBeforeAnythingIsLoaded:
         with pytest.raises(CheckpointError, match=r"11 problems:\n  missing model\.layers\.4\."):
             build_runtime(layouts.deployment(folder, {}))
 
+    def test_too_little_memory(self, tiny_model):
+        small = layouts.deployment(tiny_model, {"attention.memory_gb": 0.001})
+        message = (
+            r"= 0\.0018 GB of 0\.0010 GB \(attention\.memory_gb\) on each of the 1 attention d"
+        )
+        with pytest.raises(ConfigError, match=message):
+            build_runtime(small)
+
+    @pytest.mark.parametrize("limit", [None, 10**6, 10**9])
+    def test_the_memory_that_devices_report(self, tiny_model, limit, monkeypatch):
+        monkeypatch.setattr("jaxserve.engine.build._memory_limit", lambda device: limit)
+        deployment = layouts.deployment(tiny_model, {})
+        expected = ConfigError if limit == 10**6 else AssertionError
+        with pytest.raises(
+            expected, match=r"of 0\.0010 GB \(reported" if limit == 10**6 else "late"
+        ):
+            build_runtime(deployment)
+
     def test_a_model_that_is_too_short(self, tiny_model):
         longer = {"scheduler.max_length": 4096, "scheduler.page_buckets": [512], "cache.pages": 512}
         with pytest.raises(ConfigError, match="beyond the model's 2048 positions"):
             build_runtime(layouts.deployment(tiny_model, longer))
+
+
+def test_cpus_report_no_memory(tiny_model):
+    meshes = Submeshes(layouts.deployment(tiny_model, {}))
+    assert reported_memory(meshes) == {"attention": None, "ffn": None}
 
 
 class TestWarmUp:
