@@ -1,5 +1,5 @@
 """The blocks of a decoder, cut where the link is: what the attention role runs of a layer, and what
-the ffn role runs of it. `programs.py` puts them on meshes.
+the ffn role runs of it. `programs/` puts them on meshes.
 
 A block is an nnx module; inside a program it holds one device's slices.
 """

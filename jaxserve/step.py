@@ -1,6 +1,6 @@
 """The size of a step and the layout of its int32 batch array.
 
-Shared by the programs that read the array (`programs.py`) and by the plan that fills it
+Shared by the programs that read the array (`programs/`) and by the plan that fills it
 (`pipeline/plan.py`). Pure shapes: no JAX.
 """
 

@@ -1,0 +1,128 @@
+"""The program of colocated mode (design, decision 2): a whole step, scanning over stacked layers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jaxserve.attention.batch import RaggedBatch
+from jaxserve.attention.kv_cache import PAGES_SPEC
+from jaxserve.config.model import LayerKind
+from jaxserve.mesh import ATTENTION_RULES
+from jaxserve.programs.program import REPLICATED, ROWS, Program, Programs, cut
+from jaxserve.quant import as_bits
+from jaxserve.step import Bucket
+
+
+class ColocatedPrograms(Programs):
+    """The whole step in one program: the oracle of every AFD layout, and a product."""
+
+    row_multiple = 1
+
+    @property
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of the pages of all layers."""
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (self.config.layers * array.shape[0], *array.shape[1:]), array.dtype
+            )
+            for array in self.page_arrays
+        )
+
+    def stacked(self) -> list[tuple[LayerKind, int, int]]:
+        """Runs of equal layers, whose leaves are stacked along a new first axis."""
+        return self.config.runs()
+
+    def step(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
+        (last_tokens, sampled, logits, pages…); the pages are a DP group's of all layers, layer
+        after layer: `[dp * layers * pages, …]`."""
+        templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
+        parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
+        for kind, _, _ in self.stacked():
+            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
+
+        def body(last: Array, batch: Array, table: Array, *others: Array) -> tuple[Array, ...]:
+            context = self.step_context(bucket, batch, table)
+            pages, embedding, head, *stacks = cut(others, parts)
+            x = self.embed(context, last, embedding)
+            for index, (kind, start, stop) in enumerate(self.stacked()):
+                # The scan slices what it goes through, and bits are cheaper to slice.
+                attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
+                experts, rest = self._part_experts(kind, ffn)
+                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
+                layer = functools.partial(self._layer, kind, start, context.batch, experts)
+                (x, pages), _ = jax.lax.scan(layer, (x, pages), scanned)
+            last, sampled, logits = self.sample_step(x, last, context.fields, head)
+            return last, sampled, logits, *pages
+
+        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        specs = [
+            *templates.embedding.specs(ATTENTION_RULES),
+            *templates.head.specs(ATTENTION_RULES),
+        ]
+        for kind, start, stop in self.stacked():
+            for template, rules in (
+                (templates.attention[kind], ATTENTION_RULES),
+                (templates.ffn[kind.ffn], self.meshes.ffn_rules),
+            ):
+                arguments += [
+                    jax.ShapeDtypeStruct((stop - start, *leaf.shape), leaf.dtype)
+                    for leaf in template.leaves
+                ]
+                specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+        return Program(
+            "step",
+            body,
+            self.meshes.attention,
+            (*self._step_shapes(bucket), *self.all_pages, *arguments),
+            (ROWS, ROWS, ROWS, *pages_spec, *specs),
+            (ROWS, REPLICATED, ROWS, *pages_spec),
+            donated=(0, *range(3, 3 + len(pages_spec))),
+        )
+
+    def _part_experts(
+        self, kind: LayerKind, stacks: Sequence[Array]
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Leaves of routed experts, all layers' in one row, and the rest; by place in the block.
+
+        The scan would copy a layer's experts out of the stack before every use. The experts' op
+        finds the right ones itself.
+        """
+        experts, rest = {}, {}
+        for place, names in enumerate(self.templates.ffn[kind.ffn].dimensions):
+            if names[0] == "experts":
+                experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
+            else:
+                rest[place] = stacks[place]
+        return experts, rest
+
+    def _layer(
+        self,
+        kind: LayerKind,
+        start: int,
+        batch: RaggedBatch,
+        experts: dict[int, Array],
+        carry: Any,
+        scanned: Any,
+    ) -> tuple[Any, None]:
+        """One layer of a run that begins at layer `start`."""
+        (x, pages), (layer, attention, rest) = carry, scanned
+        first_page = (start + layer) * self.deployment.cache.pages
+        shifted = batch._replace(page_table=batch.page_table + first_page)
+        block = self.templates.attention[kind].merge(attention)
+        x, message, pages = block(x, pages, shifted, self.sentinel)
+        formats, axes = self.formats[kind.ffn], self.meshes.ffn_axes
+        packed = jax.lax.all_gather(formats.pack(message), axes[0], axis=0, tiled=True)
+        leaves = experts | rest
+        ffn_block = self.templates.ffn[kind.ffn].merge(
+            [leaves[place] for place in range(len(leaves))]
+        )
+        share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]), layer)
+        share = jax.lax.psum(share, axes[1])
+        rows = jax.lax.psum_scatter(share, axes[0], scatter_dimension=0, tiled=True)
+        return (x + rows.astype(x.dtype), pages), None

@@ -1,0 +1,150 @@
+"""What AFD and colocated programs share: their form, and a step's entrance and exit."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.attention.batch import RaggedBatch, ragged_batch
+from jaxserve.attention.kv_cache import page_arrays
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import FFNKind
+from jaxserve.ffn.placement import physical_experts
+from jaxserve.link.message import MessageFormat
+from jaxserve.mesh import Submeshes, cached_sharding
+from jaxserve.model import ModelTemplates
+from jaxserve.sampler import SamplerState, sample
+from jaxserve.step import FROM_DEVICE, BatchLayout, Bucket
+
+ROWS = PartitionSpec("dp")
+PIECES = PartitionSpec(("dp", "tp"))
+REPLICATED = PartitionSpec()
+
+
+class Program(NamedTuple):
+    """A function over device slices, ready to be compiled for its mesh."""
+
+    name: str
+    body: Callable[..., Any]
+    mesh: Mesh
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    donated: tuple[int, ...]
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles ahead of time for the shapes and shardings above."""
+        mapped = jax.shard_map(
+            self.body,
+            mesh=self.mesh,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            check_vma=False,
+        )
+        mapped.__name__ = self.name
+        arguments = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
+            for a, spec in zip(self.arguments, self.in_specs, strict=True)
+        ]
+        return jax.jit(mapped, donate_argnums=self.donated).lower(*arguments).compile()
+
+
+class StepContext(NamedTuple):
+    """What a step's attention-side layers share; built from its arrays inside each program."""
+
+    batch: RaggedBatch
+    fields: dict[str, Array]
+
+
+class Programs:
+    """What AFD and colocated programs share: shapes, the step's entrance and its exit."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
+        self.templates = templates
+        self.config = templates.config
+        self.dtype = templates.dtype
+        self.deployment = deployment
+        self.meshes = meshes
+        self.slots = deployment.scheduler.slots
+        self.groups = deployment.attention.dp
+        self.sentinel = physical_experts(self.config.experts, templates.ranks[0])
+        self.page_arrays = page_arrays(self.config, deployment)
+        self.formats: dict[FFNKind, MessageFormat] = {
+            kind: MessageFormat(
+                self.config.d_model,
+                self.config.top_k if kind == "moe" else 0,
+                deployment.dispatch_format,
+            )
+            for kind in templates.ffn
+        }
+
+    def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
+        """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+        fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+        ragged = ragged_batch(
+            fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
+        )
+        return StepContext(ragged, fields)
+
+    def embed(
+        self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
+    ) -> Float[Array, "tokens d_model"]:
+        """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
+        ids = context.fields["token_ids"]
+        ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids)
+        with jax.named_scope("embed"):
+            return self.templates.embedding.merge(leaves)(ids)
+
+    def sample_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
+        """Head and sampler on every slot's last token.
+
+        Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
+        role can read them), and the logits.
+        """
+        row = jnp.maximum(fields["query_start"][1:] - 1, 0)
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row])
+        with jax.named_scope("sample"):
+            bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+            state = SamplerState(
+                temperature=bits(fields["temperature"]),
+                top_k=fields["top_k"],
+                top_p=bits(fields["top_p"]),
+                min_p=bits(fields["min_p"]),
+                seed=fields["seed"].astype(jnp.uint32),
+                position=fields["kv_length"],
+            )
+            drawn = sample(logits, state)
+        last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp"), logits
+
+    def _shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def _step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """last_tokens, batch, page_table."""
+        width = BatchLayout(bucket.tokens, self.slots).width
+        return (
+            self._shape(self.groups, self.slots),
+            self._shape(self.groups, width),
+            self._shape(self.groups, self.slots, bucket.pages),
+        )
+
+
+def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:
+    """The leaves in runs of these lengths."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(leaves[start : start + size]))
+        start += size
+    return parts
