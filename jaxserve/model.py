@@ -164,7 +164,9 @@ def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
 
     `fp8` keeps a checkpoint's FP8 blocks as they are.
     """
-    if config.stored == "fp8_block" and wanted in ("auto", "fp8"):
+    if wanted == "auto":
+        return config.stored
+    if config.stored == "fp8_block" and wanted == "fp8":
         return "fp8_block"
     formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8"}
     return formats.get(wanted, "plain")

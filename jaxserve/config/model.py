@@ -130,9 +130,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
-    stored: Literal["plain", "fp8_block"] = "plain"
-    """How the checkpoint holds its matrices: as numbers, or as FP8 blocks of 128 × 128 with a
-    scale each."""
+    stored: Literal["plain", "fp8", "fp8_block", "int8"] = "plain"
+    """How the checkpoint holds its matrices: as numbers, or in 8 bits (`fp8_block`: blocks of
+    128 × 128 with a scale each; the others a scale a column, which only converted ones have)."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (kept for speculative decoding)."""
 
