@@ -148,6 +148,14 @@ class MLA(nnx.Module):
 
 def _einsum(products: str, x: Array, w: Array) -> Array:
     """A product of heads with FP32 accumulation, in x's dtype."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(x.dtype)
+
+    def on_cpu(x: Array, w: Array) -> Array:
+        # CPUs have no BF16 products of several heads at once; those in FP32 are the same numbers.
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum(products, x.astype(jnp.float32), w.astype(jnp.float32), precision=highest)
+
+    def elsewhere(x: Array, w: Array) -> Array:
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
+
+    return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere).astype(x.dtype)
