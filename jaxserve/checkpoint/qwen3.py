@@ -26,7 +26,9 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     entries = Entries(tree, ignored)
     layers, d_model = entries.size("num_hidden_layers"), entries.size("hidden_size")
     q_heads = entries.size("num_attention_heads")
-    head_dim = entries.size("head_dim", least=2, default=128)
+    moe = tree.get("model_type") == "qwen3_moe"
+    # Where it is not said: as transformers has it, whose two classes differ.
+    head_dim = entries.size("head_dim", least=2, default=d_model // q_heads if moe else 128)
     bias = entries.flag("attention_bias")
     attention = GQA(
         q_heads=q_heads,
@@ -36,7 +38,6 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         qkv_bias=bias,
         out_bias=bias,
     )
-    moe = tree.get("model_type") == "qwen3_moe"
     router = _router(entries) if moe else None
     moe_layers = _moe_layers(entries, layers) if router else frozenset[int]()
     window, window_layers = _window(entries, layers, all_layers=moe)

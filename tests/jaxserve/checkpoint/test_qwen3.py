@@ -191,6 +191,12 @@ class TestVariations:
     def test_raw_gate_weights(self):
         assert not qwen3_config(MOE | {"norm_topk_prob": False}).router.renormalise
 
+    def test_head_dim_where_it_is_not_said(self):
+        """transformers' class of the dense model has a default, that of the other one divides."""
+        for tree, head_dim in ((DENSE, 128), (MOE, 4096 // 64)):
+            config = qwen3_config({k: v for k, v in tree.items() if k != "head_dim"})
+            assert config.attention.head_dim == head_dim
+
     def test_a_dense_model_has_no_experts_whatever_it_says(self):
         config = qwen3_config(DENSE | {"moe_intermediate_size": 768})
         assert (config.experts, config.expert_d_ff) == (0, 0)
