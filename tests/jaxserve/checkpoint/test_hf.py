@@ -59,6 +59,9 @@ def plain(tmp_path_factory):
     return all_leaves(write_tiny_step3(tmp_path_factory.mktemp("plain")))
 
 
+NORM = "model.layers.4.enorm.weight"
+
+
 class TestForms:
     """Of the same weights."""
 
@@ -79,6 +82,16 @@ class TestForms:
         sizes = TinyStep3(mtp=True, mtp_repeats_head=True)
         leaves = all_leaves(write_tiny_step3(tmp_path, sizes))
         assert len(leaves) == 1 + 2 + 2 * (6 + 3) + 2 * (7 + 6)
+
+    def test_mtp_modules_may_be_left_out_as_a_whole(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.4.")}
+        save_file(kept | {NORM: tensors[NORM]}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"missing model\.layers\.4\.eh_proj\.weight"):
+            open_folder(folder)
+        save_file(kept, folder / "model.safetensors")
+        assert len(all_leaves(folder)) == 1 + 2 + 2 * (6 + 3) + 2 * (7 + 6)
 
     def test_tied_head(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
