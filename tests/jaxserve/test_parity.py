@@ -23,7 +23,13 @@ from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
 from tests.reference.catalogue import CATALOGUE, random_model
 from tests.reference.decoder_numpy import DecoderNumpy
-from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS, find_seed, run_transformers
+from tests.reference.make_golden import (
+    GOLDEN,
+    OUTPUT_TOKENS,
+    find_seed,
+    load_transformers,
+    run_transformers,
+)
 from tests.reference.tiny_models import TinyModel, prompts
 
 TOLERANCE = 1e-4
@@ -212,6 +218,17 @@ class TestLiveTransformers:
         assert live.tokens == golden.tokens
         for rows, expected in zip(live.logits, golden.logits, strict=True):
             np.testing.assert_allclose(rows, expected, rtol=0, atol=2e-5)
+
+    @pytest.mark.parametrize(
+        "name", ["deepseek_v3", "deepseek_v3_biases", "qwen3_moe_tied", "qwen3_window"]
+    )
+    def test_folder_that_transformers_writes(self, name: str, tmp_path: Path):
+        """Of "deepseek_v3" it leaves the MTP module out, but not its entry in config.json."""
+        model = CATALOGUE[name]
+        written = model.write(tmp_path / "ours")
+        load_transformers(written, model).save_pretrained(tmp_path / "theirs")
+        runtime = build_runtime(load_deployment(tmp_path / "theirs", COLOCATED))
+        check_everything(runtime, Expected.golden(name))
 
     @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
     def test_random_variation(self, seed: int, tmp_path: Path):
