@@ -23,8 +23,7 @@ from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
-from pallas_kernels.attention.api import merge
-from pallas_kernels.attention.chunk import chunk_attention
+from pallas_kernels.attention.api import chunk_attention, merge
 
 
 class MLA(nnx.Module):

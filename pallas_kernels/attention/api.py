@@ -1,4 +1,4 @@
-"""Attention over a paged cache: checks the call, then runs the backend.
+"""Attention over a paged cache, and inside a batch: checks the call, then runs the backend.
 
 Called by the attention layers of a model. Knows nothing of layers or projections.
 
@@ -155,6 +155,45 @@ def paged_attention(
     return (output, lse) if with_lse else output
 
 
+def chunk_attention(
+    queries: Float[Array, "tokens heads head_dim"],
+    keys: Float[Array, "tokens heads head_dim"],
+    values: Float[Array, "tokens heads v_head_dim"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
+    """Attend from every token of a batch to those of its own sequence that do not come after it.
+
+    There is no cache: this is for layers whose cache does not hold keys and values as they multiply
+    them (latent attention). What a sequence's earlier tokens add comes from `paged_attention` and
+    `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens are seen
+    by none and give zeros; what they hold does not matter, be it NaN.
+
+    Returns:
+      the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
+      for padding tokens.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
+        if array.ndim != 3 or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is {array.dtype}{array.shape}, needs floats [tokens, heads, width]"
+            )
+    if keys.shape != queries.shape or values.shape[:2] != keys.shape[:2]:
+        raise ValueError(
+            f"queries {queries.shape}, keys {keys.shape} and values {values.shape} must agree in "
+            "tokens and heads, queries and keys in head_dim"
+        )
+    _check_places(queries.shape[0], sequence_of_token, position)
+    return reference.chunk_attention(
+        queries, keys, values, sequence_of_token, position, scale=scale
+    )
+
+
 def merge(
     outputs: Sequence[Float[Array, "tokens q_heads v_width"]],
     lses: Sequence[Float32[Array, "tokens q_heads"]],
@@ -237,15 +276,18 @@ def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) 
 def _check_tokens(
     tokens: int, page_table: Array, sequence_of_token: Array, position: Array
 ) -> None:
-    for name, array, rank in (
-        ("page_table", page_table, 2),
-        ("sequence_of_token", sequence_of_token, 1),
-        ("position", position, 1),
-    ):
-        if array.dtype != jnp.int32 or array.ndim != rank:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, needs int32 of rank {rank}")
+    if page_table.dtype != jnp.int32 or page_table.ndim != 2:
+        raise ValueError(
+            f"page_table is {page_table.dtype}{page_table.shape}, needs int32 of rank 2"
+        )
     if 0 in page_table.shape:
         raise ValueError(f"page_table is empty: {page_table.shape}")
+    _check_places(tokens, sequence_of_token, position)
+
+
+def _check_places(tokens: int, sequence_of_token: Array, position: Array) -> None:
     for name, array in (("sequence_of_token", sequence_of_token), ("position", position)):
+        if array.dtype != jnp.int32 or array.ndim != 1:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, needs int32 of rank 1")
         if array.shape != (tokens,):
             raise ValueError(f"{name} has {array.shape[0]} entries for {tokens} tokens")

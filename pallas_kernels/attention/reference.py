@@ -1,4 +1,4 @@
-"""What paged attention means, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+"""What the attentions mean, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from pallas_kernels.quantize.bits import as_bits, from_bits
 
 GATHERED_BYTES = 8 * 2**20
 """The most memory for the FP32 keys and values that are gathered from the pages at one time."""
+
+CHUNK_ROWS = 128
+"""Queries of `chunk_attention` whose scores are there at one time."""
 
 
 def write_rows(
@@ -137,6 +140,55 @@ def _gather(
     rows = as_bits(array).at[pages].get(mode="clip")
     rows = rows.reshape(-1, *array.shape[2:])
     return from_bits(jnp.swapaxes(rows, 0, 1)).astype(jnp.float32)
+
+
+def chunk_attention(
+    queries: Float[Array, "tokens heads head_dim"],
+    keys: Float[Array, "tokens heads head_dim"],
+    values: Float[Array, "tokens heads v_head_dim"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
+    """Attend to the rows of the batch itself, a block of queries at a time."""
+    # Heads first is what CPUs multiply fastest.
+    keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
+    values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)
+
+    def attend(query: Array, sequence: Array, own: Array) -> tuple[Array, Array]:
+        visible = (position >= 0) & (position <= own) & (sequence_of_token == sequence)
+        return _attend_row(query, keys, values, visible, scale)
+
+    def rows(piece: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        return attend(*piece)
+
+    everything = (queries, sequence_of_token, position)
+    if queries.shape[0] <= CHUNK_ROWS:
+        out, lse = jax.vmap(attend)(*everything)
+    else:
+        out, lse = jax.lax.map(rows, everything, batch_size=CHUNK_ROWS)
+    return out.astype(queries.dtype), lse
+
+
+def _attend_row(
+    query: Float[Array, "heads head_dim"],
+    keys: Float[Array, "heads tokens head_dim"],
+    values: Float[Array, "heads tokens v_head_dim"],
+    visible: Bool[Array, " tokens"],
+    scale: float,
+) -> tuple[Float[Array, "heads v_head_dim"], Float[Array, " heads"]]:
+    """Attend from one token."""
+    highest = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("hd,htd->ht", query.astype(jnp.float32), keys, precision=highest) * scale
+    scores = jnp.where(visible, scores, -jnp.inf)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
+    safe = jnp.where(visible[:, None], values, 0.0)
+    out = jnp.einsum("ht,htv->hv", weights, safe, precision=highest)
+    return out / jnp.where(total == 0, 1.0, total), (largest + jnp.log(total))[:, 0]
 
 
 def merge(
