@@ -5,7 +5,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxserve.module import Template, Weight, linear, rms_norm, scale, weight
+from jaxserve.module import (
+    Formats,
+    QuantWeight,
+    Template,
+    Weight,
+    linear,
+    matrix,
+    rms_norm,
+    scale,
+    side_by_side,
+    weight,
+    zeros,
+)
 from tests.reference import step3_numpy
 
 
@@ -65,7 +77,157 @@ class TestTemplate:
         assert np.std(np.asarray(experts)) == pytest.approx(4**-0.5, rel=0.2)
 
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
+    """What `matrix` makes in a format, or `side_by_side` of several parts."""
+    formats = Formats(jnp.dtype(dtype), weights, shards or {})
+    if parts:
+        return side_by_side(nnx.Rngs(0), formats, parts, **dimensions)
+    return matrix(nnx.Rngs(0), formats, **dimensions)
+
+
+class TestMatrix:
+    def test_plain(self):
+        made_plain = made("plain", dtype=jnp.bfloat16, d_model=6, d_ff=4)
+        assert isinstance(made_plain, Weight)
+        assert (made_plain[...].shape, made_plain[...].dtype) == ((6, 4), jnp.bfloat16)
+
+    @pytest.mark.parametrize(("weights", "dtype"), [("fp8", jnp.float8_e4m3fn), ("int8", jnp.int8)])
+    def test_a_scale_an_output_channel(self, weights, dtype):
+        quantised = made(weights, d_model=300, d_ff=4)[...]
+        assert (quantised.values.shape, quantised.values.dtype) == ((300, 4), dtype)
+        assert (quantised.scales.shape, quantised.scales.dtype) == ((1, 4), jnp.float32)
+        assert quantised.block == (0, 1)
+
+    def test_of_every_expert(self):
+        quantised = made("int8", experts=3, d_model=6, expert_d_ff=4)[...]
+        assert (quantised.values.shape, quantised.scales.shape) == ((3, 6, 4), (3, 1, 4))
+
+    @pytest.mark.parametrize(
+        ("shards", "block", "scales"),
+        [
+            ({}, (128, 128), (3, 2)),  # the last row of blocks has 44 rows
+            # Each device has 96 columns: blocks of 128 are cut in pieces of 32.
+            ({"d_ff": 2}, (128, 32), (3, 6)),
+            ({"d_ff": 3}, (128, 64), (3, 3)),
+            ({"d_model": 2}, (2, 128), (150, 2)),
+            ({"other": 8}, (128, 128), (3, 2)),
+        ],
+    )
+    def test_no_block_lies_on_two_devices(self, shards, block, scales):
+        quantised = made("fp8_block", shards=shards, d_model=300, d_ff=192)[...]
+        assert (quantised.block, quantised.scales.shape) == (block, scales)
+        for size, part, axis in zip(block, ("d_model", "d_ff"), (300, 192), strict=True):
+            assert 128 % size == 0
+            assert shards.get(part, 1) == 1 or axis // shards[part] % size == 0
+
+    @pytest.mark.parametrize(
+        ("parts", "block"),
+        [
+            ((256, 128, 128), 128),
+            ((136, 64, 64), 8),  # the second begins at 136, the third at 200
+            ((48, 16), 16),  # where the last one ends does not matter
+            ((48, 17), 16),
+        ],
+    )
+    def test_no_block_has_columns_of_two_maps(self, parts, block):
+        quantised = made("fp8_block", parts, d_model=128, columns=sum(parts))[...]
+        assert quantised.block == (128, block)
+        starts = np.cumsum(parts)[:-1]
+        assert np.all(starts % block == 0)
+
+    def test_a_stack_counts_from_its_last_two_dimensions(self):
+        shards = {"experts": 2, "expert_d_ff": 4}
+        quantised = made("fp8_block", shards=shards, experts=2, expert_d_ff=256, d_model=128)[...]
+        assert (quantised.block, quantised.scales.shape) == ((64, 128), (2, 4, 1))
+
+    def test_the_values_are_those_of_the_plain_matrix(self):
+        plain = np.asarray(made("plain", d_model=200, d_ff=130)[...])
+        for weights, error in (("fp8", 2**-4), ("fp8_block", 2**-4), ("int8", 0.01)):
+            quantised = made(weights, d_model=200, d_ff=130)
+            x = jnp.eye(200, dtype=jnp.float32)
+            product = np.asarray(linear(x, quantised))
+            assert np.abs(product - plain).max() <= error * np.abs(plain).max()
+
+
+class Quantised(nnx.Module):
+    def __init__(self, weights: str, rngs: nnx.Rngs):
+        formats = Formats(FLOAT32, weights, {"q_heads": 2})
+        self.up = matrix(rngs, formats, d_model=128, q_heads=64)
+        self.down = matrix(rngs, formats, q_heads=64, d_model=128)
+        self.bias = zeros(FLOAT32, q_heads=64)
+
+
+class TestQuantisedTemplate:
+    """Values and scales are leaves of their own, cut by the same rules."""
+
+    @pytest.mark.parametrize(
+        ("weights", "expected"),
+        [
+            (
+                "int8",
+                {
+                    "bias": ((64,), ("tp",)),
+                    "down.values": ((64, 128), ("tp", None)),
+                    "down.scales": ((1, 128), (None, None)),
+                    "up.values": ((128, 64), (None, "tp")),
+                    "up.scales": ((1, 64), (None, "tp")),
+                },
+            ),
+            (
+                "fp8_block",
+                {
+                    "bias": ((64,), ("tp",)),
+                    "down.values": ((64, 128), ("tp", None)),
+                    "down.scales": ((2, 1), ("tp", None)),
+                    "up.values": ((128, 64), (None, "tp")),
+                    "up.scales": ((1, 2), (None, "tp")),
+                },
+            ),
+        ],
+    )
+    def test_leaves(self, weights, expected):
+        template = Template(lambda rngs: Quantised(weights, rngs))
+        rules = {"q_heads": "tp"}
+        found = {
+            name: (leaf.shape, tuple(spec))
+            for name, leaf, spec in zip(
+                template.names, template.leaves, template.specs(rules), strict=True
+            )
+        }
+        assert found == expected
+
+    def test_merge(self):
+        template = Template(lambda rngs: Quantised("fp8_block", rngs))
+        module = template.merge(template.random(0))
+        assert isinstance(module.up, QuantWeight)
+        assert module.up[...].block == (128, 32)
+        assert module.up[...].values.dtype == jnp.float8_e4m3fn
+
+    def test_a_devices_slices(self):
+        """The block is the same on every device."""
+        template = Template(lambda rngs: Quantised("fp8_block", rngs))
+        specs = template.specs({"q_heads": "tp"})
+        halves = []
+        for leaf, spec in zip(template.random(0), specs, strict=True):
+            sizes = zip(leaf.shape, spec, strict=True)
+            halves.append(leaf[tuple(slice(n // 2 if axis else n) for n, axis in sizes)])
+        module = template.merge(halves)
+        assert module.up[...].shape == (128, 32)
+        assert linear(jnp.ones((3, 128)), module.up).shape == (3, 32)
+        assert linear(jnp.ones((3, 32)), module.down).shape == (3, 128)
+
+
 class TestLinear:
+    def test_bias_is_added_in_fp32(self):
+        """256 + 1 is 256 in BF16, so that 257 + 1 would be, too."""
+        x = jnp.asarray([[256.0, 1.0]], jnp.bfloat16)
+        bias = Weight(jnp.ones(1, jnp.bfloat16))
+        out = linear(x, Weight(jnp.ones((2, 1), jnp.bfloat16)), bias)
+        assert (float(out[0, 0]), out.dtype) == (258.0, jnp.bfloat16)
+
     def test_accumulates_in_fp32(self):
         """256 + 1 is 256 in BF16, whose sum of 256 and 512 ones would stay at 256."""
         x = jnp.concatenate([jnp.full((1, 1), 256.0), jnp.ones((1, 512))], axis=1)
