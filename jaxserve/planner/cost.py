@@ -1,0 +1,191 @@
+"""What a token costs to decode, in bytes, FLOPs and dollars, when nothing waits for anything: the
+formulas of Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `checks.py`."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.models import AttentionLayers, CostModel
+
+STAGE_SECONDS = 0.0166
+"""A third of 50 ms, as the paper rounds it (§3.1, §6)."""
+
+
+class TokenCost(NamedTuple):
+    """Of one decoded token, all layers together (Step-3, tables 2 and 3)."""
+
+    cache_bytes: float
+    """KV cache and states that are read (and for states, written)."""
+    attention_flops: float
+    """Without the linear maps."""
+    linear_flops: float
+    """Of the linear maps before and after attention."""
+    ffn_flops: float
+    """Of the FFN, without the router."""
+
+
+def token_cost(model: CostModel, context: int) -> TokenCost:
+    """With an 8-bit cache, after `context` tokens."""
+    return TokenCost(
+        cache_bytes=sum(group.layers * cache_bytes(group, context) for group in model.attention),
+        attention_flops=sum(
+            group.layers * attention_flops(group, context) for group in model.attention
+        ),
+        linear_flops=2.0 * model.linear_parameters,
+        ffn_flops=2.0 * model.ffn_activated,
+    )
+
+
+def cache_bytes(group: AttentionLayers, context: int) -> float:
+    """Bytes a layer: of a state, which is read and written, twice."""
+    times = 2 if group.kind == "lightning" else 1
+    return times * group.cache_bytes * group.cached_numbers(context)
+
+
+def attention_flops(group: AttentionLayers, context: int) -> float:
+    """FLOPs a layer: q·k and p·v over every token of the context.
+
+    For latent attention the paper takes the cached row's width, 576, for both products; the true
+    cost of the absorbed form is 5.6 % less.
+    """
+    if group.kind == "lightning":
+        return 10.0 * group.q_heads * group.head_dim**2
+    tokens = min(context, group.window) if group.window else context
+    return 4.0 * group.q_heads * group.head_dim * tokens
+
+
+def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> float:
+    """USD per million tokens (§4.2): the core bound by compute or by memory, then the linear maps,
+    bound by compute."""
+    cost = token_cost(model, context)
+    core = max(
+        cost.attention_flops * hardware.dollars_per_flop,
+        cost.cache_bytes * hardware.dollars_per_byte,
+    )
+    return 1e6 * (core + cost.linear_flops * hardware.dollars_per_flop)
+
+
+def ffn_dollars(model: CostModel, hardware: Hardware) -> float:
+    """USD per million tokens (§4.2): bound by compute, as large batches are."""
+    return 1e6 * 2.0 * model.ffn_activated * hardware.dollars_per_flop
+
+
+class Choice(NamedTuple):
+    """The cheapest hardware for each role."""
+
+    dollars: float
+    """USD per million tokens, both roles together."""
+    attention: str
+    ffn: str
+
+
+def cheapest(model: CostModel, context: int, hardware: dict[str, Hardware]) -> Choice:
+    """AFD: attention and FFN each on the hardware that is cheapest for it (§4.2)."""
+    attention = {name: attention_dollars(model, context, h) for name, h in hardware.items()}
+    ffn = {name: ffn_dollars(model, h) for name, h in hardware.items()}
+    best = min(attention, key=attention.__getitem__), min(ffn, key=ffn.__getitem__)
+    return Choice(attention[best[0]] + ffn[best[1]], *best)
+
+
+def training_dollars(model: CostModel, hardware: Hardware) -> float:
+    """USD to train on a million tokens at full use: 6 FLOPs a parameter that a token meets. The
+    paper draws this (figure 4) without its formula."""
+    return 1e6 * 6.0 * model.activated * hardware.dollars_per_flop
+
+
+def arithmetic_intensity(model: CostModel, context: int) -> float:
+    """FLOPs a byte of cache (§5.1)."""
+    cost = token_cost(model, context)
+    return cost.attention_flops / cost.cache_bytes
+
+
+def ffn_batch(hardware: Hardware, sparsity: float) -> float:
+    """Tokens from which an FFN with 8-bit weights is bound by compute (§5.3)."""
+    return hardware.roofline / (2 * sparsity)
+
+
+def minimum_sparsity(
+    hardware: Hardware, d_model: int, layers: int, stage_seconds: float = STAGE_SECONDS
+) -> float:
+    """Share of the experts below which the messages of a batch that fills the FFN take longer than
+    a stage (§5.4): 8-bit dispatch and 16-bit combine over the network of one host.
+
+    Args:
+      stage_seconds: what a stage may take, summed over the layers. The paper's 16.6 ms × 2/3 is
+        11.1 ms (rounded); so is this one's.
+    """
+    budget = round(stage_seconds * 2 / 3, 4)
+    network = hardware.network_gb_s * 1e9
+    return d_model * hardware.paper_flops * layers / (network * hardware.bandwidth * budget)
+
+
+def network_batch(hardware: Hardware, d_model: int, layers: int, stage_seconds: float) -> float:
+    """Tokens whose messages, both ways, one host's network carries in a stage of a layer (§5.4)."""
+    return stage_seconds / layers * hardware.network_gb_s * 1e9 / (3 * d_model)
+
+
+class AttentionFit(NamedTuple):
+    """Whether a device can be an attention device at all (§6). Bytes are of one layer."""
+
+    readable_bytes: float
+    """What the memory delivers in a stage."""
+    linear_bytes: float
+    """8-bit weights of the linear maps that the device holds."""
+    cached_tokens: int
+    """Tokens whose cache the rest of the stage can read, of all sequences together; 0: it cannot
+    even read the weights."""
+
+
+def attention_fit(
+    model: CostModel, hardware: Hardware, stage_seconds: float, split_output: int = 8
+) -> AttentionFit:
+    """Of the largest group of attention layers.
+
+    Args:
+      stage_seconds: for one layer.
+      split_output: devices over which the output map is split; the paper's other maps are whole on
+        every device.
+    """
+    group = max(model.attention, key=lambda g: g.layers)
+    readable = hardware.bandwidth * stage_seconds
+    width = group.v_dim or group.head_dim
+    output = group.q_heads * width * model.d_model
+    linear = sum(group.split_parameters(model.d_model)) - output + output / split_output
+    per_token = group.cache_bytes * group.cached_numbers(1)
+    tokens = max(0, math.floor((readable - linear) / per_token))
+    return AttentionFit(readable, linear, tokens)
+
+
+class FFNFit(NamedTuple):
+    """How many devices it takes to read all FFN weights in time (§6)."""
+
+    layer_bytes: float
+    """What a device may hold of one layer."""
+    host_bytes: float
+    """What a host may hold of all layers."""
+    weight_bytes: float
+    """All FFN weights, in 8 bits."""
+    hosts: int
+    devices: int
+
+
+def ffn_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> FFNFit:
+    """With half of the memory bandwidth, as a batch large enough to compute leaves it.
+
+    Args:
+      stage_seconds: for one layer.
+    """
+    layer = hardware.bandwidth * 0.5 * stage_seconds
+    host = layer * model.layers * hardware.devices_per_host
+    hosts = math.ceil(model.ffn_parameters / host)
+    return FFNFit(layer, host, model.ffn_parameters, hosts, hosts * hardware.devices_per_host)
+
+
+def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one beats: larger in the first number, smaller in the second."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(set(points), key=lambda p: (-p[0], p[1])):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front[::-1]

@@ -1,0 +1,146 @@
+"""Accelerators as data: `configs/hardware/*.yaml`, read strictly.
+
+Called by `plan.py`, `tables.py` and `search.py`. It knows nothing of models.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from jaxserve.errors import ConfigError
+
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""The configurations of a checkout."""
+
+MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")
+"""The fields that are somebody's measurement or claim, so that a file has to say whose."""
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device, and the host and network around it. GB are 10^9 bytes."""
+
+    name: str
+    price: Positive
+    """USD a device and hour."""
+    teraflops: dict[str, Positive]
+    """10^12 dense multiply-add FLOP/s, by number format; `bfloat16` always."""
+    memory_gb: Positive
+    memory_gb_s: Positive
+    """Memory bandwidth in GB/s."""
+    devices_per_host: Count
+    link_gb_s: Positive
+    """GB/s of a device, one way, to devices that the fast link reaches (NVLink, ICI, PCIe)."""
+    link_devices: Count
+    """How many devices the fast link joins."""
+    network_gb_s: Positive
+    """GB/s of a host, one way, over all its network cards."""
+    sources: dict[str, str]
+    """Where each figure is from."""
+
+    def flops(self, number_format: str) -> float:
+        """FLOP/s of matrices in this format; without hardware for it, at the rate of BF16."""
+        return self.teraflops.get(number_format, self.teraflops["bfloat16"]) * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of memory."""
+        return self.memory_gb_s * 1e9
+
+    @property
+    def memory(self) -> float:
+        """Bytes of memory."""
+        return self.memory_gb * 1e9
+
+    @property
+    def link(self) -> float:
+        """Bytes/s of a device, one way, over the fast link."""
+        return self.link_gb_s * 1e9
+
+    @property
+    def network(self) -> float:
+        """Bytes/s of a device, one way: its share of the host's network."""
+        return self.network_gb_s * 1e9 / self.devices_per_host
+
+    @property
+    def paper_flops(self) -> float:
+        """FLOP/s as Step-3 counts them (§4.1): FP8, and BF16 where there is no FP8 (INT8 is used
+        to store, not to compute)."""
+        return self.flops("fp8")
+
+    @property
+    def roofline(self) -> float:
+        """FLOPs a byte at which computing and reading take equally long (Step-3, table 4)."""
+        return self.paper_flops / self.bandwidth
+
+    @property
+    def dollars_per_flop(self) -> float:
+        """Cost of a FLOP at full use (Step-3, table 5)."""
+        return self.price / 3600 / self.paper_flops
+
+    @property
+    def dollars_per_byte(self) -> float:
+        """Cost of a byte of memory traffic at full use (Step-3, table 5)."""
+        return self.price / 3600 / self.bandwidth
+
+
+def known_hardware(folder: Path = CONFIGS) -> list[str]:
+    """Names of the hardware files."""
+    return sorted(path.stem for path in (folder / "hardware").glob("*.yaml"))
+
+
+def load_hardware(
+    name: str, prices: Mapping[str, float] | None = None, folder: Path = CONFIGS
+) -> Hardware:
+    """One of the known ones, or the path of a YAML file.
+
+    Args:
+      prices: USD a device and hour by name, in place of the files'.
+
+    Raises:
+      ConfigError: nobody knows it (lists the known ones), or its file is wrong.
+    """
+    path = Path(name) if name.endswith(".yaml") else folder / "hardware" / f"{name.lower()}.yaml"
+    if not path.is_file():
+        raise ConfigError(unknown("hardware", name, known_hardware(folder)))
+    hardware = read_struct(path, Hardware)
+    problems = []
+    if "bfloat16" not in hardware.teraflops:
+        problems.append("teraflops has no bfloat16")
+    missing = [field for field in MEASURES if field not in hardware.sources]
+    if missing:
+        problems.append(f"sources lacks {', '.join(missing)}")
+    if problems:
+        raise ConfigError(f"{path}: {'; '.join(problems)}")
+    price = (prices or {}).get(name.lower(), hardware.price)
+    return msgspec.structs.replace(hardware, price=price)
+
+
+def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
+    """A YAML file as a strict struct.
+
+    Raises:
+      ConfigError: it is no YAML, a key is unknown or missing, or a value is wrong.
+    """
+    try:
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """What to say of a name that nobody knows."""
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{what} {name!r} is not known{hint or '.'} Known: {', '.join(known)}"

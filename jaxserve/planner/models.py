@@ -1,0 +1,260 @@
+"""A model as a sum of costs: groups of equal attention layers and groups of equal FFN layers.
+
+Made from the engine's `ModelConfig` (`configs/models/<name>/config.json`), or read from
+`configs/models/<name>/cost.yaml` for models that the engine cannot run. Called by `cost.py`,
+`tables.py` and `search.py`; it knows nothing of hardware and of number formats, except that a group
+may hold its cache in a format of its own.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.config.model import MFA, MLA, ModelConfig
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.planner.hardware import CONFIGS, read_struct, unknown
+
+Count = Annotated[int, Meta(ge=1)]
+Width = Annotated[int, Meta(ge=0)]
+Kind = Literal["mfa", "gqa", "mla", "lightning"]
+
+
+class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal attention layers.
+
+    `mla`: `head_dim` is the width of the cached row, which serves as key and value at once.
+    `lightning`: linear attention with a state of head_dim × head_dim a head (MiniMax M1).
+    """
+
+    layers: Count
+    kind: Kind
+    q_heads: Count
+    kv_heads: Count
+    head_dim: Count
+    window: Width = 0
+    """Tokens that a token attends to; 0: all."""
+    cache_bytes: float = 1.0
+    """Bytes of a cached number, in units of 8-bit caches: 2 where a group keeps twice the bits."""
+    q_latent: Width = 0
+    """Width of the low-rank query; 0: none."""
+    qk_dim: Width = 0
+    """`mla`: of a head's query, nope and rope together."""
+    kv_latent: Width = 0
+    """`mla`: width of the latent."""
+    nope_dim: Width = 0
+    v_dim: Width = 0
+
+    def cached_numbers(self, context: int) -> int:
+        """Numbers that one token reads in one layer, of keys and values or of states."""
+        if self.kind == "lightning":
+            return self.q_heads * self.head_dim**2
+        tokens = min(context, self.window) if self.window else context
+        arrays = 1 if self.kind == "mla" else 2
+        return arrays * self.kv_heads * self.head_dim * tokens
+
+    def split_parameters(self, d_model: int) -> tuple[int, int]:
+        """Parameters of the linear maps of one layer: (cut by query heads under tensor
+        parallelism, on every device)."""
+        heads = self.q_heads * self.head_dim
+        if self.kind == "gqa":
+            return d_model * (2 * heads + 2 * self.kv_heads * self.head_dim), 0
+        if self.kind == "mfa":
+            split = (self.q_latent + d_model) * heads
+            return split, d_model * (self.q_latent + 2 * self.kv_heads * self.head_dim)
+        if self.kind == "lightning":  # q, k, v, gate and output
+            return 5 * d_model * heads, 0
+        up = self.q_heads * self.qk_dim
+        values = self.kv_latent * self.q_heads * (self.nope_dim + self.v_dim)
+        out = self.q_heads * self.v_dim * d_model
+        query = self.q_latent * up if self.q_latent else d_model * up
+        return query + values + out, d_model * (self.q_latent + self.head_dim)
+
+
+class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal FFN layers: routed experts, and what every token meets (a dense FFN, or the shared
+    experts together)."""
+
+    layers: Count
+    experts: Width = 0
+    top_k: Width = 0
+    expert_d_ff: Width = 0
+    shared_d_ff: Width = 0
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the experts that a token meets; a shared expert counts as one (Step-3 §5.4)."""
+        if not self.experts:
+            return 1.0
+        shared = 1 if self.shared_d_ff else 0
+        return (self.top_k + shared) / (self.experts + shared)
+
+
+class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder, as far as its costs go."""
+
+    d_model: Count
+    vocab: Count
+    attention: list[AttentionLayers]
+    ffn: list[FFNLayers]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return sum(group.layers for group in self.ffn)
+
+    @property
+    def linear_parameters(self) -> int:
+        """Of all linear maps before and after attention."""
+        return sum(
+            group.layers * sum(group.split_parameters(self.d_model)) for group in self.attention
+        )
+
+    @property
+    def ffn_activated(self) -> int:
+        """FFN parameters that a token meets, without the router."""
+        return sum(
+            group.layers * 3 * self.d_model * (group.top_k * group.expert_d_ff + group.shared_d_ff)
+            for group in self.ffn
+        )
+
+    @property
+    def ffn_parameters(self) -> int:
+        """All FFN parameters, without the router."""
+        return sum(
+            group.layers
+            * 3
+            * self.d_model
+            * (group.experts * group.expert_d_ff + group.shared_d_ff)
+            for group in self.ffn
+        )
+
+    @property
+    def activated(self) -> int:
+        """Parameters that a token meets: linear maps, FFN and head."""
+        return self.linear_parameters + self.ffn_activated + self.vocab * self.d_model
+
+    @property
+    def parameters(self) -> int:
+        """All of them, with embedding and head, without norms and routers."""
+        return self.linear_parameters + self.ffn_parameters + 2 * self.vocab * self.d_model
+
+    @property
+    def moe(self) -> FFNLayers | None:
+        """The group of most MoE layers; None: a dense model."""
+        groups = [group for group in self.ffn if group.experts]
+        return max(groups, key=lambda group: group.layers, default=None)
+
+
+def cost_model(config: ModelConfig) -> CostModel:
+    """Of a model that the engine runs."""
+    windowed = len(config.window_layers)
+    attention = [
+        _attention_layers(config, layers, window)
+        for layers, window in ((config.layers - windowed, 0), (windowed, config.window))
+        if layers
+    ]
+    ffn = []
+    moe = len(config.moe_layers)
+    if config.layers > moe:
+        ffn.append(FFNLayers(layers=config.layers - moe, shared_d_ff=config.d_ff))
+    if moe:
+        ffn.append(
+            FFNLayers(
+                layers=moe,
+                experts=config.experts,
+                top_k=config.top_k,
+                expert_d_ff=config.expert_d_ff,
+                shared_d_ff=config.shared_d_ff,
+            )
+        )
+    return CostModel(d_model=config.d_model, vocab=config.vocab, attention=attention, ffn=ffn)
+
+
+def _attention_layers(config: ModelConfig, layers: int, window: int) -> AttentionLayers:
+    sizes = config.attention
+    if isinstance(sizes, MLA):
+        return AttentionLayers(
+            layers=layers,
+            kind="mla",
+            q_heads=sizes.q_heads,
+            kv_heads=1,
+            head_dim=sizes.kv_latent + sizes.rope_dim,
+            window=window,
+            q_latent=sizes.q_latent,
+            qk_dim=sizes.nope_dim + sizes.rope_dim,
+            kv_latent=sizes.kv_latent,
+            nope_dim=sizes.nope_dim,
+            v_dim=sizes.v_dim,
+        )
+    return AttentionLayers(
+        layers=layers,
+        kind="mfa" if isinstance(sizes, MFA) else "gqa",
+        q_heads=sizes.q_heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        window=window,
+        q_latent=sizes.latent if isinstance(sizes, MFA) else 0,
+    )
+
+
+def known_models(folder: Path = CONFIGS) -> list[str]:
+    """Names of the models under `configs/models`."""
+    files = ("config.json", "cost.yaml")
+    found = {path.parent.name for file in files for path in (folder / "models").glob(f"*/{file}")}
+    return sorted(found)
+
+
+def model_folder(name: str, folder: Path = CONFIGS) -> Path:
+    """Where a known model, or the model folder of this path, is described.
+
+    Raises:
+      ConfigError: nobody knows it; lists the known ones.
+    """
+    for path in (folder / "models" / name, Path(name)):
+        if any((path / file).is_file() for file in ("config.json", "cost.yaml")):
+            return path
+    raise ConfigError(unknown("model", name, known_models(folder)))
+
+
+def model_config(path: Path) -> ModelConfig | None:
+    """What the engine would run from this folder; None: it cannot.
+
+    Raises:
+      ConfigError: config.json is wrong.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        family = FAMILIES.get(tree.get("model_type", ""))
+        if family is None:
+            raise ConfigError(
+                f"{file}: model_type {tree.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
+            )
+        return family.config(tree, ())
+    except (OSError, ValueError, AttributeError, CheckpointError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def load_model(name: str, folder: Path = CONFIGS) -> CostModel:
+    """A known model by name, or the model folder of this path.
+
+    Raises:
+      ConfigError: nobody knows it (lists the known ones), or its description is wrong.
+    """
+    path = model_folder(name, folder)
+    config = model_config(path)
+    if config is not None:
+        return cost_model(config)
+    model = read_struct(path / "cost.yaml", CostModel)
+    counts = [sum(group.layers for group in groups) for groups in (model.attention, model.ffn)]
+    if counts[0] != counts[1]:
+        raise ConfigError(
+            f"{path / 'cost.yaml'}: {counts[0]} attention layers and {counts[1]} FFN layers"
+        )
+    return model

@@ -1,0 +1,88 @@
+"""What Step-3 (arXiv 2507.19427) says beside its tables."""
+
+import pytest
+
+from jaxserve.planner.cost import (
+    attention_fit,
+    cheapest,
+    ffn_batch,
+    ffn_fit,
+    minimum_sparsity,
+    network_batch,
+    pareto,
+    token_cost,
+)
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import load_model
+
+LAYER = 272e-6
+"""16.6 ms over 61 layers (§6)."""
+
+
+class TestNonFlagshipHardware:
+    """§6."""
+
+    def test_l20_attention(self):
+        fit = attention_fit(load_model("step3"), load_hardware("l20"), LAYER)
+        assert round(fit.readable_bytes / 1e6) == 235
+        # 14.68 + 3.67 + 33.55 + 117.44 / 8 = 67 MB
+        assert fit.linear_bytes == 7168 * 2048 + 7168 * 512 + 2048 * 16384 + 16384 * 7168 / 8
+        assert round(fit.linear_bytes / 1e6) == 67
+        assert round((fit.readable_bytes - fit.linear_bytes) / 1e6) == 168
+        assert round(fit.cached_tokens / 1000) == 329  # the paper: 168 MB / 512 = 328K
+        assert fit.cached_tokens // 8000 == 41
+
+    def test_l4_spends_the_stage_on_weights(self):
+        fit = attention_fit(load_model("step3"), load_hardware("l4"), LAYER)
+        assert fit.linear_bytes / fit.readable_bytes > 0.8
+
+    def test_l20_ffn_takes_six_servers(self):
+        fit = ffn_fit(load_model("step3"), load_hardware("l20"), LAYER)
+        assert round(fit.layer_bytes / 1e6) == 118  # the paper cuts 117.5 to 117
+        assert round(fit.host_bytes / 8 / 1e9, 1) == 7.2  # and 7.17 to 7.1
+        assert round(fit.weight_bytes / 1e9) == 304  # "around 300 GB"
+        assert (fit.hosts, fit.devices) == (6, 48)
+
+    def test_l4_ffn_takes_a_hundred_and_more(self):
+        # The paper scales 48 by the bandwidths, threefold: 144.
+        assert ffn_fit(load_model("step3"), load_hardware("l4"), LAYER).devices == 128
+
+
+class TestSparsity:
+    """§5.3 and §5.4."""
+
+    def test_deepseek_would_need_fourteen_experts(self):
+        least = minimum_sparsity(load_hardware("h800"), 7168, 61)
+        assert int((256 + 1) * round(least, 3) - 1 + 0.5) == 14
+
+    def test_a_stage_of_50_ms_over_3(self):
+        assert minimum_sparsity(load_hardware("h800"), 7168, 61, 0.025) == pytest.approx(
+            0.0387, abs=1e-4
+        )
+
+    def test_batch_that_fills_an_ffn(self):
+        h800 = load_hardware("h800")
+        assert ffn_batch(h800, 1.0) == pytest.approx(295.5, abs=0.1)
+        assert ffn_batch(h800, 4 / 49) == pytest.approx(3620, abs=1)
+
+    def test_batch_that_the_network_carries(self):
+        # §7.3 says 3,072 of 8 NICs of 400 Gbit/s, at less than the nominal rate.
+        assert network_batch(load_hardware("h800"), 7168, 61, 0.0166) == pytest.approx(5062, abs=1)
+
+
+def test_step_3_at_16k():
+    cost = token_cost(load_model("step3"), 16384)
+    assert cost.cache_bytes == 61 * 512 * 16384
+    assert cost.attention_flops == 4 * 61 * 64 * 256 * 16384
+
+
+def test_cheapest_names_the_hardware():
+    hardware = {name: load_hardware(name) for name in ("h800", "h20", "a800", "910b")}
+    choice = cheapest(load_model("step3"), 8192, hardware)
+    assert (choice.attention, choice.ffn) == ("h20", "h800")  # §4.2, observation 1
+
+
+def test_pareto():
+    points = [(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (3.0, 4.0), (4.0, 2.5)]
+    assert pareto(points) == [(1.0, 1.0), (3.0, 2.0), (4.0, 2.5)]
+    assert pareto([]) == []

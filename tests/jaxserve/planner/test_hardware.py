@@ -1,0 +1,82 @@
+import pytest
+import yaml
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.hardware import CONFIGS, MEASURES, known_hardware, load_hardware
+
+KNOWN = [
+    "910b",
+    "a800",
+    "b200",
+    "h100",
+    "h200",
+    "h20",
+    "h800",
+    "l20",
+    "l4",
+    "v5e",
+    "v5p",
+    "v6e",
+    "v7x",
+]
+
+
+def test_the_files():
+    assert known_hardware() == sorted(KNOWN)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_file_reads_and_says_where_its_figures_are_from(name):
+    hardware = load_hardware(name)
+    assert set(hardware.sources) == set(MEASURES)
+    assert all(len(source) > 8 for source in hardware.sources.values())
+    assert hardware.link_devices >= hardware.devices_per_host
+
+
+def test_figures_in_units():
+    h800 = load_hardware("H800")
+    assert h800.flops("fp8") == 1.98e15
+    assert h800.flops("int8") == 9.89e14  # no figure: as fast as BF16
+    assert h800.bandwidth == 3.35e12
+    assert h800.network == 50e9  # one NIC of 400 Gbit/s a GPU
+    assert round(h800.roofline) == 591
+    assert load_hardware("a800").paper_flops == 3.12e14  # §4.1: INT8 is not computed with
+
+
+def test_a_price_of_the_users():
+    assert load_hardware("h100", {"h100": 1.9}).price == 1.9
+    assert load_hardware("h100", {"h20": 1.9}).price == 2.5
+
+
+def test_unknown_hardware_lists_the_known():
+    with pytest.raises(
+        ConfigError, match=r"'h8000' is not known; did you mean 'h800'\? Known: 910b"
+    ):
+        load_hardware("h8000")
+    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, a800, b200"):
+        load_hardware("abacus")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"price": -1}, "price"),
+        ({"colour": "green"}, "colour"),
+        ({"teraflops": {"fp8": 1}}, "no bfloat16"),
+        ({"sources": {"price": "here"}}, "sources lacks teraflops, memory_gb,"),
+        ({"memory_gb": "much"}, "memory_gb"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, change, message):
+    tree = yaml.safe_load((CONFIGS / "hardware" / "h800.yaml").read_text(encoding="utf-8"))
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**tree, **change}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_hardware(str(path))
+
+
+def test_a_file_of_the_users(tmp_path):
+    text = (CONFIGS / "hardware" / "h800.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("price: 2.0", "price: 1.5", 1), encoding="utf-8")
+    assert load_hardware(str(path)).price == 1.5

@@ -1,0 +1,88 @@
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.models import known_models, load_model
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "activated"),
+    [  # published, in 10^9
+        ("step3", 316, 38),
+        ("deepseek-v3", 671, 37),
+        ("kimi-k2", 1026, 32),
+        ("qwen3-235b-a22b", 235, 22),
+        ("qwen3-30b-a3b", 30.5, 3),
+        ("qwen3-32b", 32.8, 32),
+        ("llama-4-maverick", 400, 16.1),
+        ("minimax-m1", 456, 47.2),
+        ("ernie-4.5", 299.5, 47),
+        ("pangu-pro-moe", 72, 15.7),
+    ],
+)
+def test_parameters(name, parameters, activated):
+    model = load_model(name)
+    assert model.parameters / 1e9 == pytest.approx(parameters, rel=0.002)
+    assert model.activated / 1e9 == pytest.approx(activated, rel=0.025)
+
+
+def test_every_known_model_reads():
+    assert len(known_models()) >= 10
+    for name in known_models():
+        assert load_model(name).layers > 0
+
+
+def test_sparsity():
+    moe = load_model("step3").moe
+    assert moe is not None
+    assert round(moe.sparsity, 3) == 0.082  # 4 of 49, the shared expert included
+    assert load_model("qwen3-32b").moe is None
+
+
+def test_parameters_by_tensor_parallelism():
+    group = load_model("step3").attention[0]
+    split, whole = group.split_parameters(7168)
+    assert split == 2048 * 16384 + 16384 * 7168
+    assert whole == 7168 * (2048 + 512)
+    group = load_model("deepseek-v3").attention[0]
+    split, whole = group.split_parameters(7168)
+    assert split == 1536 * 24576 + 512 * 128 * 256 + 16384 * 7168
+    assert whole == 7168 * (1536 + 576)
+
+
+def test_a_path_is_a_model_too(tmp_path):
+    (tmp_path / "cost.yaml").write_text(
+        "d_model: 8\nvocab: 16\n"
+        "attention: [{layers: 2, kind: gqa, q_heads: 2, kv_heads: 1, head_dim: 4}]\n"
+        "ffn: [{layers: 2, shared_d_ff: 32}]\n",
+        encoding="utf-8",
+    )
+    model = load_model(str(tmp_path))
+    assert model.linear_parameters == 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8)
+    assert model.ffn_parameters == 2 * 3 * 8 * 32
+
+
+def test_layers_have_to_agree(tmp_path):
+    (tmp_path / "cost.yaml").write_text(
+        "d_model: 8\nvocab: 16\n"
+        "attention: [{layers: 2, kind: gqa, q_heads: 2, kv_heads: 1, head_dim: 4}]\n"
+        "ffn: [{layers: 3, shared_d_ff: 32}]\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError, match="2 attention layers and 3 FFN layers"):
+        load_model(str(tmp_path))
+
+
+def test_unknown_models_list_the_known():
+    with pytest.raises(ConfigError, match=r"'step-3' is not known; did you mean 'step3'\? Known: "):
+        load_model("step-3")
+    with pytest.raises(ConfigError, match=r"Known: deepseek-v3, ernie-4.5, kimi-k2"):
+        load_model("abacus")
+
+
+def test_a_wrong_config_json_names_the_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "step3_text"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: .*hidden_size"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="'abacus' is not one of step3_vl"):
+        load_model(str(tmp_path))

@@ -1,0 +1,59 @@
+"""Charts are well-formed and put things where they belong."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from jaxserve.planner.figures import draw
+from jaxserve.planner.svg import Series, bars, chart
+from jaxserve.planner.tables import figures, load_sources
+
+NAMES = [
+    "figure-1.svg",
+    "figure-2-8k.svg",
+    "figure-2-32k.svg",
+    "figure-3a.svg",
+    "figure-3b.svg",
+    "figure-4.svg",
+    "figure-5.svg",
+]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, str]:
+    return draw({table.name: table for table in figures(load_sources())})
+
+
+def test_the_paper_has_five_figures(drawn):
+    assert list(drawn) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_well_formed(drawn, name):
+    root = ElementTree.fromstring(drawn[name])  # our own text
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "nan" not in drawn[name]
+
+
+def test_every_model_stands_in_figure_1(drawn):
+    for name in ("DSv3", "Step-3", "Pangu Pro MoE"):
+        assert f">{name}<" in drawn["figure-1.svg"]
+
+
+def test_points_go_right_and_up():
+    text = chart("t", "x", "y", [Series("s", [(0.0, 0.0), (1.0, 1.0)])])
+    assert 'points="76.0,386.0 700.0,58.0"' in text
+
+
+def test_logarithmic_axes():
+    text = chart("t", "x", "y", [Series("s", [(1.0, 10.0), (100.0, 1000.0)])], logarithmic=True)
+    assert 'points="76.0,386.0 700.0,58.0"' in text
+
+
+def test_bars_of_nothing_are_not_drawn():
+    text = bars("t", "y", ["a", "b"], [("one", [1.0, 0.0])])
+    assert text.count("<rect") == 3  # background, legend, one bar
+
+
+def test_labels_are_escaped():
+    assert "&lt;b&gt;" in chart("<b>", "x", "y", [Series("s", [(1.0, 1.0)])])
