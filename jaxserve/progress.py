@@ -73,6 +73,13 @@ class Progress:
                 self._shown = now
                 self._show(now)
 
+    def set(self, count: int, total: int, note: str = "") -> None:
+        """Says how many of how many items there are now, where that was not known before."""
+        with self._lock:
+            self._total = total
+            count -= self._count
+        self.advance(count, note=note)
+
     def __enter__(self) -> "Progress":
         return self
 

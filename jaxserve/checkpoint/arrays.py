@@ -4,7 +4,7 @@ Called by the checkpoints (`hf.py`, `store.py`), which know how a part is made.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -55,6 +55,31 @@ def wanted_leaves(
     return leaves
 
 
+def make_leaves(
+    leaves: Mapping[str, Leaf],
+    names: Collection[str],
+    plain: Callable[[str, Leaf], jax.Array],
+    quantised: Callable[[str, Leaf, Leaf], tuple[jax.Array, jax.Array]],
+) -> Iterator[jax.Array]:
+    """The leaves in their order, made one by one, those of a matrix in 8 bits two by two.
+
+    Args:
+      names: what the block is made of: leaves, and matrices that may be two leaves.
+      plain: makes a leaf of this name.
+      quantised: makes the values and the scales of the matrix of this name.
+    """
+    ready: dict[str, jax.Array] = {}
+    for name, leaf in leaves.items():
+        if name in names:
+            yield plain(name, leaf)
+            continue
+        if name not in ready:
+            base = name.rsplit(".", 1)[0]
+            pair = f"{base}.values", f"{base}.scales"
+            ready = dict(zip(pair, quantised(base, *(leaves[part] for part in pair)), strict=True))
+        yield ready.pop(name)
+
+
 def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> jax.Array:
     """An array of parts.
 
@@ -103,6 +128,27 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
         return quantised.values, quantised.scales
 
     return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding))
+
+
+def quantised_here(
+    values: Leaf, scales: Leaf, floats: DTypeLike, plain: Callable[[int | None, Leaf], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The two leaves of a matrix in 8 bits, quantised on the devices; of a stack layer by layer, so
+    that no more than one layer is there as floats.
+
+    Args:
+      floats: dtype of the matrix before.
+      plain: makes it, of one layer of a stack or (None) of the one block.
+    """
+    if values.layers is None:
+        return quantiser(values, scales)(plain(None, values.of(floats)))
+    quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
+    of_values, of_scales = empty_stack(values), empty_stack(scales)
+    for index in range(values.layers):
+        layer = quantise(plain(index, values.of(floats).of_one_layer()))
+        of_values, of_scales = fill(of_values, layer[0], index), fill(of_scales, layer[1], index)
+        jax.block_until_ready((of_values, of_scales))
+    return of_values, of_scales
 
 
 def empty_stack(leaf: Leaf) -> jax.Array:

@@ -15,18 +15,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.arrays import (
     Leaf,
     block_of,
-    empty_stack,
-    fill,
     make_array,
-    quantiser,
+    make_leaves,
+    quantised_here,
     wanted_leaves,
 )
 from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources
@@ -47,6 +48,8 @@ def read_config(
     folder: str | Path, ignored: Collection[str] = ()
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The architecture in a folder's config.json, and its tensors' names.
+
+    A converted folder (`store.py`) has one too, and its manifest says how the matrices are stored.
 
     Args:
       ignored: entries of config.json that the user says mean nothing.
@@ -74,6 +77,11 @@ def read_config(
         config = family.config(tree, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    manifest = read_manifest(Path(folder))
+    if manifest is not None:
+        if manifest.config != tree:
+            raise CheckpointError(f"{path} is not what {MANIFEST} says was converted")
+        config = msgspec.structs.replace(config, stored=manifest.conversion.weights)
     return config, family.names(config)
 
 
@@ -106,6 +114,10 @@ class HFCheckpoint:
         """Bytes of the files."""
         return sum(path.stat().st_size for path in self._files)
 
+    def kind(self, name: str) -> str:
+        """The dtype of a tensor, as the file calls it."""
+        return self._tensors[name].kind
+
     def leaves(
         self,
         template: Template,
@@ -130,21 +142,12 @@ class HFCheckpoint:
         return self._block(wanted_leaves(template, shardings, len(tables)), tables)
 
     def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
-        ready: dict[str, jax.Array] = {}
-        for name, leaf in leaves.items():
-            base = name.rsplit(".", 1)[0]
-            if name in tables[0]:
-                yield self._plain([table[name] for table in tables], leaf)
-            elif name in ready:
-                yield ready.pop(name)
-            else:
-                names = f"{base}.values", f"{base}.scales"
-                pair = self._quantised(
-                    [table[base] for table in tables], *(leaves[part] for part in names)
-                )
-                ready = dict(zip(names, pair, strict=True))
-                del pair
-                yield ready.pop(name)
+        return make_leaves(
+            leaves,
+            tables[0].keys(),
+            lambda name, leaf: self._plain([table[name] for table in tables], leaf),
+            lambda name, *pair: self._quantised([table[name] for table in tables], *pair),
+        )
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
         """A leaf of floats; FP8 matrices are multiplied out."""
@@ -160,16 +163,12 @@ class HFCheckpoint:
         if kinds == {FP8} and block != (0, 1) and not views:
             kept = self._array(sources, values, dequantise=False)
             return kept, self._scales(sources, scales, block)
-        floats = values.of(jnp.bfloat16 if kinds == {"BF16"} else jnp.float32)
-        if values.layers is None:
-            return quantiser(values, scales)(self._plain(sources, floats))
-        quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
-        stacks = empty_stack(values), empty_stack(scales)
-        for index, source in enumerate(sources):
-            layer = quantise(self._plain([source], floats.of_one_layer()))
-            stacks = fill(stacks[0], layer[0], index), fill(stacks[1], layer[1], index)
-            jax.block_until_ready(stacks)
-        return stacks
+        return quantised_here(
+            values,
+            scales,
+            jnp.bfloat16 if kinds == {"BF16"} else jnp.float32,
+            lambda index, leaf: self._plain(sources if index is None else [sources[index]], leaf),
+        )
 
     def _array(self, sources: Sequence[Source], leaf: Leaf, *, dequantise: bool) -> jax.Array:
         grids = [self._grids(source) if dequantise else {} for source in sources]

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.capacity import Role, check_capacity, memory_of
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
@@ -67,7 +68,7 @@ def build_runtime(
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
-    source = source or HFCheckpoint(deployment.model, names)
+    source = source or open_checkpoint(deployment.model, names)
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes)
         buckets = _buckets(deployment, programs.row_multiple)
@@ -129,10 +130,10 @@ class _CountedLeaves:
 @contextlib.contextmanager
 def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
     """The source, with its blocks and bytes shown as they come."""
-    size = source.size if isinstance(source, HFCheckpoint) else None
+    size = source.size if isinstance(source, HFCheckpoint | StoreCheckpoint) else None
     process = jax.process_index()
     with Progress("load", blocks, total_bytes=size, process=process) as progress:
-        if isinstance(source, HFCheckpoint):
+        if isinstance(source, HFCheckpoint | StoreCheckpoint):
             source.on_read = lambda size: progress.advance(0, size=size)
         yield _CountedLeaves(source, progress)
 

@@ -1,0 +1,318 @@
+"""From a Hugging Face folder to a checkpoint of Orbax arrays, a block at a time.
+
+Called by `jaxserve/convert.py`. Every block is read as the engine would (`hf.py`), on one CPU
+device, and written as an Orbax PyTree checkpoint in a folder of its own, which appears all at once;
+a record with the arrays' checksums follows. Another run finds what is done and goes on. At the end
+there is `manifest.json`, without which nobody opens the folder.
+
+While a block is written the next one is read: two blocks are in memory, the largest being the
+routed experts of a layer.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.manifest import (
+    BLOCKS,
+    CONVERSION,
+    FORMAT,
+    MANIFEST,
+    Block,
+    BlockRecord,
+    Conversion,
+    Manifest,
+    StoredLeaf,
+    blocks_of,
+    checksum,
+    read_manifest,
+    read_record,
+    write_record,
+)
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.checkpoint.zarr import open_array, read_array
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import CheckpointError
+from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
+from jaxserve.model import ModelTemplates, weight_format
+from jaxserve.module import Template
+
+Weights = Literal["bf16", "fp8", "int8"]
+
+COPIED = (
+    "*config*.json",
+    "tokenizer*",
+    "*.tiktoken",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "LICENSE*",
+)
+"""What is copied beside the weights: configuration, tokenizer, chat template, licence."""
+
+CHUNK_BYTES = 32 << 20
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+Records = dict[str, StoredLeaf]
+
+
+class _Model(NamedTuple):
+    """What a block's leaves are made of."""
+
+    config: ModelConfig
+    names: CheckpointNames
+    templates: ModelTemplates
+    meshes: Submeshes
+
+    def template(self, block: Block) -> tuple[Template, Rules]:
+        """A block's template, and the rules of its mesh."""
+        if block.name in ("embedding", "head"):
+            return getattr(self.templates, block.name), ATTENTION_RULES
+        _, layer, role = block.name.split(".")
+        kind = self.config.kind(int(layer))
+        if role == "attention":
+            return self.templates.attention[kind], ATTENTION_RULES
+        return self.templates.ffn[kind.ffn], self.meshes.ffn_rules
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    weights: Weights | None = None,
+    *,
+    ignored: Collection[str] = (),
+    on_block: Callable[[int, int, str], None] = lambda done, blocks, note: None,
+    on_read: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Converts a folder, or goes on where another run stopped.
+
+    Args:
+      source: a Hugging Face folder.
+      target: where the checkpoint goes; empty, not there, or of an earlier run.
+      weights: format of the matrices: 16-bit floats, or 8 bits with a scale a column (FP8 blocks
+        stay blocks); None: as the source has them.
+      ignored: entries of config.json that mean nothing.
+      on_block: called with the blocks that are done, all blocks, and a word on the latest.
+      on_read: called with a number of bytes whenever so many were read.
+
+    Raises:
+      CheckpointError: the source is no model folder, or the target is something else or of
+        another source or other weights.
+    """
+    source, target = Path(source), Path(target)
+    config, names = read_config(source, ignored)
+    if read_manifest(source) is not None:
+        raise CheckpointError(f"{source} is converted already")
+    checkpoint = HFCheckpoint(source, names)
+    checkpoint.on_read = on_read
+    dtype = _dtype(checkpoint, names, weights)
+    wanted = {None: "auto", "bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}[weights]
+    conversion = Conversion(FORMAT, fingerprint(source), weight_format(wanted, config), dtype)
+    model = _model(source, config, names, dtype, wanted)
+    _prepare(target, conversion)
+    if (target / MANIFEST).exists():
+        blocks = len(blocks_of(names))
+        on_block(blocks, blocks, "complete already")
+        return
+    records = _convert_blocks(model, checkpoint, target, on_block)
+    for path in _copied(source):
+        shutil.copyfile(path, target / path.name)
+    tree = json.loads((source / "config.json").read_text())
+    write_record(target / MANIFEST, Manifest(conversion, tree, records))
+    (target / CONVERSION).unlink(missing_ok=True)
+
+
+def _dtype(checkpoint: HFCheckpoint, names: CheckpointNames, weights: Weights | None) -> str:
+    """Of what is not quantised."""
+    kind = checkpoint.kind(names.embedding["table"].names[0])
+    return "bfloat16" if weights == "bf16" or kind == "BF16" else "float32"
+
+
+def _model(
+    source: Path, config: ModelConfig, names: CheckpointNames, dtype: str, weights: str
+) -> _Model:
+    """The templates of one device."""
+    deployment = load_deployment(
+        source,
+        {
+            "mode": "colocated",
+            "dtype": dtype,
+            "attention.weights": weights,
+            "ffn.weights": weights,
+            # Nothing runs.
+            "scheduler.slots": 1,
+            "scheduler.max_length": 2,
+            "scheduler.token_budget": 1,
+        },
+    )
+    meshes = Submeshes(deployment)
+    return _Model(config, names, ModelTemplates(config, deployment, meshes), meshes)
+
+
+def _prepare(target: Path, conversion: Conversion) -> None:
+    """Makes the folder, or finds that it has the blocks of the same conversion."""
+    if (target / MANIFEST).exists():
+        known: Conversion | None = read_record(target / MANIFEST, Manifest).conversion
+    elif (target / CONVERSION).exists():
+        known = read_record(target / CONVERSION, Conversion)
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there, and not of a conversion")
+    else:
+        known = None
+    if known is None:
+        (target / BLOCKS).mkdir(parents=True)
+        write_record(target / CONVERSION, conversion)
+        return
+    different = [
+        f"{field} {getattr(known, field)}, and not {getattr(conversion, field)}"
+        for field in Conversion.__struct_fields__
+        if getattr(known, field) != getattr(conversion, field)
+    ]
+    if different:
+        raise CheckpointError(f"{target} is of another conversion: {'; '.join(different)}")
+
+
+def _convert_blocks(
+    model: _Model,
+    checkpoint: HFCheckpoint,
+    target: Path,
+    on_block: Callable[[int, int, str], None],
+) -> dict[str, Records]:
+    """Makes and writes every block that is not there in good order."""
+    blocks = blocks_of(model.names)
+    records: dict[str, Records] = {}
+    with ThreadPoolExecutor(1, "jaxserve-write") as writer:
+        writing: Future[None] | None = None
+        for done, block in enumerate(blocks):
+            known = _finished(target, block.name)
+            if known is not None:
+                records[block.name] = known
+                on_block(done + 1, len(blocks), f"{block.name} is there")
+                continue
+            leaves = _leaves(model, checkpoint, block)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(_write, target / BLOCKS, block.name, leaves, records)
+            del leaves
+            on_block(done + 1, len(blocks), block.name)
+        if writing is not None:
+            writing.result()
+    return {block.name: records[block.name] for block in blocks}
+
+
+def _leaves(model: _Model, checkpoint: HFCheckpoint, block: Block) -> dict[str, jax.Array]:
+    template, rules = model.template(block)
+    mesh = model.meshes.attention
+    shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
+    leaves = checkpoint.leaves(template, block.sources, shardings)
+    return dict(zip(template.names, leaves, strict=True))
+
+
+def _write(
+    folder: Path, name: str, leaves: dict[str, jax.Array], records: dict[str, Records]
+) -> None:
+    """The block's checkpoint, then its record."""
+    import orbax.checkpoint as ocp  # takes a while, and only conversions need it
+
+    record = {
+        leaf: StoredLeaf(array.shape, str(array.dtype), checksum(np.asarray(array)))
+        for leaf, array in leaves.items()
+    }
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    arguments = ocp.args.PyTreeSave(
+        leaves, save_args={leaf: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for leaf in leaves}
+    )
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save((folder / name).absolute(), args=arguments, force=True)
+    write_record(folder / f"{name}.json", BlockRecord(record))
+    records[name] = record
+
+
+def _finished(target: Path, name: str) -> Records | None:
+    """A block's record if the block is there and has the checksums that it says."""
+    path = target / BLOCKS / f"{name}.json"
+    if not path.exists():
+        return None
+    try:
+        record = read_record(path, BlockRecord).leaves
+    except CheckpointError:
+        return None
+    return None if list(_damaged(target, {name: record})) else record
+
+
+def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
+    """Every array that is not what its record says."""
+    for name, record in blocks.items():
+        for leaf, entry in record.items():
+            try:
+                array = open_array(folder / BLOCKS / name / leaf)
+                values = read_array(array)
+            except CheckpointError as error:
+                yield f"{name}: {leaf}: {error}"
+                continue
+            if values.shape != entry.shape or str(values.dtype) != entry.dtype:
+                yield f"{name}: {leaf} is {values.dtype}{list(values.shape)}"
+            elif (found := checksum(values)) != entry.checksum:
+                yield f"{name}: {leaf} has the checksum {found}, and should have {entry.checksum}"
+
+
+def verify(
+    folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
+) -> list[str]:
+    """Reads all of a converted checkpoint; gives what is wrong with it.
+
+    Raises:
+      CheckpointError: it has no manifest.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
+    problems = []
+    try:
+        same = json.loads((folder / "config.json").read_text()) == manifest.config
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        problems.append(f"config.json is not the one that {MANIFEST} has")
+    for done, (name, record) in enumerate(manifest.blocks.items()):
+        problems += _damaged(folder, {name: record})
+        on_block(done + 1, len(manifest.blocks), name)
+    return problems
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a folder's config.json and weights: sizes, headers, and samples of every file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(int.from_bytes(file.read(8), "little")))
+            for sample in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _copied(source: Path) -> list[Path]:
+    paths = {path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}
+    return sorted(paths)
+
+
+def quieten_libraries() -> None:
+    """Orbax reports every file at level warning."""
+    logging.getLogger("absl").setLevel(logging.ERROR)

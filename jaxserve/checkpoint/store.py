@@ -1,0 +1,301 @@
+"""Converted checkpoints: Orbax's arrays in a folder a block, restored into any layout.
+
+`convert.py` writes them, `open_checkpoint` opens whichever kind of folder it is given. Every array
+is whole and as one device would have it; a device's part is read from the chunks it overlaps, and
+what a layout pads is zero.
+
+The arrays are Zarr 3 without compression, so a chunk is a row-major matrix somewhere in a file:
+`reading.py` reads from it just the bytes that a device owns, straight into the memory that becomes
+the array. Orbax's own restore reads whole chunks and takes twice as long. Checksums are of whole
+arrays; `convert --verify` checks them, and loading, which may see a part of each, does not.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.checkpoint.arrays import (
+    Leaf,
+    block_of,
+    empty_stack,
+    fill,
+    make_array,
+    make_leaves,
+    quantised_here,
+    wanted_leaves,
+)
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.manifest import (
+    BLOCKS,
+    MANIFEST,
+    Manifest,
+    StoredLeaf,
+    blocks_of,
+    read_manifest,
+)
+from jaxserve.checkpoint.reading import aligned_empty, read_regions
+from jaxserve.checkpoint.regions import Ranges, scale_block
+from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.checkpoint.tensors import DTYPES
+from jaxserve.checkpoint.zarr import StoredArray, open_array, read_array
+from jaxserve.errors import CheckpointError
+from jaxserve.module import Template
+from pallas_kernels.quantize.api import QuantArray, dequantize_weight
+
+
+def _read(
+    arrays: Sequence[StoredArray],
+    layers: int | None,
+    ranges: Ranges,
+    dtype: np.dtype,
+    on_read: Callable[[int], None],
+) -> np.ndarray:
+    """A part of an array, or of a stack of several."""
+    target = aligned_empty([stop - start for start, stop in ranges], dtype)
+    if layers is None:
+        regions = list(arrays[0].regions(ranges, target))
+    else:
+        regions = [
+            region
+            for place, index in enumerate(range(*ranges[0]))
+            for region in arrays[index].regions(ranges[1:], target[place])
+        ]
+    if sum(region.rows * region.columns for region in regions) < target.size:
+        target[...] = 0
+    read_regions(regions, on_read)
+    return target
+
+
+class StoreCheckpoint:
+    """A converted checkpoint, with the interface of `HFCheckpoint`.
+
+    Args:
+      folder: that `convert.py` wrote.
+      names: what the architecture expects.
+
+    Attributes:
+      on_read: called with a number of bytes whenever so many were read, on any thread.
+
+    Raises:
+      CheckpointError: there is no manifest; blocks, leaves or arrays that are missing, unexpected
+        or not of the manifest's shapes and dtypes, all of them in one message.
+    """
+
+    def __init__(self, folder: str | Path, names: CheckpointNames):
+        self._folder = Path(folder)
+        self.on_read: Callable[[int], None] = lambda size: None
+        manifest = read_manifest(self._folder)
+        if manifest is None:
+            raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
+        self._arrays, problems = open_blocks(self._folder, manifest, names)
+        if problems:
+            count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+            raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
+        self._blocks = {_key(block.sources): block.name for block in blocks_of(names)}
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays."""
+        return sum(a.nbytes for block in self._arrays.values() for a in block.values())
+
+    def leaves(
+        self,
+        template: Template,
+        sources: Sources,
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterator[jax.Array]:
+        """The leaves of the block that these sources make in the original, one after another."""
+        return self._block(wanted_leaves(template, shardings, None), [sources])
+
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterator[jax.Array]:
+        """The leaves of several blocks, behind each other in a new first axis."""
+        return self._block(wanted_leaves(template, shardings, len(tables)), tables)
+
+    def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
+        blocks = [self._arrays[self._blocks[_key(sources)]] for sources in tables]
+        return make_leaves(
+            leaves,
+            tables[0].keys(),
+            lambda name, leaf: self._plain(blocks, name, leaf),
+            lambda name, *pair: self._quantised(blocks, name, *pair),
+        )
+
+    def _plain(self, blocks: Sequence[dict[str, StoredArray]], name: str, leaf: Leaf) -> jax.Array:
+        """A leaf of floats; matrices in 8 bits are multiplied out, layer by layer."""
+        if name in blocks[0]:
+            return self._array([block[name] for block in blocks], leaf)
+        if leaf.layers is None:
+            return self._multiplied(blocks[0], name, leaf)
+        stack = empty_stack(leaf)
+        for index, block in enumerate(blocks):
+            layer = self._multiplied(block, name, leaf.of_one_layer())
+            stack = jax.block_until_ready(fill(stack, layer, index))
+        return stack
+
+    def _multiplied(self, block: dict[str, StoredArray], name: str, leaf: Leaf) -> jax.Array:
+        values, scales = block[f"{name}.values"], block[f"{name}.scales"]
+        sizes = _stored_block(values, scales)
+        *outer, d_in, d_out = leaf.shape
+        rows = -(-d_in // sizes[0]) if sizes[0] else 1
+        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        of_scales = Leaf((*outer, rows, -(-d_out // sizes[1])), jnp.dtype(np.float32), everywhere)
+        multiply = _multiplier(leaf, sizes)
+        return multiply(
+            self._array([values], leaf.of(DTYPES[values.kind])), self._array([scales], of_scales)
+        )
+
+    def _quantised(
+        self, blocks: Sequence[dict[str, StoredArray]], name: str, values: Leaf, scales: Leaf
+    ) -> tuple[jax.Array, jax.Array]:
+        """The two leaves of a matrix in 8 bits: as they are stored, or quantised here."""
+        if f"{name}.values" in blocks[0]:
+            of_values = [block[f"{name}.values"] for block in blocks]
+            of_scales = [block[f"{name}.scales"] for block in blocks]
+            places = _scale_places(of_values[0], of_scales[0], values, scales)
+            if places is not None and DTYPES[of_values[0].kind] == values.dtype:
+                stored = self._array(of_values, values)
+                return stored, self._scales(of_scales, scales, places)
+            floats: np.dtype = np.dtype(np.float32)
+        else:
+            floats = DTYPES[blocks[0][name].kind]
+        return quantised_here(
+            values,
+            scales,
+            floats,
+            lambda index, leaf: self._plain(
+                blocks if index is None else [blocks[index]], name, leaf
+            ),
+        )
+
+    def _array(self, arrays: Sequence[StoredArray], leaf: Leaf) -> jax.Array:
+        def make(parts: list[Ranges]) -> list[np.ndarray]:
+            dtype = np.dtype(leaf.dtype)
+            return [_read(arrays, leaf.layers, part, dtype, self.on_read) for part in parts]
+
+        return make_array(leaf, make)
+
+    def _scales(
+        self, arrays: Sequence[StoredArray], leaf: Leaf, places: tuple[np.ndarray, np.ndarray]
+    ) -> jax.Array:
+        """Scales of other blocks than the stored ones, which they are parts of."""
+        rows, columns = places
+        grids = [read_array(array) for array in arrays]
+        self.on_read(sum(grid.nbytes for grid in grids))
+        full = np.stack(grids) if leaf.layers is not None else grids[0]
+        full = full[..., rows[:, None], columns]
+        padding = [(0, n - have) for n, have in zip(leaf.full_shape, full.shape, strict=True)]
+        full = np.pad(full, padding, constant_values=1.0)
+
+        def make(parts: list[Ranges]) -> list[np.ndarray]:
+            targets = []
+            for part in parts:
+                target = aligned_empty([b - a for a, b in part], full.dtype)
+                target[...] = full[tuple(slice(a, b) for a, b in part)]
+                targets.append(target)
+            return targets
+
+        return make_array(leaf, make)
+
+
+def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What tells the blocks of a model apart."""
+    return tuple((leaf, source.names) for leaf, source in sources.items())
+
+
+def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
+    """(block_in, block_out), (0, 1) for a scale a column."""
+    (d_in, d_out), (rows, columns) = values.shape[-2:], scales.shape[-2:]
+    if rows == 1 and columns == d_out:
+        return 0, 1
+    return scale_block(d_in, rows), scale_block(d_out, columns)
+
+
+def _scale_places(
+    values: StoredArray, scales: StoredArray, wanted: Leaf, wanted_scales: Leaf
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows and columns of the stored scales that the wanted blocks have; None if a wanted block is
+    not inside a stored one."""
+    places = []
+    sizes = zip(
+        _stored_block(values, scales),
+        block_of(wanted, wanted_scales),
+        values.shape[-2:],
+        strict=True,
+    )
+    for stored, block, size in sizes:
+        stored, block = stored or size, block or max(size, 1)
+        first = np.arange(-(-size // block)) * block
+        last = np.minimum(first + block, size) - 1
+        if (first // stored != last // stored).any():
+            return None
+        places.append(first // stored)
+    return places[0], places[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A compiled function from values and scales to the leaf."""
+
+    def multiply(values: jax.Array, scales: jax.Array) -> jax.Array:
+        return dequantize_weight(QuantArray(values, scales, block), leaf.dtype)
+
+    return jax.jit(multiply, out_shardings=leaf.sharding)
+
+
+def open_blocks(
+    folder: Path, manifest: Manifest, names: CheckpointNames
+) -> tuple[dict[str, dict[str, StoredArray]], list[str]]:
+    """Every array by block and leaf, and what is wrong with them."""
+    arrays: dict[str, dict[str, StoredArray]] = {}
+    problems = []
+    expected = {block.name: block.sources.keys() for block in blocks_of(names)}
+    problems += [f"missing block {name}" for name in sorted(expected.keys() - manifest.blocks)]
+    problems += [f"unexpected block {name}" for name in sorted(manifest.blocks - expected.keys())]
+    for name in expected.keys() & manifest.blocks.keys():
+        stored = manifest.blocks[name]
+        arrays[name] = {}
+        bases = {leaf.removesuffix(".values").removesuffix(".scales") for leaf in stored}
+        for base in sorted(expected[name] - bases):
+            problems.append(f"missing {name}: {base}")
+        for base in sorted(bases - expected[name]):
+            problems.append(f"unexpected {name}: {base}")
+        for leaf, entry in stored.items():
+            try:
+                array = open_array(folder / BLOCKS / name / leaf)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            arrays[name][leaf] = array
+            problems += _differences(f"{name}: {leaf}", array, entry)
+    return arrays, problems
+
+
+def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
+    is_, says = (
+        f"{kind} {list(shape)}"
+        for kind, shape in (
+            (str(DTYPES[array.kind]), array.shape),
+            (entry.dtype, entry.shape),
+        )
+    )
+    return [f"{name} is {is_}, and the manifest says {says}"] if is_ != says else []
+
+
+def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
+    """A folder's weights, in whichever of the two forms they are.
+
+    Raises:
+      CheckpointError: as the two classes do.
+    """
+    converted = read_manifest(Path(folder)) is not None
+    return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)

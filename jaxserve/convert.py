@@ -1,0 +1,99 @@
+"""`python -m jaxserve.convert SRC DST [--weights fp8|int8|bf16]`: a Hugging Face folder becomes a
+checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
+
+A run that was interrupted goes on when it is started again. Exit codes: 1 a checkpoint that is
+verified is damaged, 2 something asked for is wrong, 130 Ctrl-C.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxserve.checkpoint import conversion
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.progress import Progress
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Converts or verifies; returns the exit code."""
+    options = _parse(arguments)
+    # All happens on the host; an accelerator may be busy serving.
+    jax.config.update("jax_platforms", "cpu")
+    conversion.quieten_libraries()
+    try:
+        if options.verify:
+            return _verify(options.verify)
+        return _convert(options)
+    except KeyboardInterrupt:
+        print("convert: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (CheckpointError, ConfigError) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.convert",
+        description="Convert a Hugging Face folder to sharded Orbax arrays.",
+    )
+    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="the folder")
+    parser.add_argument("target", nargs="?", type=Path, metavar="DST", help="where to")
+    parser.add_argument(
+        "--weights",
+        choices=["fp8", "int8", "bf16"],
+        help="format of the matrices (FP8 blocks stay blocks in fp8); as they are if not given",
+    )
+    parser.add_argument(
+        "--ignore-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="entry of config.json that means nothing",
+    )
+    parser.add_argument("--verify", type=Path, metavar="DST", help="check a converted checkpoint")
+    options = parser.parse_args(arguments)
+    if options.verify is None and options.target is None:
+        parser.error("SRC and DST are required, or --verify DST")
+    if options.verify is not None and options.source is not None:
+        parser.error("--verify takes no SRC and DST beside it")
+    return options
+
+
+def _convert(options: argparse.Namespace) -> int:
+    size = sum(path.stat().st_size for path in options.source.glob("*.safetensors"))
+    with Progress("convert", 1, total_bytes=size or None) as progress:
+        conversion.convert(
+            options.source,
+            options.target,
+            options.weights,
+            ignored=options.ignore_key,
+            on_block=_counted(progress),
+            on_read=lambda size: progress.advance(0, size=size),
+        )
+    return 0
+
+
+def _verify(folder: Path) -> int:
+    with Progress("verify", 1) as progress:
+        problems = conversion.verify(folder, on_block=_counted(progress))
+    for problem in problems:
+        print(f"convert: {folder}: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _counted(progress: Progress) -> Callable[[int, int, str], None]:
+    def on_block(done: int, blocks: int, note: str) -> None:
+        progress.set(done, blocks, note)
+
+    return on_block
+
+
+if __name__ == "__main__":
+    sys.exit(main())

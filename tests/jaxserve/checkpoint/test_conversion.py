@@ -1,0 +1,225 @@
+"""Conversions that are interrupted, damaged, repeated, or not possible."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.checkpoint import conversion
+from jaxserve.checkpoint.conversion import convert, fingerprint, verify
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.errors import CheckpointError
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+BLOCK_NAMES = ["embedding", "head"] + [
+    f"layers.{layer}.{role}" for layer in range(4) for role in ("attention", "ffn")
+]
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = write_tiny_step3(tmp_path / "source", shards=2)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("hi")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "target"
+
+
+def notes_of(source, target, *arguments):
+    notes = []
+    convert(source, target, *arguments, on_block=lambda done, blocks, note: notes.append(note))
+    return notes
+
+
+def test_what_is_written(source, target):
+    sizes = []
+    convert(source, target, on_read=sizes.append)
+    weights = sum(np.prod(shape) * 4 for shape in TinyStep3().shapes().values())
+    assert sum(sizes) == weights
+    files = {path.name for path in target.iterdir()}
+    assert files == {
+        BLOCKS,
+        MANIFEST,
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    }
+    manifest = json.loads((target / MANIFEST).read_text())
+    assert list(manifest["blocks"]) == BLOCK_NAMES
+    assert manifest["conversion"] == {
+        "format": 1,
+        "source": fingerprint(source),
+        "weights": "plain",
+        "dtype": "float32",
+    }
+    assert manifest["config"] == json.loads((source / "config.json").read_text())
+    gate = manifest["blocks"]["layers.1.ffn"]["experts.gate"]
+    assert gate == {"shape": [8, 64, 32], "dtype": "float32", "checksum": gate["checksum"]}
+    assert verify(target) == []
+
+
+def test_orbax_reads_it(source, target):
+    convert(source, target)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        block = checkpointer.restore(
+            target / BLOCKS / "layers.1.ffn",
+            args=ocp.args.PyTreeRestore(
+                restore_args={
+                    name: ocp.RestoreArgs(restore_type=np.ndarray)
+                    for name in json.loads((target / BLOCKS / "layers.1.ffn.json").read_text())[
+                        "leaves"
+                    ]
+                }
+            ),
+        )
+    name = "model.layers.1.moe.gate_proj.weight"
+    stored = next(
+        tensors[name] for tensors in map(load_file, source.glob("*.safetensors")) if name in tensors
+    )
+    np.testing.assert_array_equal(block["experts.gate"], np.swapaxes(stored, 1, 2))
+
+
+class TestInterrupted:
+    @pytest.fixture
+    def half(self, source, target, monkeypatch):
+        """A target whose fourth block could not be written."""
+        write = conversion._write
+
+        def fail(folder, name, leaves, records):
+            if name == BLOCK_NAMES[3]:
+                raise OSError("no space left on device")
+            write(folder, name, leaves, records)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, "_write", fail)
+            with pytest.raises(OSError, match="no space"):
+                convert(source, target)
+        return target
+
+    def test_is_not_opened(self, half, source):
+        assert not (half / MANIFEST).exists()
+        with pytest.raises(CheckpointError, match=r"incomplete: no manifest\.json"):
+            open_checkpoint(half, read_config(source)[1])
+        with pytest.raises(CheckpointError, match=r"incomplete: no manifest\.json; run it again"):
+            verify(half)
+
+    def test_goes_on(self, half, source):
+        notes = notes_of(source, half)
+        assert notes == [f"{name} is there" for name in BLOCK_NAMES[:3]] + BLOCK_NAMES[3:]
+        assert not (half / CONVERSION).exists()
+        assert verify(half) == []
+
+    def test_redoes_what_is_damaged(self, half, source):
+        damage(half, "embedding", "table")
+        (half / BLOCKS / "head.json").write_text("{")
+        shutil.rmtree(half / BLOCKS / "layers.0.attention")
+        assert notes_of(source, half) == BLOCK_NAMES
+        assert verify(half) == []
+
+    def test_refuses_other_options(self, half, source):
+        message = r"is of another conversion: weights plain, and not int8$"
+        with pytest.raises(CheckpointError, match=message):
+            convert(source, half, "int8")
+
+    def test_refuses_another_source(self, half, source):
+        path = source / "model-00001-of-00002.safetensors"
+        tensors = load_file(path)
+        for tensor in tensors.values():
+            tensor += 1
+        save_file(tensors, path)
+        with pytest.raises(CheckpointError, match=r"is of another conversion: source \w+, and not"):
+            convert(source, half)
+
+    def test_leftovers_of_a_block_are_replaced(self, half, source):
+        (half / BLOCKS / BLOCK_NAMES[5]).mkdir()
+        (half / BLOCKS / BLOCK_NAMES[5] / "junk").write_text("half a block")
+        convert(source, half)
+        assert verify(half) == []
+
+
+def damage(folder, block, leaf):
+    """Changes one byte in the middle of an array."""
+    path = next(p for p in (folder / BLOCKS / block / leaf / "c").rglob("*") if p.is_file())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+class TestComplete:
+    def test_damage_is_named(self, source, target):
+        convert(source, target)
+        damage(target, "layers.2.ffn", "experts.down")
+        damage(target, "head", "norm")
+        (target / BLOCKS / "layers.3.ffn" / "dense.up" / "zarr.json").unlink()
+        (target / "config.json").write_text("{}")
+        first, *others = verify(target)
+        assert first == "config.json is not the one that manifest.json has"
+        assert len(others) == 3
+        assert others[0].startswith("head: norm has the checksum ")
+        assert others[1].startswith("layers.2.ffn: experts.down has the checksum ")
+        assert others[2].startswith("layers.3.ffn: dense.up: ")
+
+    def test_again(self, source, target):
+        convert(source, target)
+        before = (target / MANIFEST).stat().st_mtime_ns
+        assert notes_of(source, target) == ["complete already"]
+        assert (target / MANIFEST).stat().st_mtime_ns == before
+
+    def test_of_another_source(self, source, target, tmp_path):
+        convert(source, target)
+        other = write_tiny_step3(tmp_path / "other", seed=1)
+        with pytest.raises(CheckpointError, match="is of another conversion: source"):
+            convert(other, target)
+
+    def test_a_converted_one_is_no_source(self, source, target, tmp_path):
+        convert(source, target)
+        with pytest.raises(CheckpointError, match="is converted already"):
+            convert(target, tmp_path / "third")
+
+
+def test_a_target_that_is_something_else(source, target):
+    target.mkdir()
+    (target / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is there, and not of a conversion"):
+        convert(source, target)
+    with pytest.raises(CheckpointError, match="is there, and not of a conversion"):
+        convert(source, target / "thesis.tex")
+    assert [path.name for path in target.iterdir()] == ["thesis.tex"]
+
+
+def test_no_source(target, tmp_path):
+    with pytest.raises(CheckpointError, match="no model at"):
+        convert(tmp_path / "none", target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "weights", "dtype"),
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", "bf16", "bfloat16"),
+        ("float32", "int8", "float32"),
+    ],
+)
+def test_dtype_of_what_is_not_quantised(stored, weights, dtype, target, tmp_path):
+    convert(write_tiny_step3(tmp_path / "of", dtype=stored), target, weights)
+    blocks = json.loads((target / MANIFEST).read_text())["blocks"]
+    assert blocks["embedding"]["table"]["dtype"] == dtype
+    assert blocks["head"]["weight"]["dtype"] == dtype
+    assert jax.devices()[0].platform == "cpu"

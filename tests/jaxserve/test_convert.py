@@ -1,0 +1,111 @@
+"""`python -m jaxserve.convert` from end to end: the converted model answers as the original."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve import convert
+from jaxserve.checkpoint.manifest import BLOCKS
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.request import SamplingParams
+from tests.conftest import REPOSITORY
+from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
+from tests.reference.tiny_step3 import write_tiny_step3
+
+PROMPTS = [[5, 9, 3, 7], [11, 2], [4] * 9]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LAYOUTS = {
+    "1A1F": {"mode": "afd"},
+    "2A2F": {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "lanes": 2},
+    "colocated": {"mode": "colocated"},
+}
+
+
+def tokens(folder: Path, overrides: dict[str, object]) -> list[list[int]]:
+    engine = build_engine(layouts.deployment(folder, overrides))
+    try:
+        return layouts.generate(engine, PROMPTS, GREEDY)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_answers_as_the_original_in_every_layout(weights, tmp_path, tiny_model):
+    target = tmp_path / "converted"
+    arguments = [str(tiny_model), str(target)] + (["--weights", weights] if weights else [])
+    assert convert.main(arguments) == 0
+    asked = {"attention.weights": weights, "ffn.weights": weights} if weights else {}
+    expected = tokens(tiny_model, asked | {"mode": "colocated"})
+    for layout in LAYOUTS.values() if not weights else [LAYOUTS["1A1F"]]:
+        assert tokens(target, layout) == expected
+
+
+def test_fp8_blocks_answer_as_the_original(tmp_path):
+    folder = FP8_MODEL.write(tmp_path / "source")
+    assert convert.main([str(folder), str(tmp_path / "converted")]) == 0
+    assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == tokens(folder, LAYOUTS["1A1F"])
+
+
+def test_says_what_it_does(tmp_path, caplog, capsys):
+    folder = write_tiny_step3(tmp_path / "source")
+    target = tmp_path / "target"
+    with caplog.at_level("INFO", "jaxserve.progress"):
+        assert convert.main([str(folder), str(target)]) == 0
+    assert caplog.messages[-1].startswith("convert: 10 of 10, 1.04 of 1.04 MB, ")
+    assert convert.main(["--verify", str(target)]) == 0
+    assert convert.main([str(folder), str(target), "--weights", "fp8"]) == 2
+    assert "is of another conversion: weights plain, and not fp8" in capsys.readouterr().err
+    path = next((target / BLOCKS / "head" / "norm" / "c").rglob("[0-9]*"))
+    path.write_bytes(bytes(len(path.read_bytes())))
+    assert convert.main(["--verify", str(target)]) == 1
+    assert f"convert: {target}: head: norm: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "SRC and DST are required, or --verify DST"),
+        (["a"], "SRC and DST are required, or --verify DST"),
+        (["a", "b", "--verify", "c"], "--verify takes no SRC and DST beside it"),
+        (["a", "b", "--weights", "int4"], "invalid choice: 'int4'"),
+    ],
+)
+def test_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        convert.main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_model(tmp_path, capsys):
+    assert convert.main([str(tmp_path / "none"), str(tmp_path / "target")]) == 2
+    assert "convert: no model at" in capsys.readouterr().err
+    assert convert.main(["--verify", str(tmp_path)]) == 2
+    assert "not a converted checkpoint" in capsys.readouterr().err
+
+
+def test_a_process_that_is_killed_and_started_again(tmp_path):
+    folder = write_tiny_step3(tmp_path / "source", shards=2)
+    target = tmp_path / "target"
+    command = [sys.executable, "-m", "jaxserve.convert", str(folder), str(target)]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    ) as run:
+        for _ in range(6000):
+            if len(list(target.glob(f"{BLOCKS}/*.json"))) >= 2 or run.poll() is not None:
+                break
+            try:
+                run.wait(0.01)
+            except subprocess.TimeoutExpired:
+                continue
+        run.kill()
+    finished = run.returncode == 0
+    assert convert.main([str(folder), str(target)]) == 0
+    assert convert.main(["--verify", str(target)]) == 0
+    assert len(json.loads((target / "manifest.json").read_text())["blocks"]) == 10
+    assert finished or run.returncode < 0
