@@ -1,6 +1,7 @@
 """Loads a folder in a process of its own, and says what that took at most and what stays.
 
-Run by `test_memory.py` as `python -m tests.jaxserve.checkpoint.loading FOLDER KEY=VALUE…`.
+Run by `test_memory.py` as `python -m tests.jaxserve.checkpoint.loading FOLDER KEY=VALUE…`, or with
+`--convert FOLDER TARGET`.
 The kernel keeps the account: `VmHWM`, the largest resident size since it was reset. That counts all
 that the process has in memory, pages of mapped files too.
 """
@@ -13,7 +14,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.conversion import convert
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
@@ -28,16 +31,15 @@ def resident(line: str) -> int:
 
 
 def main() -> None:
+    if sys.argv[1] == "--convert":
+        return converting(*sys.argv[2:])
     folder, *overrides = sys.argv[1:]
     deployment = load_deployment(folder, overrides)
     config, names = read_config(folder)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
-    jax.block_until_ready(jax.jit(jnp.zeros_like)(jnp.ones(4)))  # the compiler is there already
-    gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    checkpoint = HFCheckpoint(folder, names)
+    before = start()
+    checkpoint = open_checkpoint(folder, names)
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes)
         weights = list(ColocatedWeights(checkpoint, names, programs).flat)
@@ -46,13 +48,32 @@ def main() -> None:
         weights = [*loaded.embedding, *loaded.head]
         weights += [leaf for block in (*loaded.attention, *loaded.ffn) for leaf in block]
     jax.block_until_ready(weights)
+    say(before, sum(s.data.nbytes for leaf in weights for s in leaf.addressable_shards))
+
+
+def converting(folder: str, target: str) -> None:
+    """Converts the folder."""
+    import orbax.checkpoint  # noqa: F401  (it is large)
+
+    before = start()
+    convert(folder, target)
+    say(before, sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")))
+
+
+def start() -> int:
+    """Resets the kernel's account; gives what is resident."""
+    jax.block_until_ready(jax.jit(jnp.zeros_like)(jnp.ones(4)))  # the compiler is there already
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    return before
+
+
+def say(before: int, weights: int) -> None:
+    """Prints the account."""
     peak = resident("VmHWM")
     gc.collect()
-    report = {
-        "peak": peak - before,
-        "stays": resident("VmRSS") - before,
-        "weights": sum(s.data.nbytes for leaf in weights for s in leaf.addressable_shards),
-    }
+    report = {"peak": peak - before, "stays": resident("VmRSS") - before, "weights": weights}
     print(json.dumps(report))
 
 

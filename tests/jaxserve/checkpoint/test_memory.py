@@ -35,19 +35,18 @@ def folder(tmp_path_factory):
     return write_tiny_step3(tmp_path_factory.mktemp("large"), SIZES, shards=2)
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux's accounts")
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("mode=afd", "dtype=float32"),
-        ("mode=afd", "dtype=float32", "attention.dp=2", "ffn.ep=2", "ffn.tp=2"),
-        ("mode=colocated", "dtype=float32"),
-    ],
-    ids=str,
+LARGEST_BLOCK = 4 * (12 * 3 * 512 * 256 + 3 * 512 * 256)
+"""Bytes of the experts of a layer."""
+
+pytestmark = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux's accounts"
 )
-def test_peak_while_loading(folder, overrides):
+
+
+def report_of(*arguments):
+    """What a process says that loads, or converts, and measures itself."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.jaxserve.checkpoint.loading", folder, *overrides],
+        [sys.executable, "-m", "tests.jaxserve.checkpoint.loading", *arguments],
         cwd=REPOSITORY,
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
         stdout=subprocess.PIPE,
@@ -57,7 +56,36 @@ def test_peak_while_loading(folder, overrides):
     )
     report = json.loads(run.stdout)
     print({name: round(size / MIB) for name, size in report.items()})
+    return report
+
+
+@pytest.fixture(scope="module")
+def converted(folder, tmp_path_factory):
+    """The same model, converted in a process that says what that took."""
+    target = tmp_path_factory.mktemp("converted") / "model"
+    return target, report_of("--convert", folder, target)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mode=afd", "dtype=float32"),
+        ("mode=afd", "dtype=float32", "attention.dp=2", "ffn.ep=2", "ffn.tp=2"),
+        ("mode=colocated", "dtype=float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["files", "converted"])
+def test_peak_while_loading(form, folder, converted, overrides):
+    report = report_of(folder if form == "files" else converted[0], *overrides)
     assert report["weights"] > 180 * MIB
     assert report["stays"] <= report["weights"] + RUNTIME
     assert report["peak"] <= 1.2 * report["stays"]
     assert report["peak"] <= 1.2 * report["weights"] + RUNTIME
+
+
+def test_peak_while_converting(converted):
+    """A block is written while the next one is read."""
+    _, report = converted
+    assert report["weights"] > 180 * MIB
+    assert report["peak"] <= 3 * LARGEST_BLOCK + 2 * RUNTIME
