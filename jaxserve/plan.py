@@ -1,19 +1,38 @@
 """`python -m jaxserve.plan`: what a deployment costs, before anything is rented.
 
 `tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's.
-Exit codes: 1 something printed does not come out, 2 something asked for is wrong.
+`search` finds the cheapest layouts that meet a time per output token (TPOT). Exit codes: 1 no
+layout meets the target, 2 something asked for is wrong.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.planner.advice import why_not
+from jaxserve.planner.checks import checks
+from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.figures import draw
-from jaxserve.planner.hardware import CONFIGS
+from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
+from jaxserve.planner.models import load_model, model_config, model_folder
+from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
+from jaxserve.planner.search import Found, Mode, Plan, Searcher, Target, front
+from jaxserve.planner.search_view import (
+    LEGEND,
+    MODES,
+    best_of,
+    checks_text,
+    front_svg,
+    layout_text,
+    plan_tree,
+    plans_text,
+)
+from jaxserve.planner.stages import Calculator, Format, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
 from jaxserve.planner.text import agreement, as_tree, compared_text
 
@@ -46,6 +65,109 @@ def _tables(options: argparse.Namespace) -> int:
     return 0
 
 
+def _search(options: argparse.Namespace) -> int:
+    attention, ffn = _hardware(options)
+    formats = Formats(
+        weights=options.weights,
+        cache=options.cache,
+        dispatch=options.dispatch,
+        compute=options.compute,
+    )
+    calculator = Calculator(
+        load_model(options.model, options.configs),
+        tokens(options.context),
+        formats,
+        assumptions(options.assume),
+    )
+    target = Target(
+        tpot=seconds(options.tpot),
+        max_devices=options.max_devices,
+        modes=tuple(options.modes or MODES),
+    )
+    found = Searcher(calculator, attention, ffn).search(target)
+    if not found.plans:
+        print(f"error: {why_not(calculator, attention, ffn, target, found)}", file=sys.stderr)
+        return 1
+    hardware = {**attention, **ffn}
+    if options.write:
+        _write(options, found.plans[0], calculator, hardware)
+    best = {mode: best_of(found.plans, mode, options.best) for mode in target.modes}
+    rules = {
+        plans[0].layout.mode: checks(
+            calculator.model,
+            calculator.context,
+            target.tpot,
+            hardware[plans[0].layout.attention],
+            hardware[plans[0].layout.ffn],
+            plans[0],
+        )
+        for plans in best.values()
+        if plans
+    }
+    fronts = _fronts(found, target.modes)
+    if options.svg:
+        title = f"{options.model}, {calculator.context:,} tokens: cost against TPOT"
+        named = {MODES[mode]: plans for mode, plans in fronts.items()}
+        options.svg.write_text(front_svg(title, named, target.tpot), encoding="utf-8")
+    if options.json:
+        tree = {
+            "best": [plan_tree(plan) for plans in best.values() for plan in plans],
+            "front": [plan_tree(plan) for plans in fronts.values() for plan in plans],
+            "checks": {mode: [check._asdict() for check in found] for mode, found in rules.items()},
+            "assumptions": msgspec.to_builtins(calculator.assumed),
+        }
+        print(_json(tree))
+        return 0
+    for mode, plans in best.items():
+        print(f"{MODES[mode]}\n\n{plans_text(plans) if plans else 'nothing meets the target'}\n")
+        if plans:
+            print(f"{checks_text(rules[mode])}\n")
+    print(LEGEND)
+    print(f"cheapest: {layout_text(found.plans[0])}, {found.plans[0].dollars:.3f} USD a million")
+    return 0
+
+
+def _hardware(options: argparse.Namespace) -> tuple[dict[str, Hardware], dict[str, Hardware]]:
+    own = prices(options.price)
+    roles = []
+    for given in (options.attention_hardware, options.ffn_hardware):
+        names = given or options.hardware
+        if not names:
+            raise ConfigError("--hardware is missing, or one of the roles has none")
+        each = [name for text in names for name in text.lower().split(",") if name]
+        roles.append({name: load_hardware(name, own, options.configs) for name in each})
+    used = {*roles[0], *roles[1]}
+    if idle := sorted(set(own) - used):
+        raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
+    return roles[0], roles[1]
+
+
+def _fronts(found: Found, modes: Sequence[Mode]) -> dict[Mode, list[Plan]]:
+    return {
+        mode: front([plan for plan in found.points if plan.layout.mode == mode]) for mode in modes
+    }
+
+
+def _write(
+    options: argparse.Namespace, plan: Plan, calculator: Calculator, hardware: dict[str, Hardware]
+) -> None:
+    folder = model_folder(options.model, options.configs)
+    config = model_config(folder)
+    if config is None:
+        raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
+    text = deployment_text(
+        plan,
+        folder.resolve(),
+        config,
+        calculator.context,
+        calculator.formats,
+        calculator.assumed,
+        hardware,
+        options.write.resolve().parent,
+    )
+    options.write.write_text(text, encoding="utf-8")
+
+
 def _json(tree: object) -> str:
     return msgspec.json.format(msgspec.json.encode(tree)).decode()
 
@@ -56,12 +178,41 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     paper = commands.add_parser("tables", help="Step-3's tables 2 to 7 and figures 1 to 5")
     paper.add_argument("--svg", type=Path, metavar="DIR", help="writes the figures there")
     paper.set_defaults(run=_tables)
+    _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="for programs")
         command.add_argument(
             "--configs", type=Path, default=CONFIGS, help="folder with models/ and hardware/"
         )
     return parser.parse_args(arguments)
+
+
+def _search_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", required=True, help="a known model, or a model folder")
+    add("--hardware", nargs="+", metavar="NAME", help="of both roles, any mix")
+    add("--attention-hardware", nargs="+", metavar="NAME", help="of the attention role alone")
+    add("--ffn-hardware", nargs="+", metavar="NAME", help="of the ffn role alone")
+    add("--context", required=True, help="mean tokens of a running sequence, as 8192 or 8K")
+    add("--tpot", required=True, help="time per output token, as 50ms")
+    add("--max-devices", type=_count, default=64, help="64")
+    add("--modes", nargs="+", choices=list(MODES), help="all of them")
+    formats = get_args(Format)
+    for name in ("weights", "cache", "dispatch"):
+        add(f"--{name}", choices=formats, default="fp8", help="number format: fp8")
+    add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
+    add("--best", type=_count, default=3, help="plans a mode: 3")
+    add("--price", nargs="+", default=[], metavar="NAME=USD", help="a device and hour")
+    add("--assume", nargs="+", default=[], metavar="NAME=VALUE", help="or `paper`; see the README")
+    add("--svg", type=Path, metavar="FILE", help="draws the front there")
+    add("--write", type=Path, metavar="FILE", help="writes the cheapest plan's deployment there")
+    command.set_defaults(run=_search)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 4096")
+    return int(text)
 
 
 if __name__ == "__main__":

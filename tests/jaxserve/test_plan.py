@@ -1,8 +1,14 @@
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 
+import pytest
+
+from jaxserve.config.deployment import load_deployment
 from jaxserve.plan import main
+
+SEARCH = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "8"]
 
 
 def test_tables_as_text(capsys):
@@ -28,3 +34,73 @@ def test_a_folder_without_models(capsys, tmp_path):
 def test_planning_needs_no_jax():
     code = "import sys, jaxserve.plan; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class TestSearch:
+    def test_as_text(self, capsys):
+        assert main([*SEARCH, "--hardware", "v6e", "--tpot", "50ms"]) == 0
+        text = capsys.readouterr().out
+        for part in (
+            "AFD\n",
+            "colocated EP\n",
+            "colocated TP\n",
+            "FFN batch (§5.3): ",
+            "cheapest: ",
+        ):
+            assert part in text
+
+    def test_for_programs(self, capsys):
+        assert main([*SEARCH, "--hardware", "v6e", "--tpot", "50ms", "--json", "--best", "2"]) == 0
+        tree = json.loads(capsys.readouterr().out)
+        assert set(tree) == {"best", "front", "checks", "assumptions"}
+        for plan in tree["best"]:
+            assert plan["tpot_seconds"] <= 0.05
+            assert set(plan["stages"]) == {"attend", "dispatch", "ffn", "combine"}
+        assert set(tree["checks"]) == {"afd", "ep", "tp"}
+
+    def test_the_written_deployment_loads(self, capsys, tmp_path):
+        path, picture = tmp_path / "plan.yaml", tmp_path / "front.svg"
+        asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
+        assert main([*asked, "--write", str(path), "--svg", str(picture)]) == 0
+        deployment = load_deployment(path)
+        assert deployment.mode == "afd"
+        assert deployment.devices <= 8
+        assert "target 50 ms" in picture.read_text(encoding="utf-8")
+        ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+
+    def test_a_mix_of_hardware_and_a_price(self, capsys):
+        asked = ["--attention-hardware", "h20", "--ffn-hardware", "h800", "h100", "--json"]
+        assert main([*SEARCH, *asked, "--tpot", "50ms", "--price", "h100=0.1"]) == 0
+        tree = json.loads(capsys.readouterr().out)
+        assert {(plan["attention"], plan["ffn"]) for plan in tree["best"]} == {("h20", "h100")}
+
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [
+            (["--hardware", "h9", "--tpot", "50ms"], "hardware 'h9' is not known"),
+            (["--tpot", "50ms"], "--hardware is missing"),
+            (["--ffn-hardware", "h20", "--tpot", "50ms"], "or one of the roles has none"),
+            (["--hardware", "h20", "--tpot", "soon"], "--tpot 'soon'"),
+            (["--hardware", "h20", "--tpot", "50", "--price", "h800=1"], "not among the hardware"),
+            (
+                ["--hardware", "h20", "--tpot", "50", "--model", "gpt-9"],
+                "model 'gpt-9' is not known",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, capsys, asked, message):
+        assert main([*SEARCH, *asked]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_an_impossible_target(self, capsys):
+        assert main([*SEARCH, "--hardware", "h100", "--tpot", "1ms"]) == 1
+        error = capsys.readouterr().err
+        assert "no layout reaches 1 ms a token" in error
+        assert "what would meet it: a TPOT of " in error
+
+    def test_the_engine_cannot_serve_every_model_that_can_be_planned(self, capsys, tmp_path):
+        asked = ["search", "--model", "pangu-pro-moe", "--hardware", "910b", "--context", "4K"]
+        asked += ["--tpot", "50ms", "--max-devices", "8"]
+        assert main(asked) == 0
+        assert main([*asked, "--write", str(tmp_path / "plan.yaml")]) == 2
+        assert "the engine cannot run pangu-pro-moe" in capsys.readouterr().err

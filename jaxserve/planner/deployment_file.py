@@ -1,0 +1,86 @@
+"""A plan as a deployment file that `jaxserve.serve --config` takes. Called by `plan.py search
+--write`; it knows the keys of `config/deployment.py` and nothing of how a plan came about."""
+
+import os
+from pathlib import Path
+
+from jaxserve.config.model import ModelConfig
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.search import Plan
+from jaxserve.planner.stages import Assumptions, Formats
+
+PAGE = 64
+
+
+def deployment_text(
+    plan: Plan,
+    model: Path,
+    config: ModelConfig,
+    context: int,
+    formats: Formats,
+    assumed: Assumptions,
+    hardware: dict[str, Hardware],
+    folder: Path,
+) -> str:
+    """The YAML text.
+
+    Args:
+      model: the model folder; written relative to `folder`, where the file will be.
+      hardware: what the plan's names mean.
+    """
+    layout = plan.layout
+    colocated = layout.mode != "afd"
+    a, f = hardware[layout.attention], hardware[layout.ffn]
+    kept = config.stored == "fp8_block" and formats.weights == "fp8"
+    weights = "auto" if kept else formats.weights
+    longest = min(config.max_positions, 2 * context)
+    pages_longest = -(-longest // PAGE)
+    pages = max(pages_longest, layout.lanes * plan.batch * -(-context // PAGE))
+    budget = plan.batch + max(plan.batch, 128)
+    usable = 1 - assumed.reserve / 2
+    lines = [
+        f"# {_sentence(plan, a, f, context)}",
+        f"# Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
+        f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
+        f"{plan.dollars:.3f} USD a million.",
+        f"model: {_path(model, folder)}",
+        f"mode: {'colocated' if colocated else 'afd'}",
+        f"lanes: {layout.lanes}",
+        "attention:",
+        f"  dp: {layout.dp}",
+        f"  tp: {layout.tp}",
+        f"  weights: {weights}",
+        f"  memory_gb: {a.memory_gb * usable:.1f}",
+        "ffn:",
+        *([] if colocated else [f"  ep: {layout.ep}", f"  tp: {layout.ffn_tp}"]),
+        f"  weights: {weights}",
+        *([] if colocated else [f"  memory_gb: {f.memory_gb * usable:.1f}"]),
+        f"link: {{dispatch: {formats.dispatch}}}",
+        "cache:",
+        f"  format: {formats.cache}",
+        f"  page_size: {PAGE}",
+        f"  pages: {pages}",
+        "scheduler:",
+        f"  slots: {plan.batch}",
+        f"  max_length: {longest}",
+        f"  token_budget: {budget}",
+        f"  token_buckets: [{plan.batch}, {budget}]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _path(model: Path, folder: Path) -> str:
+    """From the file to the model, if they are near each other."""
+    relative = os.path.relpath(model, folder)
+    return str(model) if relative.startswith("../..") else relative
+
+
+def _sentence(plan: Plan, a: Hardware, f: Hardware, context: int) -> str:
+    layout = plan.layout
+    if layout.mode != "afd":
+        devices = f"{layout.devices} {a.name}, colocated"
+        return f"{devices}: {plan.sequences} sequences of {context:,} tokens"
+    return (
+        f"{layout.attention_devices} {a.name} for attention, {layout.ffn_devices} {f.name} for the "
+        f"FFN: {plan.sequences} sequences of {context:,} tokens"
+    )

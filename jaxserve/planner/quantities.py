@@ -1,0 +1,104 @@
+"""Quantities as people type them on the command line. Called by `plan.py`."""
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.stages import Assumptions
+
+
+def seconds(text: str) -> float:
+    """`50ms`, `0.05s`; a bare number is milliseconds.
+
+    Raises:
+      ConfigError: it is something else, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|)\s*", text)
+    try:
+        value = float(match[1]) * (1.0 if match[2] == "s" else 1e-3) if match else 0.0
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"--tpot {text!r}: expected a time above 0, as in 50ms")
+    return value
+
+
+def tokens(text: str) -> int:
+    """`8192`, `8K` (8 × 1024).
+
+    Raises:
+      ConfigError: it is something else, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9]+)\s*([kK]?)\s*", text)
+    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if not 0 < value <= 2**24:
+        raise ConfigError(f"--context {text!r}: expected a number of tokens, as in 8192 or 8K")
+    return value
+
+
+def prices(items: Sequence[str]) -> dict[str, float]:
+    """`h100=1.9`: USD a device and hour.
+
+    Raises:
+      ConfigError: no such pair, or a price not above 0.
+    """
+    found = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        try:
+            price = float(text)
+        except ValueError:
+            price = 0.0
+        if not name or not 0 < price < 1e6:
+            raise ConfigError(f"--price {item!r}: expected name=USD an hour, as in h100=1.9")
+        found[name.strip().lower()] = price
+    return found
+
+
+PAPER = Assumptions(overlap=1.0, broadcast=True)
+"""How Step-3's own system moves rows (§7.1)."""
+
+
+def assumptions(items: Sequence[str]) -> Assumptions:
+    """`compute=0.8`, `broadcast=true`; `paper` stands for how Step-3's system moves rows.
+
+    Raises:
+      ConfigError: an unknown name (lists the known ones) or a value out of range.
+    """
+    tree = msgspec.to_builtins(PAPER if "paper" in items else Assumptions())
+    for item in items:
+        name, equals, text = item.partition("=")
+        if item == "paper":
+            continue
+        if not equals or name not in tree:
+            raise ConfigError(
+                f"--assume {item!r}: expected one of {', '.join(tree)}, as in compute=0.8"
+            )
+        tree[name] = text
+    try:
+        found = msgspec.convert(tree, Assumptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--assume: {error}") from None
+    wrong = [
+        f"{name} = {getattr(found, name)} (from {low} to {high})"
+        for name, (low, high) in _RANGES.items()
+        if not low <= getattr(found, name) <= high
+    ]
+    if wrong:
+        raise ConfigError(f"--assume: out of range: {'; '.join(wrong)}")
+    return found
+
+
+_RANGES = {
+    "compute": (0.01, 1.0),
+    "memory": (0.01, 1.0),
+    "network": (0.01, 1.0),
+    "stage_seconds": (0.0, 1.0),
+    "crossing_seconds": (0.0, 1.0),
+    "collective_seconds": (0.0, 1.0),
+    "imbalance": (1.0, 100.0),
+    "overlap": (0.0, 1.0),
+    "reserve": (0.0, 0.9),
+}

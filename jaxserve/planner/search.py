@@ -1,0 +1,355 @@
+"""Looks through layouts for the cheapest ones that meet a target. Called by `plan.py search`.
+
+Three modes: `afd`, attention and FFN on devices of their own and of any two kinds; `ep`, colocated,
+a DP group a device and the experts over all of them; `tp`, colocated, everything cut over the
+devices of one fast link. Plain arithmetic by `stages.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.models import FFNLayers
+from jaxserve.planner.stages import Calculator, Stage
+
+Mode = Literal["afd", "ep", "tp"]
+STAGES = ("attend", "dispatch", "ffn", "combine")
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""Hosts that a role is tried on."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices and how they share the work. Colocated modes have no ffn devices of their own."""
+
+    mode: Mode
+    attention: str
+    ffn: str
+    dp: int
+    tp: int
+    ep: int
+    ffn_tp: int
+    lanes: int
+
+    @property
+    def attention_devices(self) -> int:
+        """Devices of the attention role, or of all of a colocated deployment."""
+        return self.dp * self.tp
+
+    @property
+    def ffn_devices(self) -> int:
+        """Devices of the ffn role alone."""
+        return self.ep * self.ffn_tp if self.mode == "afd" else 0
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.attention_devices + self.ffn_devices
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout with a batch, and what is predicted of it."""
+
+    layout: Layout
+    batch: int
+    """Sequences a DP group and lane."""
+    tpot: float
+    """Seconds between a sequence's tokens."""
+    stages: dict[str, Stage]
+    """Of the most frequent kind of layer, by name."""
+    tokens_per_second: float
+    dollars: float
+    """USD a million tokens."""
+    attention_bytes: float
+    """Memory of an attention device: weights and cache."""
+    ffn_bytes: float
+    """Memory of an ffn device; 0 if colocated."""
+
+    @property
+    def sequences(self) -> int:
+        """Running at the same time."""
+        return self.layout.dp * self.layout.lanes * self.batch
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens_per_second / self.layout.devices
+
+    @property
+    def slowest(self) -> tuple[str, str]:
+        """The stage that sets the pace, and what bounds it. The link is one stage."""
+        seconds = {name: stage.seconds for name, stage in self.stages.items()}
+        link = seconds["dispatch"] + seconds["combine"]
+        if self.layout.mode == "afd" and link > max(seconds["attend"], seconds["ffn"]):
+            return "link", self.stages["dispatch"].bound
+        name = max(seconds, key=seconds.__getitem__)
+        return name, self.stages[name].bound
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    tpot: float
+    """Seconds."""
+    max_devices: int = 64
+    modes: tuple[Mode, ...] = ("afd", "ep", "tp")
+
+
+class Found(NamedTuple):
+    """What a search saw."""
+
+    plans: list[Plan]
+    """Within the target, every layout at its largest batch, cheapest first."""
+    points: list[Plan]
+    """Every layout at several batches, whatever their TPOT: for the front."""
+    fastest: Plan | None
+    """Least TPOT of all that fits; None: nothing fits."""
+    short: tuple[Layout, str, float, float] | None
+    """Of the layouts that do not fit, the nearest: (layout, role, bytes needed, bytes there)."""
+
+
+class Searcher:
+    """One model on some hardware.
+
+    Args:
+      calculator: the model, its context and formats.
+      attention, ffn: hardware by name that each role may have. Colocated modes take what both have.
+    """
+
+    def __init__(
+        self,
+        calculator: Calculator,
+        attention: Mapping[str, Hardware],
+        ffn: Mapping[str, Hardware],
+    ):
+        self._calculator = calculator
+        self._attention, self._ffn = attention, ffn
+
+    def search(self, target: Target) -> Found:
+        """All layouts of up to `target.max_devices`."""
+        plans, points = [], []
+        fastest: Plan | None = None
+        short: tuple[Layout, str, float, float] | None = None
+        for layout in self.layouts(target):
+            room, shortage = self._room(layout)
+            if room < 1:
+                if short is None or shortage[1] - shortage[2] < short[2] - short[3]:
+                    short = (layout, *shortage)
+                continue
+            best = None
+            for batch in _batches(room):
+                plan = self.evaluate(layout, batch)
+                points.append(plan)
+                if fastest is None or plan.tpot < fastest.tpot:
+                    fastest = plan
+                if plan.tpot > target.tpot:
+                    break
+                best = plan
+            if best is not None:
+                plans.append(self._largest(best, min(room, 2 * best.batch), target.tpot))
+        plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
+        return Found(plans, points, fastest, short)
+
+    def feasible(self, target: Target) -> bool:
+        """Whether any layout meets the target with one sequence a DP group. One lane then needs the
+        least time and memory."""
+        return any(
+            self._room(layout)[0] >= 1 and self.evaluate(layout, 1).tpot <= target.tpot
+            for layout in self.layouts(target)
+            if layout.lanes == 1
+        )
+
+    def _largest(self, plan: Plan, end: int, tpot: float) -> Plan:
+        """The largest batch up to `end` within `tpot`, from one that is."""
+        low, high = plan.batch, end
+        while low < high:
+            middle = (low + high + 1) // 2
+            tried = self.evaluate(plan.layout, middle)
+            if tried.tpot <= tpot:
+                low, plan = middle, tried
+            else:
+                high = middle - 1
+        return plan
+
+    def layouts(self, target: Target) -> Iterator[Layout]:
+        """Everything that is tried, whether or not it fits."""
+        if "afd" in target.modes:
+            for a_name, a in self._attention.items():
+                for f_name, f in self._ffn.items():
+                    for a_devices in _device_counts(a, target.max_devices - 1):
+                        for f_devices in _device_counts(f, target.max_devices - a_devices):
+                            yield from self._afd(a_name, f_name, a_devices, f_devices)
+        for name, hardware in self._attention.items():
+            if name in self._ffn:
+                for devices in _device_counts(hardware, target.max_devices):
+                    yield from self._colocated(name, hardware, devices, target.modes)
+
+    def _afd(self, a_name: str, f_name: str, a_devices: int, f_devices: int) -> Iterator[Layout]:
+        for tp in self._attention_tp(self._attention[a_name], a_devices):
+            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices):
+                for lanes in (1, 2, 3, 4):
+                    yield Layout(
+                        mode="afd",
+                        attention=a_name,
+                        ffn=f_name,
+                        dp=a_devices // tp,
+                        tp=tp,
+                        ep=f_devices // ffn_tp,
+                        ffn_tp=ffn_tp,
+                        lanes=lanes,
+                    )
+
+    def _colocated(
+        self, name: str, hardware: Hardware, devices: int, modes: Sequence[Mode]
+    ) -> Iterator[Layout]:
+        for tp in self._attention_tp(hardware, devices):
+            mode: Mode = "tp" if tp == devices else "ep"
+            if mode in modes and (mode == "tp" or self._most_experts(devices // tp)):
+                yield Layout(
+                    mode=mode,
+                    attention=name,
+                    ffn=name,
+                    dp=devices // tp,
+                    tp=tp,
+                    ep=devices // tp,
+                    ffn_tp=tp,
+                    lanes=1,
+                )
+
+    def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
+        """By query heads, within the fast link."""
+        heads = min(group.q_heads for group in self._calculator.model.attention)
+        most = min(devices, hardware.link_devices, hardware.devices_per_host)
+        return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
+
+    def _ffn_tp(self, hardware: Hardware, devices: int) -> list[int]:
+        host = min(devices, hardware.devices_per_host)
+        return [
+            tp
+            for tp in sorted({1, host})
+            if devices % tp == 0 and (self._most_experts(devices // tp) or tp == devices)
+        ]
+
+    def _most_experts(self, ep: int) -> bool:
+        """Whether every device of `ep` has as many experts as the others."""
+        moe = self._calculator.model.moe
+        return moe is None or moe.experts % ep == 0
+
+    def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
+        """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
+        calculator = self._calculator
+        usable = 1 - calculator.assumed.reserve
+        attention = self._attention[layout.attention].memory * usable
+        weights = calculator.attention_weights(layout.tp)
+        ffn_weights = calculator.ffn_weights(layout.ep, layout.ffn_tp)
+        if layout.mode == "afd":
+            ffn = self._ffn[layout.ffn].memory * usable
+            if ffn_weights > ffn:
+                return 0, ("ffn", ffn_weights, ffn)
+        else:
+            weights += ffn_weights
+        lane = layout.lanes * calculator.sequence_bytes(layout.tp)
+        return int((attention - weights) // lane), ("attention", weights + lane, attention)
+
+    def evaluate(self, layout: Layout, batch: int) -> Plan:
+        """What a layout does with a batch; whether it fits is not asked."""
+        calculator = self._calculator
+        model = calculator.model
+        a = self._attention[layout.attention]
+        step, most, stages = 0.0, 0.0, {}
+        for a_group in model.attention:
+            attend = calculator.attend(a_group, a, batch, layout.tp)
+            for f_group in model.ffn:
+                share = a_group.layers * f_group.layers / model.layers
+                if layout.mode == "afd":
+                    times = self._afd_stages(layout, batch, f_group)
+                else:
+                    tokens = layout.dp * batch
+                    parts = calculator.ffn(f_group, a, tokens, layout.ep, layout.ffn_tp)
+                    times = {
+                        "dispatch": Stage(parts.spread, "network"),
+                        "ffn": parts.work,
+                        "combine": Stage(parts.gather, "network"),
+                    }
+                times = {"attend": attend, **times}
+                step += share * layer_seconds(
+                    [times[name].seconds for name in STAGES], layout.lanes
+                )
+                if share > most:
+                    most, stages = share, {name: times[name] for name in STAGES}
+        tpot = step + layout.lanes * calculator.head(a, batch, layout.tp)
+        price = a.price * layout.attention_devices
+        if layout.mode == "afd":
+            price += self._ffn[layout.ffn].price * layout.ffn_devices
+        rate = layout.dp * layout.lanes * batch / tpot
+        ffn_bytes = calculator.ffn_weights(layout.ep, layout.ffn_tp)
+        held = calculator.attention_weights(layout.tp)
+        held += layout.lanes * batch * calculator.sequence_bytes(layout.tp)
+        colocated = layout.mode != "afd"
+        return Plan(
+            layout=layout,
+            batch=batch,
+            tpot=tpot,
+            stages=stages,
+            tokens_per_second=rate,
+            dollars=price / 3600 / rate * 1e6,
+            attention_bytes=held + (ffn_bytes if colocated else 0.0),
+            ffn_bytes=0.0 if colocated else ffn_bytes,
+        )
+
+    def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, Stage]:
+        calculator = self._calculator
+        assumed = calculator.assumed
+        a, f = self._attention[layout.attention], self._ffn[layout.ffn]
+        joined = layout.attention == layout.ffn and layout.devices <= a.link_devices
+        bandwidth = (a.link, f.link) if joined else (a.network, f.network)
+        tokens = layout.dp * batch
+        copies = -(-layout.ffn_devices // f.link_devices) if assumed.broadcast else 1
+        rows = copies * batch / layout.tp, copies * tokens / layout.ffn_devices
+        return {
+            "dispatch": calculator.cross(bandwidth, *rows, calculator.dispatch_bytes()),
+            "ffn": calculator.ffn(group, f, tokens, layout.ep, layout.ffn_tp).stage(
+                assumed.overlap
+            ),
+            "combine": calculator.cross(bandwidth, *rows, calculator.combine_bytes()),
+        }
+
+
+def layer_seconds(stages: Sequence[float], lanes: int) -> float:
+    """Seconds a layer of one lane when `lanes` of them share the roles.
+
+    A lane takes at least the sum of its stages (attend, dispatch, ffn, combine), and at least as
+    long as the slowest role needs for all lanes; both directions of the link are one stage, as in
+    Step-3 §3.1. With three lanes of a balanced pipeline this is 3 · max(t_a, t_f, t_a2f + t_f2a).
+    """
+    attend, dispatch, ffn, combine = stages
+    if lanes == 1:
+        return sum(stages)
+    return max(sum(stages), lanes * max(attend, ffn, dispatch + combine))
+
+
+def front(points: Sequence[Plan]) -> list[Plan]:
+    """The plans than which no other is both faster and cheaper, fastest first."""
+    best: list[Plan] = []
+    for plan in sorted(points, key=lambda plan: (plan.tpot, plan.dollars)):
+        if not best or plan.dollars < best[-1].dollars:
+            best.append(plan)
+    return best
+
+
+def _batches(room: int) -> list[int]:
+    """Powers of two and their middles up to `room`."""
+    sizes = []
+    size = 1
+    while size <= room:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, room] if sizes[-1] != room else sizes
+
+
+def _device_counts(hardware: Hardware, most: int) -> list[int]:
+    """Parts of a host, and whole hosts."""
+    host = hardware.devices_per_host
+    parts = [count for count in (1, 2, 4) if count < host]
+    return [count for count in (*parts, *(hosts * host for hosts in COUNTS)) if count <= most]

@@ -1,0 +1,115 @@
+"""What a search found, for a terminal, for programs, and as a picture. Called by `plan.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.planner.checks import Check
+from jaxserve.planner.search import STAGES, Mode, Plan
+from jaxserve.planner.svg import Series, chart
+from jaxserve.planner.text import grid
+
+MODES: dict[Mode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
+
+
+def best_of(plans: Sequence[Plan], mode: Mode, count: int) -> list[Plan]:
+    """The cheapest of a mode that differ in hardware or in numbers of devices.
+
+    Args:
+      plans: cheapest first.
+    """
+    seen: dict[tuple[str, str, int, int], Plan] = {}
+    for plan in plans:
+        layout = plan.layout
+        if layout.mode == mode:
+            key = layout.attention, layout.ffn, layout.attention_devices, layout.ffn_devices
+            seen.setdefault(key, plan)
+    return list(seen.values())[:count]
+
+
+def plans_text(plans: Sequence[Plan]) -> str:
+    """A table, a plan a line."""
+    heading = ["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]
+    heading += ["slowest", "tokens/s/device", "USD/M", "GB A", "GB F"]
+    rows = [heading]
+    for plan in plans:
+        name, bound = plan.slowest
+        rows.append(
+            [
+                layout_text(plan),
+                str(plan.layout.devices),
+                f"{plan.layout.dp}x{plan.layout.lanes}x{plan.batch}",
+                f"{plan.tpot * 1e3:.1f}",
+                *(_stage(plan, stage) for stage in STAGES),
+                f"{name}: {bound}",
+                f"{plan.tokens_per_device:.0f}",
+                f"{plan.dollars:.3f}",
+                f"{plan.attention_bytes / 1e9:.1f}",
+                f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
+            ]
+        )
+    return grid(rows)
+
+
+def _stage(plan: Plan, name: str) -> str:
+    stage = plan.stages[name]
+    return f"{stage.seconds * 1e6:.0f} {stage.bound[0]}"
+
+
+LEGEND = (
+    "batch: DP groups x lanes x sequences. A stage's time is of one layer and lane, with what "
+    "bounds it: memory, compute, network, overhead."
+)
+
+
+def layout_text(plan: Plan) -> str:
+    """Devices and sharding in a few words."""
+    layout = plan.layout
+    attention = f"{layout.attention_devices} {layout.attention} (dp {layout.dp} tp {layout.tp})"
+    if layout.mode != "afd":
+        return attention
+    ffn = f"{layout.ffn_devices} {layout.ffn} (ep {layout.ep} tp {layout.ffn_tp})"
+    return f"{attention} + {ffn}"
+
+
+def checks_text(checks: Sequence[Check]) -> str:
+    """A rule a line."""
+    return "\n".join(
+        f"{'holds' if check.holds else 'FAILS'}  {check.name}: {check.numbers}" for check in checks
+    )
+
+
+def plan_tree(plan: Plan) -> dict[str, Any]:
+    """For `--json`. Seconds, bytes, USD."""
+    slowest, bound = plan.slowest
+    return {
+        **msgspec.to_builtins(plan.layout),
+        "devices": plan.layout.devices,
+        "batch": plan.batch,
+        "sequences": plan.sequences,
+        "tpot_seconds": plan.tpot,
+        "stages": {
+            name: {"seconds": stage.seconds, "bound": stage.bound}
+            for name, stage in plan.stages.items()
+        },
+        "slowest": {"stage": slowest, "bound": bound},
+        "tokens_per_second": plan.tokens_per_second,
+        "tokens_per_second_and_device": plan.tokens_per_device,
+        "dollars_per_million_tokens": plan.dollars,
+        "attention_bytes": plan.attention_bytes,
+        "ffn_bytes": plan.ffn_bytes,
+    }
+
+
+def front_svg(title: str, fronts: Mapping[str, Sequence[Plan]], tpot: float) -> str:
+    """TPOT against cost, a line a mode, on logarithmic axes, with the target."""
+    series = [
+        Series(name, [(plan.tpot * 1e3, plan.dollars) for plan in plans])
+        for name, plans in fronts.items()
+        if plans
+    ]
+    costs = [cost for one in series for _, cost in one.points]
+    target = [(tpot * 1e3, min(costs)), (tpot * 1e3, max(costs))]
+    series.append(Series(f"target {tpot * 1e3:g} ms", target, dashed=True))
+    return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)

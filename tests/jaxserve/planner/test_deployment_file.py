@@ -1,0 +1,71 @@
+"""Written plans are deployments."""
+
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.planner.deployment_file import deployment_text
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import cost_model, model_config, model_folder
+from jaxserve.planner.search import Layout, Searcher
+from jaxserve.planner.stages import Assumptions, Calculator, Formats
+
+
+def written(tmp_path, name: str, layout: Layout, batch: int, formats: Formats):
+    folder = model_folder(name)
+    config = model_config(folder)
+    assert config is not None
+    hardware = {"h800": load_hardware("h800"), "h20": load_hardware("h20")}
+    calculator = Calculator(cost_model(config), 8192, formats, Assumptions())
+    plan = Searcher(calculator, hardware, hardware).evaluate(layout, batch)
+    text = deployment_text(
+        plan, folder, config, 8192, formats, calculator.assumed, hardware, tmp_path
+    )
+    (tmp_path / "plan.yaml").write_text(text, encoding="utf-8")
+    return load_deployment(tmp_path / "plan.yaml"), text
+
+
+AFD = Layout(mode="afd", attention="h20", ffn="h800", dp=8, tp=1, ep=16, ffn_tp=1, lanes=3)
+
+
+def test_afd(tmp_path):
+    deployment, text = written(tmp_path, "step3", AFD, 32, Formats())
+    assert deployment.mode == "afd"
+    assert (deployment.attention.dp, deployment.ffn.ep, deployment.lanes) == (8, 16, 3)
+    assert deployment.cache.pages == 3 * 32 * 128
+    assert deployment.scheduler.slots == 32
+    assert deployment.scheduler.max_length == 16384
+    assert deployment.attention.weights == "fp8"
+    assert deployment.attention.memory_gb == 97.5
+    assert text.startswith(
+        "# 8 NVIDIA H20 for attention, 16 NVIDIA H800 for the FFN: 768 sequences"
+    )
+    assert "# Predicted, not measured: " in text
+
+
+def test_files_of_fp8_blocks_stay_as_they_are(tmp_path):
+    deployment, _ = written(tmp_path, "deepseek-v3", AFD, 32, Formats())
+    assert deployment.ffn.weights == "auto"
+
+
+def test_other_formats(tmp_path):
+    formats = Formats(weights="int8", cache="bfloat16", dispatch="int8")
+    deployment, _ = written(tmp_path, "deepseek-v3", AFD, 32, formats)
+    assert deployment.ffn.weights == "int8"
+    assert deployment.cache.format == "bfloat16"
+    assert deployment.link.dispatch == "int8"
+
+
+@pytest.mark.parametrize("batch", [1, 7, 500])
+def test_colocated(tmp_path, batch):
+    layout = Layout(mode="ep", attention="h800", ffn="h800", dp=8, tp=1, ep=8, ffn_tp=1, lanes=1)
+    deployment, text = written(tmp_path, "step3", layout, batch, Formats())
+    assert deployment.mode == "colocated"
+    assert deployment.devices == 8
+    assert deployment.scheduler.token_buckets == [batch, batch + max(batch, 128)]
+    assert "8 NVIDIA H800, colocated: " in text
+
+
+def test_a_context_as_long_as_the_model_allows(tmp_path):
+    deployment, _ = written(tmp_path, "qwen3-32b", AFD, 1, Formats())
+    assert deployment.scheduler.max_length == 16384
+    assert deployment.cache.pages >= 16384 / 64

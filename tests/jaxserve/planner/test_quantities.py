@@ -1,0 +1,64 @@
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.quantities import PAPER, assumptions, prices, seconds, tokens
+from jaxserve.planner.stages import Assumptions
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("50ms", 0.05), ("50", 0.05), ("0.05s", 0.05), (" 16.6 ms ", 0.0166)]
+)
+def test_times(text, value):
+    assert seconds(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("8192", 8192), ("8K", 8192), ("32k", 32768)])
+def test_tokens(text, value):
+    assert tokens(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf"])
+def test_times_that_are_none(text):
+    with pytest.raises(ConfigError, match="--tpot"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8M", "1e4", "99999999"])
+def test_contexts_that_are_none(text):
+    with pytest.raises(ConfigError, match="--context"):
+        tokens(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_quantity_or_an_error(text):
+    for read in (seconds, tokens, lambda item: prices([item]), lambda item: assumptions([item])):
+        with contextlib.suppress(ConfigError):
+            assert read(text)
+
+
+def test_prices():
+    assert prices(["H100=1.9", "h20=1"]) == {"h100": 1.9, "h20": 1.0}
+    for wrong in ("h100", "h100=free", "=2", "h100=0", "h100=nan"):
+        with pytest.raises(ConfigError, match="--price"):
+            prices([wrong])
+
+
+def test_assumptions():
+    assert assumptions([]) == Assumptions()
+    assert assumptions(["paper"]) == PAPER
+    assert assumptions(["compute=0.5", "broadcast=true"]) == Assumptions(
+        compute=0.5, broadcast=True
+    )
+
+
+def test_wrong_assumptions():
+    with pytest.raises(ConfigError, match="expected one of compute, memory, network"):
+        assumptions(["speed=1"])
+    with pytest.raises(ConfigError, match=r"compute = 2.0 \(from 0.01 to 1.0\); overlap = -1.0"):
+        assumptions(["compute=2", "overlap=-1"])
+    with pytest.raises(ConfigError, match="--assume: "):
+        assumptions(["compute=fast"])

@@ -1,0 +1,142 @@
+import pytest
+
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import load_model
+from jaxserve.planner.quantities import PAPER
+from jaxserve.planner.search import Layout, Plan, Searcher, Target, front, layer_seconds
+from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
+
+
+def searcher(
+    name: str = "step3",
+    hardware: str = "h800",
+    context: int = 4096,
+    assumed: Assumptions | None = None,
+    **formats,
+) -> Searcher:
+    calculator = Calculator(load_model(name), context, Formats(**formats), assumed or Assumptions())
+    named = {each: load_hardware(each) for each in hardware.split()}
+    return Searcher(calculator, named, named)
+
+
+def afd(dp: int, lanes: int = 3, ep: int = 2, ffn_tp: int = 8, tp: int = 1) -> Layout:
+    return Layout(
+        mode="afd",
+        attention="h800",
+        ffn="h800",
+        dp=dp,
+        tp=tp,
+        ep=ep,
+        ffn_tp=ffn_tp,
+        lanes=lanes,
+    )
+
+
+class TestStep3:
+    """Step-3, table 8 (measured there): rooflines with the paper's way of moving rows."""
+
+    @pytest.mark.parametrize(
+        ("attention", "batch", "context", "cache", "measured"),
+        [
+            (2, 128, 4096, "fp8", 4039),
+            (4, 64, 8192, "fp8", 2643),
+            (3, 84, 4096, "bfloat16", 3321),
+        ],
+    )
+    def test_tokens_a_second_and_gpu_within_8_percent(
+        self, attention: int, batch: int, context: int, cache: Format, measured: int
+    ):
+        search = searcher(context=context, assumed=PAPER, compute="fp8", cache=cache)
+        plan = search.evaluate(afd(8 * attention), batch)
+        assert plan.sequences in (6144, 6048)
+        assert plan.tokens_per_device == pytest.approx(measured, rel=0.08)
+        assert plan.tpot < 0.05  # as the paper reports
+
+    def test_twice_the_context_on_twice_the_attention_is_as_fast(self):
+        plans = [
+            searcher(context=context, assumed=PAPER).evaluate(afd(dp), batch)
+            for dp, batch, context in ((16, 128, 4096), (32, 64, 8192))
+        ]
+        assert plans[0].tpot == pytest.approx(plans[1].tpot, rel=0.01)
+
+
+class TestLayerSeconds:
+    def test_one_lane_is_the_sum(self):
+        assert layer_seconds([5, 1, 4, 2], 1) == 12
+
+    def test_three_balanced_lanes_are_three_cycles(self):
+        # K = 3: cycle = max(t_a, t_f, t_a2f + t_f2a)
+        assert layer_seconds([4, 1, 4, 2], 3) == 3 * 4
+        assert layer_seconds([4, 3, 4, 2], 3) == 3 * 5
+
+    def test_lanes_cannot_be_faster_than_their_own_stages(self):
+        assert layer_seconds([4, 4, 4, 4], 2) == 16
+        assert layer_seconds([9, 1, 1, 1], 2) == 18
+
+
+class TestSearch:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def found():
+        return searcher("qwen3-30b-a3b", "v6e").search(Target(tpot=0.05, max_devices=16))
+
+    def test_every_plan_meets_the_target_and_fits(self, found):
+        assert len(found.plans) > 20
+        for plan in found.plans:
+            assert plan.tpot <= 0.05
+            assert plan.layout.devices <= 16
+            assert max(plan.attention_bytes, plan.ffn_bytes) <= 0.9 * 34.3e9
+
+    def test_cheapest_first(self, found):
+        costs = [plan.dollars for plan in found.plans]
+        assert costs == sorted(costs)
+
+    def test_all_modes_are_tried(self, found):
+        assert {plan.layout.mode for plan in found.plans} == {"afd", "ep", "tp"}
+
+    def test_one_sequence_more_breaks_the_target_or_the_memory(self, found):
+        search = searcher("qwen3-30b-a3b", "v6e")
+        for plan in found.plans[:10]:
+            more = search.evaluate(plan.layout, plan.batch + 1)
+            assert more.tpot > 0.05 or more.attention_bytes > 0.9 * 34.3e9
+
+    def test_a_plan_adds_up(self, found):
+        for plan in found.plans[:5]:
+            rate = plan.sequences / plan.tpot
+            assert plan.tokens_per_second == pytest.approx(rate)
+            dollars = 2.7 * plan.layout.devices / 3600 / rate * 1e6
+            assert plan.dollars == pytest.approx(dollars)
+
+    def test_the_front_rises_in_time_and_falls_in_cost(self, found):
+        plans = front(found.points)
+        assert [p.tpot for p in plans] == sorted(p.tpot for p in plans)
+        assert [p.dollars for p in plans] == sorted((p.dollars for p in plans), reverse=True)
+        cheapest = min(found.points, key=lambda plan: plan.dollars)
+        assert plans[-1].dollars == cheapest.dollars
+
+    def test_roles_may_have_hardware_of_their_own(self):
+        calculator = Calculator(load_model("qwen3-30b-a3b"), 4096, Formats(), Assumptions())
+        both = Searcher(calculator, {"h20": load_hardware("h20")}, {"h800": load_hardware("h800")})
+        found = both.search(Target(tpot=0.05, max_devices=8))
+        assert {(p.layout.attention, p.layout.ffn) for p in found.plans} == {("h20", "h800")}
+        assert {plan.layout.mode for plan in found.plans} == {"afd"}
+
+    def test_nothing_fits(self):
+        found = searcher().search(Target(tpot=0.05, max_devices=2))
+        assert (found.plans, found.points, found.fastest) == ([], [], None)
+        assert found.short is not None
+        _, role, needed, there = found.short
+        assert role in ("attention", "ffn")
+        assert needed > there
+
+
+def test_experts_divide_evenly():
+    found = searcher("step3", "h800").layouts(Target(tpot=0.05, max_devices=64, modes=("afd",)))
+    assert {layout.ep for layout in found if layout.ffn_tp == 1} == {1, 2, 4, 8, 16, 24, 48}
+
+
+def test_what_sets_the_pace():
+    plan: Plan = searcher(assumed=PAPER).evaluate(afd(16, lanes=3), 128)
+    assert plan.slowest == ("ffn", "network")
+    far = searcher(assumed=Assumptions(broadcast=True, overlap=1.0, network=0.2))
+    assert far.evaluate(afd(16), 128).slowest[0] in ("link", "ffn")

@@ -1,0 +1,136 @@
+import pytest
+
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import FFNLayers, load_model
+from jaxserve.planner.stages import Assumptions, Calculator, Formats, Stage, meets
+
+IDEAL = Assumptions(
+    compute=1,
+    memory=1,
+    network=1,
+    stage_seconds=0,
+    crossing_seconds=0,
+    collective_seconds=0,
+    imbalance=1,
+)
+
+
+def calculator(name: str = "step3", context: int = 8192, assumed: Assumptions = IDEAL, **formats):
+    return Calculator(load_model(name), context, Formats(**formats), assumed)
+
+
+class TestAttend:
+    def test_an_ideal_layer_of_step_3_on_h800(self):
+        step3 = calculator(compute="fp8")
+        stage = step3.attend(step3.model.attention[0], load_hardware("h800"), 64, 1)
+        cache = 64 * 8192 * (512 + 2 * 4)  # two scales a token
+        weights = 2048 * 16384 + 16384 * 7168 + 7168 * (2048 + 512)
+        assert stage.seconds == pytest.approx((cache + weights) / 3.35e12)
+        assert stage.bound == "memory"
+
+    def test_tensor_parallelism_cuts_the_heads_and_not_the_cache_of_one_head(self):
+        step3 = calculator()
+        group, h800 = step3.model.attention[0], load_hardware("h800")
+        assert step3.sequence_bytes(8) == step3.sequence_bytes(1) == 61 * 8192 * 520
+        assert step3.attend(group, h800, 1, 8).seconds < step3.attend(group, h800, 1, 1).seconds
+
+    def test_grouped_heads_are_cut(self):
+        qwen = calculator("qwen3-235b-a22b", cache="bfloat16")
+        assert qwen.sequence_bytes(4) == 94 * 8192 * 2 * 128 * 2
+        assert qwen.sequence_bytes(1) == 4 * qwen.sequence_bytes(4)
+        assert qwen.sequence_bytes(8) == qwen.sequence_bytes(4)  # fewer heads than devices
+
+    def test_formats_decide_the_rate(self):
+        assert Formats().linear == "bfloat16"  # FP8 weights meet BF16 activations
+        assert Formats(weights="int8").linear == "int8"
+        assert Formats(weights="int8").attention == "bfloat16"
+        assert Formats(compute="fp8").attention == "fp8"
+
+    @pytest.mark.parametrize(
+        ("hardware", "short", "long"),
+        [("h800", 281, 791), ("h20", 438, 1452), ("a800", 531, 1484)],
+    )
+    def test_step_3s_layers_of_table_9_within_17_percent(self, hardware, short, long):
+        """4 GPUs, 256 sequences, DP attention in BF16, GEMM in 8 bits."""
+        for context, microseconds in ((8192, short), (32768, long)):
+            step3 = calculator(
+                context=context, assumed=Assumptions(), weights="int8", cache="bfloat16"
+            )
+            stage = step3.attend(step3.model.attention[0], load_hardware(hardware), 64, 1)
+            assert stage.seconds * 1e6 == pytest.approx(microseconds, rel=0.17)
+
+    @pytest.mark.parametrize(
+        ("name", "tp", "short", "long"),
+        [("deepseek-v3", 1, 372, 1125), ("qwen3-235b-a22b", 4, 382, 1391)],
+    )
+    def test_other_models_of_table_9_on_h800_within_16_percent(self, name, tp, short, long):
+        for context, microseconds in ((8192, short), (32768, long)):
+            model = calculator(
+                name, context=context, assumed=Assumptions(), weights="int8", cache="bfloat16"
+            )
+            stage = model.attend(model.model.attention[0], load_hardware("h800"), 64 * tp, tp)
+            assert stage.seconds * 1e6 == pytest.approx(microseconds, rel=0.16)
+
+
+class TestFFN:
+    def test_an_ideal_layer_of_step_3_on_16_h800(self):
+        step3 = calculator(compute="fp8")
+        moe = step3.model.ffn[1]
+        stage = step3.ffn(moe, load_hardware("h800"), 2048, 2, 8)
+        read = 49 * 3 * 7168 * 5120 / 16
+        assert stage.work.seconds == pytest.approx(read / 3.35e12, rel=1e-6)
+        assert stage.work.bound == "memory"
+        # All rows reach every device: half of them over the network, an eighth a device.
+        spread = 2048 * 7168 * (7 / 8 / 200e9 + 1 / 2 / 8 / 50e9)
+        assert stage.spread == pytest.approx(spread)
+        assert stage.gather == pytest.approx(2 * spread)
+
+    def test_a_large_batch_computes(self):
+        step3 = calculator(compute="fp8")
+        work = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 65536, 2, 8).work
+        assert work.bound == "compute"
+        assert work.seconds == pytest.approx(2 * 65536 * 4 * 3 * 7168 * 5120 / 16 / 1.98e15)
+
+    def test_few_tokens_meet_few_experts(self):
+        step3 = calculator()
+        one = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 1, 1, 1).work.seconds
+        assert one == pytest.approx(4 * 3 * 7168 * 5120 / 3.35e12)
+
+    def test_overlap_hides_what_moves(self):
+        step3 = calculator()
+        parts = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 2048, 2, 8)
+        moving = parts.spread + parts.gather
+        assert parts.stage(0.0).seconds == moving + parts.work.seconds
+        assert parts.stage(1.0).seconds == pytest.approx(max(moving, parts.work.seconds))
+        assert parts.stage(1.0).bound == "network"
+
+    def test_one_device_moves_nothing(self):
+        qwen = calculator("qwen3-30b-a3b")
+        parts = qwen.ffn(qwen.model.ffn[0], load_hardware("h200"), 64, 1, 1)
+        assert (parts.spread, parts.gather) == (0.0, 0.0)
+
+    @pytest.mark.parametrize(("parts", "share"), [(2, 0.9965), (4, 0.9036), (8, 0.6618)])
+    def test_the_probability_of_meeting_a_part_of_the_experts(self, parts, share):
+        group = FFNLayers(layers=1, experts=256, top_k=8, expert_d_ff=1)
+        assert meets(group, parts) == pytest.approx(share, abs=5e-5)
+
+
+class TestMemory:
+    """As `serve --check` computes them from the templates."""
+
+    @pytest.mark.parametrize(
+        ("name", "attention_tp", "ep", "ffn_tp", "attention", "ffn"),
+        [("step3", 1, 2, 8, 14.07, 19.05), ("deepseek-v3", 1, 16, 1, 16.36, 41.11)],
+    )
+    def test_weights_a_device(self, name, attention_tp, ep, ffn_tp, attention, ffn):
+        model = calculator(name)
+        assert model.attention_weights(attention_tp) / 1e9 == pytest.approx(attention, rel=0.001)
+        assert model.ffn_weights(ep, ffn_tp) / 1e9 == pytest.approx(ffn, rel=0.003)
+
+
+def test_messages():
+    step3 = calculator()
+    assert step3.dispatch_bytes() == 7168 + 4 + 3 * 8
+    assert step3.combine_bytes() == 14336
+    stage = step3.cross((50e9, 25e9), 100, 100, 7168)
+    assert stage == Stage(100 * 7168 / 25e9, "network")
