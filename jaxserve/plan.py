@@ -9,13 +9,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.planner import report
 from jaxserve.planner.advice import why_not
-from jaxserve.planner.checks import checks
+from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
@@ -26,15 +27,18 @@ from jaxserve.planner.search_view import (
     LEGEND,
     MODES,
     best_of,
-    checks_text,
+    check_lines,
     front_svg,
     layout_text,
     plan_tree,
+    plans_rows,
     plans_text,
 )
 from jaxserve.planner.stages import Calculator, Format, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
-from jaxserve.planner.text import agreement, as_tree, compared_text
+from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text
+
+NOTHING = "nothing meets the target"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,16 +57,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tables(options: argparse.Namespace) -> int:
     sources = load_sources(options.configs)
     printed, drawn = tables(sources), figures(sources)
+    everything = [*printed, *drawn]
+    pictures = draw({table.name: table for table in drawn})
     if options.svg:
         options.svg.mkdir(parents=True, exist_ok=True)
-        for name, text in draw({table.name: table for table in drawn}).items():
+        for name, text in pictures.items():
             (options.svg / name).write_text(text, encoding="utf-8")
+    if options.html:
+        sections = []
+        for each in everything:
+            rows = compared_rows(each)
+            papers = [index for index, row in enumerate(rows) if row[0].startswith(" ")]
+            sections.append((f"{each.name}: {each.title}", report.table(rows, quiet=papers)))
+        sections += [("Pictures", "\n".join(pictures.values()))]
+        title = "Step-3's tables and figures, computed and printed"
+        options.html.write_text(report.page(title, sections), encoding="utf-8")
     if options.json:
-        print(_json([as_tree(table) for table in (*printed, *drawn)]))
+        print(_json([as_tree(table) for table in everything]))
     else:
-        print("\n\n".join(map(compared_text, (*printed, *drawn))))
+        print("\n\n".join(map(compared_text, everything)))
         print(f"\ntables: {agreement(printed)}\nfigures: {agreement(drawn)}")
     return 0
+
+
+class _Results(NamedTuple):
+    """What a search shows, by mode."""
+
+    best: dict[Mode, list[Plan]]
+    rules: dict[Mode, list[Check]]
+    fronts: dict[Mode, list[Plan]]
 
 
 def _search(options: argparse.Namespace) -> int:
@@ -91,40 +114,83 @@ def _search(options: argparse.Namespace) -> int:
     hardware = {**attention, **ffn}
     if options.write:
         _write(options, found.plans[0], calculator, hardware)
-    best = {mode: best_of(found.plans, mode, options.best) for mode in target.modes}
-    rules = {
-        plans[0].layout.mode: checks(
-            calculator.model,
-            calculator.context,
-            target.tpot,
-            hardware[plans[0].layout.attention],
-            hardware[plans[0].layout.ffn],
-            plans[0],
-        )
-        for plans in best.values()
-        if plans
-    }
-    fronts = _fronts(found, target.modes)
+    results = _results(options, found, calculator, target, hardware)
     if options.svg:
-        title = f"{options.model}, {calculator.context:,} tokens: cost against TPOT"
-        named = {MODES[mode]: plans for mode, plans in fronts.items()}
-        options.svg.write_text(front_svg(title, named, target.tpot), encoding="utf-8")
+        options.svg.write_text(_picture(options, results, calculator, target), encoding="utf-8")
+    if options.html:
+        options.html.write_text(_page(options, results, calculator, target), encoding="utf-8")
     if options.json:
-        tree = {
-            "best": [plan_tree(plan) for plans in best.values() for plan in plans],
-            "front": [plan_tree(plan) for plans in fronts.values() for plan in plans],
-            "checks": {mode: [check._asdict() for check in found] for mode, found in rules.items()},
-            "assumptions": msgspec.to_builtins(calculator.assumed),
-        }
-        print(_json(tree))
-        return 0
-    for mode, plans in best.items():
-        print(f"{MODES[mode]}\n\n{plans_text(plans) if plans else 'nothing meets the target'}\n")
-        if plans:
-            print(f"{checks_text(rules[mode])}\n")
-    print(LEGEND)
-    print(f"cheapest: {layout_text(found.plans[0])}, {found.plans[0].dollars:.3f} USD a million")
+        print(_json(_tree(results, calculator)))
+    else:
+        _print(results, found.plans[0])
     return 0
+
+
+def _results(
+    options: argparse.Namespace,
+    found: Found,
+    calculator: Calculator,
+    target: Target,
+    hardware: dict[str, Hardware],
+) -> _Results:
+    results = _Results({}, {}, {})
+    for mode in target.modes:
+        plans = best_of(found.plans, mode, options.best)
+        results.best[mode] = plans
+        results.fronts[mode] = front([p for p in found.points if p.layout.mode == mode])
+        if plans:
+            layout = plans[0].layout
+            roles = hardware[layout.attention], hardware[layout.ffn]
+            results.rules[mode] = checks(
+                calculator.model, calculator.context, target.tpot, *roles, plans[0]
+            )
+    return results
+
+
+def _print(results: _Results, cheapest: Plan) -> None:
+    for mode, plans in results.best.items():
+        print(f"{MODES[mode]}\n\n{plans_text(plans) if plans else NOTHING}\n")
+        if plans:
+            print("\n".join(check_lines(results.rules[mode])) + "\n")
+    print(LEGEND)
+    print(f"cheapest: {layout_text(cheapest)}, {cheapest.dollars:.3f} USD a million")
+
+
+def _tree(results: _Results, calculator: Calculator) -> dict[str, Any]:
+    return {
+        "best": [plan_tree(plan) for plans in results.best.values() for plan in plans],
+        "front": [plan_tree(plan) for plans in results.fronts.values() for plan in plans],
+        "checks": {
+            mode: [rule._asdict() for rule in rules] for mode, rules in results.rules.items()
+        },
+        "assumptions": msgspec.to_builtins(calculator.assumed),
+    }
+
+
+def _picture(
+    options: argparse.Namespace, results: _Results, calculator: Calculator, target: Target
+) -> str:
+    title = f"{options.model}, {calculator.context:,} tokens: cost against TPOT"
+    named = {MODES[mode]: plans for mode, plans in results.fronts.items()}
+    return front_svg(title, named, target.tpot)
+
+
+def _page(
+    options: argparse.Namespace, results: _Results, calculator: Calculator, target: Target
+) -> str:
+    sections = []
+    for mode, plans in results.best.items():
+        content = f"<p>{NOTHING}</p>"
+        if plans:
+            rules = report.lines(check_lines(results.rules[mode]))
+            content = report.table(plans_rows(plans)) + rules
+        sections.append((MODES[mode], content))
+    sections.append(("Cost against TPOT", _picture(options, results, calculator, target)))
+    assumed = msgspec.to_builtins(calculator.assumed)
+    values = [f"{name} = {value}" for name, value in assumed.items()]
+    sections.append(("Assumptions", report.lines([LEGEND, ", ".join(values)])))
+    title = f"{options.model} at {calculator.context:,} tokens within {target.tpot * 1e3:g} ms"
+    return report.page(title, sections)
 
 
 def _hardware(options: argparse.Namespace) -> tuple[dict[str, Hardware], dict[str, Hardware]]:
@@ -140,12 +206,6 @@ def _hardware(options: argparse.Namespace) -> tuple[dict[str, Hardware], dict[st
     if idle := sorted(set(own) - used):
         raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
     return roles[0], roles[1]
-
-
-def _fronts(found: Found, modes: Sequence[Mode]) -> dict[Mode, list[Plan]]:
-    return {
-        mode: front([plan for plan in found.points if plan.layout.mode == mode]) for mode in modes
-    }
 
 
 def _write(
@@ -181,6 +241,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="for programs")
+        command.add_argument("--html", type=Path, metavar="FILE", help="a page with pictures")
         command.add_argument(
             "--configs", type=Path, default=CONFIGS, help="folder with models/ and hardware/"
         )

@@ -30,6 +30,11 @@ def best_of(plans: Sequence[Plan], mode: Mode, count: int) -> list[Plan]:
 
 def plans_text(plans: Sequence[Plan]) -> str:
     """A table, a plan a line."""
+    return grid(plans_rows(plans))
+
+
+def plans_rows(plans: Sequence[Plan]) -> list[list[str]]:
+    """A heading, and a row a plan."""
     heading = ["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]
     heading += ["slowest", "tokens/s/device", "USD/M", "GB A", "GB F"]
     rows = [heading]
@@ -49,7 +54,7 @@ def plans_text(plans: Sequence[Plan]) -> str:
                 f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
             ]
         )
-    return grid(rows)
+    return rows
 
 
 def _stage(plan: Plan, name: str) -> str:
@@ -73,11 +78,11 @@ def layout_text(plan: Plan) -> str:
     return f"{attention} + {ffn}"
 
 
-def checks_text(checks: Sequence[Check]) -> str:
-    """A rule a line."""
-    return "\n".join(
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """Whether it holds, its name and its numbers."""
+    return [
         f"{'holds' if check.holds else 'FAILS'}  {check.name}: {check.numbers}" for check in checks
-    )
+    ]
 
 
 def plan_tree(plan: Plan) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """What separates rooflines from clocks.
 
     Compute, memory and stage_seconds are fitted to Step-3's table 9: its layers on H800, H20 and
-    A800 come out within 17 %, the other models' on H800 within 16 % (on H20 they are off by 32 %
-    and more). The network's share is what §5.4 reports of DeepEP. The others are guesses.
+    A800 come out within 17 %, the other models' on H800 within 16 % (on H20 they are off by 27 %
+    to 57 %). The network's share is what §5.4 reports of DeepEP. The others are guesses.
     """
 
     compute: float = 0.7

@@ -17,15 +17,20 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def compared_text(table: Table) -> str:
-    """A table of ours, under every row with printed cells the paper's row and the difference."""
+def compared_rows(table: Table) -> list[list[str]]:
+    """A heading and our rows, under every one with printed cells the paper's and the difference."""
     rows = [["", *table.columns]]
     for label, cells in table.rows.items():
         rows.append([label, *(cell.text for cell in cells)])
         if any(cell.printed for cell in cells):
             rows.append(["  paper", *(cell.printed for cell in cells)])
             rows.append(["  difference", *map(_difference, cells)])
-    return f"{table.name}: {table.title}\n\n{grid(rows)}"
+    return rows
+
+
+def compared_text(table: Table) -> str:
+    """`compared_rows` for a terminal."""
+    return f"{table.name}: {table.title}\n\n{grid(compared_rows(table))}"
 
 
 def _difference(cell: Cell) -> str:

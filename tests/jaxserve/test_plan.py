@@ -26,6 +26,14 @@ def test_tables_for_programs(capsys, tmp_path):
     assert len(list((tmp_path / "figures").glob("*.svg"))) == 7
 
 
+def test_tables_as_a_page(tmp_path):
+    path = tmp_path / "tables.html"
+    assert main(["tables", "--html", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<svg") == 7
+    assert text.count("<table>") == 12
+
+
 def test_a_folder_without_models(capsys, tmp_path):
     assert main(["tables", "--configs", str(tmp_path)]) == 2
     assert "model 'deepseek-v3' is not known" in capsys.readouterr().err
@@ -59,14 +67,15 @@ class TestSearch:
         assert set(tree["checks"]) == {"afd", "ep", "tp"}
 
     def test_the_written_deployment_loads(self, capsys, tmp_path):
-        path, picture = tmp_path / "plan.yaml", tmp_path / "front.svg"
+        path, picture, html = (tmp_path / name for name in ("plan.yaml", "front.svg", "plan.html"))
         asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
-        assert main([*asked, "--write", str(path), "--svg", str(picture)]) == 0
+        assert main([*asked, "--write", str(path), "--svg", str(picture), "--html", str(html)]) == 0
         deployment = load_deployment(path)
         assert deployment.mode == "afd"
         assert deployment.devices <= 8
         assert "target 50 ms" in picture.read_text(encoding="utf-8")
         ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+        assert picture.read_text(encoding="utf-8").strip() in html.read_text(encoding="utf-8")
 
     def test_a_mix_of_hardware_and_a_price(self, capsys):
         asked = ["--attention-hardware", "h20", "--ffn-hardware", "h800", "h100", "--json"]

@@ -36,20 +36,21 @@ class TestStep3:
     """Step-3, table 8 (measured there): rooflines with the paper's way of moving rows."""
 
     @pytest.mark.parametrize(
-        ("attention", "batch", "context", "cache", "measured"),
+        ("attention", "batch", "context", "cache", "measured", "predicted"),
         [
-            (2, 128, 4096, "fp8", 4039),
-            (4, 64, 8192, "fp8", 2643),
-            (3, 84, 4096, "bfloat16", 3321),
+            (2, 128, 4096, "fp8", 4039, 3861),
+            (4, 64, 8192, "fp8", 2643, 2574),
+            (3, 84, 4096, "bfloat16", 3321, 3084),
         ],
     )
     def test_tokens_a_second_and_gpu_within_8_percent(
-        self, attention: int, batch: int, context: int, cache: Format, measured: int
+        self, attention: int, batch: int, context: int, cache: Format, measured: int, predicted: int
     ):
         search = searcher(context=context, assumed=PAPER, compute="fp8", cache=cache)
         plan = search.evaluate(afd(8 * attention), batch)
         assert plan.sequences in (6144, 6048)
-        assert plan.tokens_per_device == pytest.approx(measured, rel=0.08)
+        assert round(plan.tokens_per_device) == predicted
+        assert predicted == pytest.approx(measured, rel=0.08)
         assert plan.tpot < 0.05  # as the paper reports
 
     def test_twice_the_context_on_twice_the_attention_is_as_fast(self):
