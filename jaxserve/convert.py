@@ -77,6 +77,7 @@ def _convert(options: argparse.Namespace) -> int:
             on_block=_counted(progress),
             on_read=lambda size: progress.advance(0, size=size),
         )
+    print(f"{options.target} is complete; serve it with --model {options.target}")
     return 0
 
 
@@ -85,6 +86,8 @@ def _verify(folder: Path) -> int:
         problems = conversion.verify(folder, on_block=_counted(progress))
     for problem in problems:
         print(f"convert: {folder}: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"{folder} is whole")
     return int(bool(problems))
 
 

@@ -128,10 +128,11 @@ def convert(
         on_block(blocks, blocks, "complete already")
         return
     records = _convert_blocks(model, checkpoint, target, on_block)
+    files = {}
     for path in _copied(source):
-        shutil.copyfile(path, target / path.name)
+        files[path.name] = _digest(Path(shutil.copyfile(path, target / path.name)))
     tree = json.loads((source / "config.json").read_text())
-    write_record(target / MANIFEST, Manifest(conversion, tree, records))
+    write_record(target / MANIFEST, Manifest(conversion, tree, files, records))
     (target / CONVERSION).unlink(missing_ok=True)
 
 
@@ -269,6 +270,20 @@ def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
                 yield f"{name}: {leaf} has the checksum {found}, and should have {entry.checksum}"
 
 
+def _changed(folder: Path, files: dict[str, str]) -> Iterator[str]:
+    """Every copied file that is not what was copied."""
+    for name, digest in files.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif _digest(path) != digest:
+            yield f"{name} was changed"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def verify(
     folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
 ) -> list[str]:
@@ -281,13 +296,7 @@ def verify(
     manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
-    problems = []
-    try:
-        same = json.loads((folder / "config.json").read_text()) == manifest.config
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        problems.append(f"config.json is not the one that {MANIFEST} has")
+    problems = list(_changed(folder, manifest.files))
     for done, (name, record) in enumerate(manifest.blocks.items()):
         problems += _damaged(folder, {name: record})
         on_block(done + 1, len(manifest.blocks), name)

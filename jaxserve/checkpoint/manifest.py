@@ -59,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conversion: Conversion
     config: dict[str, Any]
     """What config.json held."""
+    files: dict[str, str]
+    """What was copied beside the weights, and each file's SHA-256."""
     blocks: dict[str, dict[str, StoredLeaf]]
 
 

@@ -35,7 +35,9 @@ def folder(tmp_path):
 class TestManifest:
     def test_round_trip(self, folder):
         leaf = StoredLeaf((2, 3), "float32", "0123")
-        manifest = Manifest(CONVERSION_RECORD, {"a": [1, 1e-6]}, {"head": {"norm": leaf}})
+        manifest = Manifest(
+            CONVERSION_RECORD, {"a": [1, 1e-6]}, {"f": "0a"}, {"head": {"norm": leaf}}
+        )
         write_record(folder / MANIFEST, manifest)
         assert read_manifest(folder) == manifest
         assert [path.name for path in folder.iterdir() if path.is_file()] == [MANIFEST]
@@ -51,7 +53,7 @@ class TestManifest:
 
     def test_another_format(self, folder):
         conversion = Conversion(FORMAT + 1, "abc", "int8", "bfloat16")
-        write_record(folder / MANIFEST, Manifest(conversion, {}, {}))
+        write_record(folder / MANIFEST, Manifest(conversion, {}, {}, {}))
         with pytest.raises(CheckpointError, match=r"format 2, and this version reads 1"):
             read_manifest(folder)
 
