@@ -106,7 +106,8 @@ class TestWrite:
     """What is read back is `stored`, and that is close to what was written."""
 
     @pytest.mark.parametrize(
-        ("cache", "error"), [("auto", 0), ("bfloat16", 2**-8), ("fp8", 2**-4), ("int8", 0.504 / 127)]
+        ("cache", "error"),
+        [("auto", 0), ("bfloat16", 2**-8), ("fp8", 2**-4), ("int8", 0.504 / 127)],
     )
     def test_latents(self, cache, error):
         row = random_rows(0, 1, 40)
