@@ -38,9 +38,10 @@ def token_cost(model: CostModel, context: int) -> TokenCost:
 
 
 def cache_bytes(group: AttentionLayers, context: int) -> float:
-    """Bytes a layer: of a state, which is read and written, twice."""
+    """Bytes a layer, 8 bits a number unless the model fixes it: of a state, which is read and
+    written, twice."""
     times = 2 if group.kind == "lightning" else 1
-    return times * group.cache_bytes * group.cached_numbers(context)
+    return times * (group.cache_bytes or 1) * group.cached_numbers(context)
 
 
 def attention_flops(group: AttentionLayers, context: int) -> float:
@@ -109,20 +110,20 @@ def minimum_sparsity(
     hardware: Hardware, d_model: int, layers: int, stage_seconds: float = STAGE_SECONDS
 ) -> float:
     """Share of the experts below which the messages of a batch that fills the FFN take longer than
-    a stage (§5.4): 8-bit dispatch and 16-bit combine over the network of one host.
+    a stage (§5.4): 8-bit dispatch and 16-bit combine over the links of one host to others.
 
     Args:
       stage_seconds: what a stage may take, summed over the layers. The paper's 16.6 ms × 2/3 is
         11.1 ms (rounded); so is this one's.
     """
     budget = round(stage_seconds * 2 / 3, 4)
-    network = hardware.network_gb_s * 1e9
-    return d_model * hardware.paper_flops * layers / (network * hardware.bandwidth * budget)
+    messages = hardware.host_network * hardware.bandwidth * budget
+    return d_model * hardware.paper_flops * layers / messages
 
 
 def network_batch(hardware: Hardware, d_model: int, layers: int, stage_seconds: float) -> float:
     """Tokens whose messages, both ways, one host's network carries in a stage of a layer (§5.4)."""
-    return stage_seconds / layers * hardware.network_gb_s * 1e9 / (3 * d_model)
+    return stage_seconds / layers * hardware.host_network / (3 * d_model)
 
 
 class AttentionFit(NamedTuple):
@@ -152,7 +153,7 @@ def attention_fit(
     width = group.v_dim or group.head_dim
     output = group.q_heads * width * model.d_model
     linear = sum(group.split_parameters(model.d_model)) - output + output / split_output
-    per_token = group.cache_bytes * group.cached_numbers(1)
+    per_token = (group.cache_bytes or 1) * group.cached_numbers(1)
     tokens = max(0, math.floor((readable - linear) / per_token))
     return AttentionFit(readable, linear, tokens)
 

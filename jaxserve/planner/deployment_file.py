@@ -36,7 +36,7 @@ def deployment_text(
     longest = min(config.max_positions, 2 * context)
     pages_longest = -(-longest // PAGE)
     pages = max(pages_longest, layout.lanes * plan.batch * -(-context // PAGE))
-    budget = plan.batch + max(plan.batch, 128)
+    budget = min(plan.batch + max(plan.batch, 128), 65536)
     usable = 1 - assumed.reserve / 2
     lines = [
         f"# {_sentence(plan, a, f, context)}",

@@ -70,6 +70,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.network_gb_s * 1e9 / self.devices_per_host
 
     @property
+    def host_network(self) -> float:
+        """Bytes/s of a host, one way, to other hosts: by the fast link where that reaches them."""
+        if self.link_devices > self.devices_per_host:
+            return max(self.link, self.network) * self.devices_per_host
+        return self.network_gb_s * 1e9
+
+    @property
     def paper_flops(self) -> float:
         """FLOP/s as Step-3 counts them (§4.1): FP8, and BF16 where there is no FP8 (INT8 is used
         to store, not to compute)."""

@@ -37,8 +37,8 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     head_dim: Count
     window: Width = 0
     """Tokens that a token attends to; 0: all."""
-    cache_bytes: float = 1.0
-    """Bytes of a cached number, in units of 8-bit caches: 2 where a group keeps twice the bits."""
+    cache_bytes: float = 0.0
+    """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
     q_latent: Width = 0
     """Width of the low-rank query; 0: none."""
     qk_dim: Width = 0

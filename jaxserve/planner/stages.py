@@ -124,6 +124,8 @@ class Calculator(NamedTuple):
         parameters = split / tp + whole
         weights = self._linear_bytes(group, tp)
         cache = batch * self.cache_row(group, tp) * self._cached_tokens(group)
+        if group.kind == "lightning":  # the state is read and written
+            cache *= 2
         stage = self._work(
             hardware,
             [
@@ -217,12 +219,12 @@ class Calculator(NamedTuple):
         return self.model.d_model * 2
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
-        """Bytes a token, layer and device; of lightning attention, of the whole state, twice."""
-        size = SIZE[self.formats.cache] * group.cache_bytes
+        """Bytes a token, layer and device; of lightning attention, of the whole state."""
+        size = group.cache_bytes or SIZE[self.formats.cache]
         if group.kind == "lightning":
-            return 2 * size * group.q_heads * group.head_dim**2 / tp
+            return size * group.q_heads * group.head_dim**2 / tp
         heads = max(1.0, group.kv_heads / tp)
-        scale = SCALE if self.formats.cache != "bfloat16" else 0
+        scale = 0 if group.cache_bytes or self.formats.cache == "bfloat16" else SCALE
         return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
 
     def _cached_tokens(self, group: AttentionLayers) -> int:

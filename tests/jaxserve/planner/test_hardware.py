@@ -43,6 +43,11 @@ def test_figures_in_units():
     assert load_hardware("a800").paper_flops == 3.12e14  # §4.1: INT8 is not computed with
 
 
+def test_hosts_are_joined_by_the_fast_link_where_it_reaches():
+    assert load_hardware("h800").host_network == 400e9
+    assert load_hardware("v6e").host_network == 8 * 400e9  # ICI
+
+
 def test_a_price_of_the_users():
     assert load_hardware("h100", {"h100": 1.9}).price == 1.9
     assert load_hardware("h100", {"h20": 1.9}).price == 2.5

@@ -133,6 +133,28 @@ class TestMemory:
         assert model.ffn_weights(ep, ffn_tp) / 1e9 == pytest.approx(ffn, rel=0.003)
 
 
+class TestHybrids:
+    def test_minimax_holds_ten_layers_of_cache_and_seventy_of_states(self):
+        minimax = calculator("minimax-m1")
+        cache = 10 * 8192 * 2 * 8 * 128 * 2
+        states = 70 * 64 * 128 * 128 * 4
+        assert minimax.sequence_bytes(1) == cache + states
+        assert calculator("minimax-m1", cache="bfloat16").sequence_bytes(1) == cache + states
+
+    def test_a_state_is_read_and_written(self):
+        minimax = calculator("minimax-m1")
+        group, h800 = minimax.model.attention[1], load_hardware("h800")
+        stage = minimax.attend(group, h800, 4096, 1)
+        states = 4096 * 2 * 64 * 128 * 128 * 4 / 3.35e12
+        linear = 2 * 4096 * 5 * 6144 * 8192 / 9.89e14
+        assert stage.seconds == pytest.approx(states + linear)
+
+    def test_llama_keeps_no_more_than_a_chunk_in_most_layers(self):
+        short, long = (calculator("llama-4-maverick", context=n) for n in (8192, 32768))
+        more = long.sequence_bytes(1) - short.sequence_bytes(1)
+        assert more == 12 * (32768 - 8192) * 2 * 8 * 128 * 2
+
+
 def test_messages():
     step3 = calculator()
     assert step3.dispatch_bytes() == 7168 + 4 + 3 * 8
