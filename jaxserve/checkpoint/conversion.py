@@ -63,7 +63,6 @@ COPIED = (
 )
 """What is copied beside the weights: configuration, tokenizer, chat template, licence."""
 
-CHUNK_BYTES = 32 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 Records = dict[str, StoredLeaf]
@@ -234,7 +233,13 @@ def _write(
     }
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     arguments = ocp.args.PyTreeSave(
-        leaves, save_args={leaf: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for leaf in leaves}
+        leaves,
+        # A file an expert, and an array: ours is not the only program that may read them, and
+        # others read whole files.
+        save_args={
+            leaf: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ())
+            for leaf, array in leaves.items()
+        },
     )
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save((folder / name).absolute(), args=arguments, force=True)

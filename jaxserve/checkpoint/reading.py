@@ -193,19 +193,22 @@ def _fill(file: int, region: Region, rows: np.ndarray, views: list[memoryview]) 
     """Reads the region's rows into these, whose elements are contiguous and which `views` are."""
     item = region.tensor.dtype.itemsize
     offset, pitch = region.tensor.offset + region.first * item, region.stride * item
+    width = region.columns * item
     if region.stride != region.columns:
         for index, view in enumerate(views):
-            _pread(file, region, [view], offset + index * pitch)
+            _pread(file, region, [view], width, offset + index * pitch)
     elif rows.flags.c_contiguous:
-        _pread(file, region, [memoryview(rows.reshape(-1)).cast("B")], offset)
+        whole = memoryview(rows.reshape(-1)).cast("B")
+        _pread(file, region, [whole], whole.nbytes, offset)
     else:
         for start in range(0, len(views), _MOST_BUFFERS):
-            _pread(file, region, views[start : start + _MOST_BUFFERS], offset + start * pitch)
+            some = views[start : start + _MOST_BUFFERS]
+            _pread(file, region, some, len(some) * width, offset + start * pitch)
 
 
-def _pread(file: int, region: Region, buffers: list[memoryview], offset: int) -> None:
+def _pread(file: int, region: Region, buffers: list[memoryview], size: int, offset: int) -> None:
+    """Fills buffers of `size` bytes together."""
     path = region.tensor.path
-    size = sum(buffer.nbytes for buffer in buffers)
     try:
         got = os.preadv(file, buffers, offset)
     except OSError as error:
