@@ -83,7 +83,7 @@ def write_checkpoint(folder: Path, tree: Mapping[str, Any], file_bytes: int = 50
     shapes: dict[str, tuple[int, ...]] = {}
     for sources in (names.embedding, names.head, *names.attention, *names.ffn):
         for source in sources.values():
-            shapes |= dict(zip(source.names, source.shapes, strict=True))
+            shapes |= source.tensors
     rng = np.random.default_rng(0)
     noise = rng.normal(scale=0.02, size=1 << 22).astype(ml_dtypes.bfloat16)
     tensors: dict[str, np.ndarray] = {}

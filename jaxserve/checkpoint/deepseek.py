@@ -10,10 +10,10 @@ from jaxserve.checkpoint.source import (
     Source,
     Sources,
     View,
+    decoder_names,
+    layer_prefixes,
     matrix,
-    mtp_copies,
     mtp_prefixes,
-    mtp_tensors,
     per_expert,
     swiglu,
     vector,
@@ -111,29 +111,12 @@ def _router(entries: Entries, experts: int) -> Router:
 
 def deepseek_names(config: ModelConfig) -> CheckpointNames:
     """DeepSeek-V3's tensors."""
-    d, vocab = config.d_model, config.vocab
-    head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
-    prefixes = [f"model.layers.{layer}." for layer in range(config.layers)]
-    kinds = [config.kind(layer).ffn for layer in range(config.layers)]
-    return CheckpointNames(
-        embedding={"table": Source(("model.embed_tokens.weight",), ((vocab, d),))},
-        head={
-            "norm": vector("model.norm.weight", d),
-            "weight": Source((head,), ((vocab, d),), transpose=True),
-        },
-        attention=[
-            _attention_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)
-        ],
-        ffn=[_ffn_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
-        unloaded=mtp_tensors(config, _attention_sources, _ffn_sources),
-        optional=mtp_copies(config)
-        # Files of older tools hold frequencies that follow from the configuration.
-        | {
-            f"{layer}self_attn.rotary_emb.inv_freq": (_mla(config).rope_dim // 2,)
-            for layer in [*prefixes, *mtp_prefixes(config)]
-        },
-        ignored=(),
-    )
+    # Files of older tools hold frequencies that follow from the configuration.
+    frequencies = {
+        f"{layer}self_attn.rotary_emb.inv_freq": (_mla(config).rope_dim // 2,)
+        for layer in [*layer_prefixes(config), *mtp_prefixes(config)]
+    }
+    return decoder_names(config, _attention_sources, _ffn_sources, optional=frequencies)
 
 
 def _mla(config: ModelConfig) -> MLA:

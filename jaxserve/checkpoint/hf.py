@@ -241,7 +241,7 @@ def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
     matrices = set()
     for sources in (names.embedding, names.head, *names.attention, *names.ffn):
         for source in sources.values():
-            expected |= dict(zip(source.names, source.shapes, strict=True))
+            expected |= source.tensors
             matrices |= set(source.names)
     matrices |= names.unloaded.keys()
     known = names.optional | expected

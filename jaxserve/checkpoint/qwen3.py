@@ -7,8 +7,8 @@ from typing import Any
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.source import (
     CheckpointNames,
-    Source,
     Sources,
+    decoder_names,
     matrix,
     per_expert,
     swiglu,
@@ -129,24 +129,8 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
 
 def qwen3_names(config: ModelConfig) -> CheckpointNames:
     """Qwen3's tensors."""
-    d, vocab = config.d_model, config.vocab
-    head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
-    prefixes = [f"model.layers.{layer}." for layer in range(config.layers)]
-    kinds = [config.kind(layer).ffn for layer in range(config.layers)]
-    return CheckpointNames(
-        embedding={"table": Source(("model.embed_tokens.weight",), ((vocab, d),))},
-        head={
-            "norm": vector("model.norm.weight", d),
-            "weight": Source((head,), ((vocab, d),), transpose=True),
-        },
-        attention=[
-            _attention_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)
-        ],
-        ffn=[_ffn_sources(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
-        unloaded={},
-        optional={"lm_head.weight": (vocab, d)} if config.tied_head else {},
-        ignored=(),
-    )
+    tied = {"lm_head.weight": (config.vocab, config.d_model)} if config.tied_head else {}
+    return decoder_names(config, _attention_sources, _ffn_sources, optional=tied)
 
 
 def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:

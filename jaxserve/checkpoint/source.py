@@ -5,7 +5,8 @@ is made of one or several tensors, stored [out, in]: each is cut (`view`) and tr
 stand side by side in the leaf's last axis, or behind each other in a new first one (`stacked`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.config.model import FFNKind, ModelConfig
@@ -34,6 +35,11 @@ class Source(NamedTuple):
     """Whether each tensor is one entry of the leaf's first axis (an expert)."""
     view: View | None = None
     """Which part of each tensor it is; None: all of it."""
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Name and shape of each tensor in the file."""
+        return dict(zip(self.names, self.shapes, strict=True))
 
 
 Sources = dict[str, Source]
@@ -96,6 +102,41 @@ Block = Callable[[ModelConfig, str, FFNKind], Sources]
 """(config, prefix of the layer's tensors, kind) → the sources of one role's block."""
 
 
+def decoder_names(
+    config: ModelConfig,
+    attention: Block,
+    ffn: Block,
+    *,
+    optional: Mapping[str, Shape] = MappingProxyType({}),
+    ignored: tuple[str, ...] = (),
+) -> CheckpointNames:
+    """The tensors of a decoder whose embedding, norm and head have Hugging Face's usual names.
+
+    Args:
+      optional, ignored: further ones, see `CheckpointNames`.
+    """
+    d, table = config.d_model, "model.embed_tokens.weight"
+    prefixes = layer_prefixes(config)
+    kinds = [config.kind(layer).ffn for layer in range(config.layers)]
+    return CheckpointNames(
+        embedding={"table": Source((table,), ((config.vocab, d),))},
+        head={
+            "norm": vector("model.norm.weight", d),
+            "weight": matrix(table if config.tied_head else "lm_head.weight", config.vocab, d),
+        },
+        attention=[attention(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
+        ffn=[ffn(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
+        unloaded=mtp_tensors(config, attention, ffn),
+        optional={**mtp_copies(config), **optional},
+        ignored=ignored,
+    )
+
+
+def layer_prefixes(config: ModelConfig) -> list[str]:
+    """What the names of each layer's tensors begin with."""
+    return [f"model.layers.{layer}." for layer in range(config.layers)]
+
+
 def mtp_prefixes(config: ModelConfig) -> list[str]:
     """Multi-token-prediction modules stand behind the layers, as further ones."""
     return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
@@ -114,7 +155,7 @@ def mtp_tensors(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, 
         }
         for sources in (attention(config, layer, "moe"), ffn(config, layer, "moe")):
             for source in sources.values():
-                tensors |= dict(zip(source.names, source.shapes, strict=True))
+                tensors |= source.tensors
     return tensors
 
 

@@ -8,9 +8,8 @@ from jaxserve.checkpoint.source import (
     CheckpointNames,
     Source,
     Sources,
+    decoder_names,
     matrix,
-    mtp_copies,
-    mtp_tensors,
     swiglu,
     vector,
 )
@@ -88,27 +87,8 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
 
 def step3_names(config: ModelConfig) -> CheckpointNames:
     """Step-3's tensors."""
-    d, vocab = config.d_model, config.vocab
-    table = Source(("model.embed_tokens.weight",), ((vocab, d),))
-    head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
-    return CheckpointNames(
-        embedding={"table": table},
-        head={
-            "norm": vector("model.norm.weight", d),
-            "weight": Source((head,), ((vocab, d),), transpose=True),
-        },
-        attention=[
-            _step3_attention(config, f"model.layers.{layer}.", config.kind(layer).ffn)
-            for layer in range(config.layers)
-        ],
-        ffn=[
-            _step3_ffn(config, f"model.layers.{layer}.", config.kind(layer).ffn)
-            for layer in range(config.layers)
-        ],
-        unloaded=mtp_tensors(config, _step3_attention, _step3_ffn),
-        optional=mtp_copies(config),
-        ignored=("vision_model.", "vit_"),
-    )
+    towers = ("vision_model.", "vit_")
+    return decoder_names(config, _step3_attention, _step3_ffn, ignored=towers)
 
 
 def _step3_attention(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
