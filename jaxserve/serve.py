@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -36,8 +36,9 @@ from jaxserve.server.generation import TextGenerator, TokenEngine
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.tokenizer import Tokenizer
 
-LOOK_SECONDS = 1.0
-"""How often the main thread wakes up on its own."""
+LOOK_SECONDS = 0.1
+"""How often the main thread wakes up on its own. Only this thread runs the handlers of signals, and
+one that comes just before it goes to sleep does not wake it."""
 LAST_ANSWERS_SECONDS = 5.0
 """For answers on their way to clients, after the engine has ended."""
 
@@ -101,7 +102,6 @@ class _Serving:
             deployment.server.grpc_port,
             insecure_bind=options.insecure_bind,
         )
-        self._wake = threading.Event()
         self._failure: EngineFailedError | None = None
         self._signal: int | None = None
         self._ready = False
@@ -119,8 +119,8 @@ class _Serving:
             self._server.open(generator)
             self._ready = True
             print(_ready_line(address, engine), flush=True)
-            while not self._wake.wait(LOOK_SECONDS):
-                pass
+            while self._signal is None and self._failure is None:
+                time.sleep(LOOK_SECONDS)
             if self._failure is None:
                 self._drain(engine)
             generator.close()
@@ -154,7 +154,10 @@ class _Serving:
         seconds = self._deployment.server.drain_seconds
         logger.info("%s: draining for up to %g s", signal.Signals(self._signal or 0).name, seconds)
         self._server.refuse()
-        if not engine.drain(seconds):
+        deadline = time.monotonic() + seconds
+        while not (idle := engine.drain(LOOK_SECONDS)) and time.monotonic() < deadline:
+            pass
+        if not idle:
             logger.warning("requests were still running after %g s and are cut", seconds)
         if self._failure is None:
             engine.close()
@@ -163,13 +166,11 @@ class _Serving:
         if self._signal is not None:
             os._exit(128 + number)
         self._signal = number
-        self._wake.set()
         if not self._ready:
             raise SystemExit(128 + number)
 
     def _on_failure(self, failure: EngineFailedError) -> None:
         self._failure = failure
-        self._wake.set()
 
     def _write_timeline(self) -> None:
         if self._recorder is None or self._timeline is None:

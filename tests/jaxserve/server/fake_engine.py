@@ -104,13 +104,12 @@ class FakeEngine:
 
     def drain(self, timeout: float) -> bool:
         self.status = "draining"
-        finished = self.wait_until_idle(timeout)
-        for request_id in list(self._running):
-            self.cancel(request_id)
-        return finished
+        return self.wait_until_idle(timeout)
 
     def close(self) -> None:
         self.status = "closed"
+        for request_id in list(self._running):
+            self.cancel(request_id)
         self._thread.join(5)
 
     # ---------------------------------------------------------------------- for tests

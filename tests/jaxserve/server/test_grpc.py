@@ -421,6 +421,7 @@ def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Rig) -> None:
     first_delta(call)
     rig.server.refuse()
     assert rig.engine.drain(0.1) is False
+    rig.engine.close()
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
