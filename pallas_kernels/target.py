@@ -1,0 +1,68 @@
+"""What a kernel is compiled for. Every op's `api.py` asks here which backend it is to use.
+
+The mesh of the surrounding `shard_map` says what the devices are, so that no caller passes it on,
+and programs compiled ahead of time for devices that are not there (topologies) get their kernels,
+too. Outside of a mesh it is the default device. Imports no kernel.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+import jax
+
+Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""In the names of the GPUs that have what the GPU kernels use (sm_90a)."""
+
+
+class Target(NamedTuple):
+    """A backend and the device that it compiles for.
+
+    Attributes:
+      backend: `reference` is plain XLA, which every platform has.
+      device_kind: as JAX names it, for instance "cpu", "TPU v6 lite", "NVIDIA H200".
+      interpret: run the kernels of the backend on the CPU, as tests do: far too slow to serve.
+    """
+
+    backend: Backend
+    device_kind: str
+    interpret: bool = False
+
+
+_forced: ContextVar[Target | None] = ContextVar("pallas_kernels target", default=None)
+
+
+def target_of(platform: str, device_kind: str) -> Target:
+    """The backend for a kind of device."""
+    if platform == "tpu":
+        return Target("mosaic_tpu", device_kind)
+    if platform in ("cuda", "gpu") and any(name in device_kind for name in HOPPER):
+        return Target("mosaic_gpu", device_kind)
+    return Target("reference", device_kind)
+
+
+def current_target() -> Target:
+    """What the op that is being traced is for."""
+    if (forced := _forced.get()) is not None:
+        return forced
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return target_of(device.platform, device.device_kind)
+    default = jax.devices()[0]
+    return target_of(default.platform, default.device_kind)
+
+
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """Ops traced inside are for this target; what was traced before keeps its own.
+
+    JAX's caches of traces do not know of it: functions jitted inside should be made inside.
+    """
+    token = _forced.set(target)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
