@@ -108,8 +108,6 @@ class FakeEngine:
 
     def close(self) -> None:
         self.status = "closed"
-        for request_id in list(self._running):
-            self.cancel(request_id)
         self._thread.join(5)
 
     # ---------------------------------------------------------------------- for tests
@@ -149,6 +147,8 @@ class FakeEngine:
                 if self.status != "failed":
                     request.on_output(output)
             time.sleep(self.pace or 0.0005)
+        for request_id, request in self._running.items():
+            request.on_output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
 
     def _step(self, request_id: str, request: _Running) -> TokenOutput | None:
         late = request.deadline is not None and time.monotonic() > request.deadline
