@@ -23,6 +23,7 @@ from jaxserve.ffn.router import Router
 from jaxserve.link.message import Message
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
+from jaxserve.quant.matmul import matmul
 
 
 class AttentionBlock(nnx.Module):
@@ -103,21 +104,18 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and language-model head [d_model, vocab], vocab padded and split over tp."""
+    """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
 
     def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
         self.norm = scale(dtype, d_model=config.d_model)
-        self.weight = weight(rngs, dtype, d_model=config.d_model, vocab=vocab)
+        self.weight = weight(rngs, dtype, vocab=vocab, d_model=config.d_model)
 
     def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """FP32 logits."""
         normed = rms_norm(x, self.norm[...], self.config.norm_epsilon)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        local = jnp.matmul(
-            normed, self.weight[...], precision=precision, preferred_element_type=jnp.float32
-        )
+        local = matmul(normed, self.weight[...])
         logits = jax.lax.all_gather(local, "tp", axis=1, tiled=True)
         return logits[:, : self.config.vocab]
 

@@ -51,7 +51,7 @@ class QuantWeight(nnx.Module):
     """A matrix in 8 bits, or a stack of them.
 
     Attributes:
-      values: [..., d_in, d_out].
+      values: [..., d_out, d_in].
       scales: FP32, one a block.
       block: rows and columns of a block; 0: all.
     """
@@ -64,11 +64,11 @@ class QuantWeight(nnx.Module):
         dimensions: tuple[str, ...],
     ):
         quantised = quantize_weight(value, weights, block)
-        *outer, d_in, d_out = dimensions
+        *outer, d_out, d_in = dimensions
         self.block = block
         self.values = Weight(quantised.values, dimensions=dimensions)
         self.scales = Weight(
-            quantised.scales, dimensions=(*outer, d_in if block[0] else None, d_out)
+            quantised.scales, dimensions=(*outer, d_out, d_in if block[1] else None)
         )
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
@@ -77,18 +77,21 @@ class QuantWeight(nnx.Module):
 
 
 def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
-    """A normal-initialised weight; keyword order gives the axes, `d_in` last but one scales it.
+    """A normal-initialised weight; keyword order gives the axes, the last of which scales it.
 
     A trailing underscore in a name keeps two equal dimensions apart (`d_model`, `d_model_`).
     """
     shape = tuple(dimensions.values())
-    fan_in = shape[-2] if len(shape) > 1 else 1
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
 def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
-    """A matrix [..., d_in, d_out] of a linear map, in the role's format."""
+    """A matrix [..., d_out, d_in] of a linear map, in the role's format.
+
+    As checkpoints have them, so that a load is a read, and as tensor cores want operands of 8 bits:
+    the axis that is summed over comes last.
+    """
     return side_by_side(rngs, formats, (), **dimensions)
 
 
@@ -104,13 +107,13 @@ def side_by_side(
     if formats.weights == "plain":
         return plain
     names = _names(dimensions)
-    block = (0, 1)
+    block = (1, 0)
     if formats.weights == "fp8_block":
-        d_in, d_out = (
+        d_out, d_in = (
             _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))
             for name in list(dimensions)[-2:]
         )
-        block = (d_in, math.gcd(d_out, *parts[:-1]))
+        block = (math.gcd(d_out, *parts[:-1]), d_in)
     return QuantWeight(plain[...], formats.weights, block, names)
 
 

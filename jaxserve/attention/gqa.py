@@ -23,9 +23,9 @@ class GQA(nnx.Module):
     """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
 
     Attributes:
-      query: [d_model, q_heads·head_dim].
-      key, value: [d_model, kv_heads·head_dim].
-      out: [q_heads·head_dim, d_model].
+      query: [q_heads·head_dim, d_model].
+      key, value: [kv_heads·head_dim, d_model].
+      out: [d_model, q_heads·head_dim].
       query_norm, key_norm: [head_dim], of every head.
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
     """
@@ -39,10 +39,10 @@ class GQA(nnx.Module):
         heads = {"q_heads": sizes.q_heads * sizes.head_dim}
         split = sizes.kv_heads % formats.shards.get("q_heads", 1) == 0
         kv = {"kv_heads" if split else "kv_heads_everywhere": sizes.kv_heads * sizes.head_dim}
-        self.query = matrix(rngs, formats, d_model=d_model, **heads)
-        self.key = matrix(rngs, formats, d_model=d_model, **kv)
-        self.value = matrix(rngs, formats, d_model=d_model, **kv)
-        self.out = matrix(rngs, formats, **heads, d_model=d_model)
+        self.query = matrix(rngs, formats, **heads, d_model=d_model)
+        self.key = matrix(rngs, formats, **kv, d_model=d_model)
+        self.value = matrix(rngs, formats, **kv, d_model=d_model)
+        self.out = matrix(rngs, formats, d_model=d_model, **heads)
         self.query_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
         self.key_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
         self.query_bias = zeros(dtype, **heads) if sizes.qkv_bias else None

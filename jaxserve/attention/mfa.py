@@ -21,10 +21,10 @@ class MFA(nnx.Module):
     """q = RoPE(RMSNorm(x·W_down)·W_up) per head; k, v = x·W_kv, shared by all query heads.
 
     Attributes:
-      down: [d_model, latent + 2·kv_heads·head_dim], the query's low-rank map, K and V side by side.
+      down: [latent + 2·kv_heads·head_dim, d_model], the query's low-rank map, K and V side by side.
       inter_norm: [latent], RMSNorm between the two query matrices.
-      up: [latent, q_heads·head_dim].
-      out: [q_heads·head_dim, d_model].
+      up: [q_heads·head_dim, latent].
+      out: [d_model, q_heads·head_dim].
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class MFA(nnx.Module):
         heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         parts = (sizes.latent, kv, kv)
         self.down = side_by_side(
-            rngs, formats, parts, d_model=config.d_model, latent_and_kv=sum(parts)
+            rngs, formats, parts, latent_and_kv=sum(parts), d_model=config.d_model
         )
         self.inter_norm = scale(formats.dtype, latent=sizes.latent)
-        self.up = matrix(rngs, formats, latent=sizes.latent, q_heads=heads)
-        self.out = matrix(rngs, formats, q_heads=heads, d_model=config.d_model)
+        self.up = matrix(rngs, formats, q_heads=heads, latent=sizes.latent)
+        self.out = matrix(rngs, formats, d_model=config.d_model, q_heads=heads)
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch

@@ -30,14 +30,14 @@ class MLA(nnx.Module):
     """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
 
     Attributes:
-      query_down: [d_model, q_latent], or None: then `query_up` starts from d_model.
+      query_down: [q_latent, d_model], or None: then `query_up` starts from d_model.
       query_norm: [q_latent].
-      query_up: [q_latent, q_heads·(nope_dim + rope_dim)].
-      latent_down: [d_model, kv_latent + rope_dim], the latent and the shared rotated key.
+      query_up: [q_heads·(nope_dim + rope_dim), q_latent].
+      latent_down: [kv_latent + rope_dim, d_model], the latent and the shared rotated key.
       latent_norm: [kv_latent].
       key_up: [q_heads, nope_dim, kv_latent].
-      value_up: [q_heads, kv_latent, v_dim].
-      out: [q_heads·v_dim, d_model].
+      value_up: [q_heads, v_dim, kv_latent].
+      out: [d_model, q_heads·v_dim].
       query_bias, latent_bias, out_bias: of the down maps and `out`; None where there are none.
     """
 
@@ -52,20 +52,20 @@ class MLA(nnx.Module):
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
         biased = sizes.bias
         low = sizes.q_latent
-        self.query_down = matrix(rngs, formats, d_model=d_model, latent=low) if low else None
+        self.query_down = matrix(rngs, formats, latent=low, d_model=d_model) if low else None
         self.query_norm = scale(dtype, latent=low) if low else None
         self.query_bias = zeros(dtype, latent=low) if low and biased else None
         self.query_up = matrix(
-            rngs, formats, **{"latent" if low else "d_model": low or d_model}, q_heads=queries
+            rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
         )
         down = latent + sizes.rope_dim
-        self.latent_down = matrix(rngs, formats, d_model=d_model, latent=down)
+        self.latent_down = matrix(rngs, formats, latent=down, d_model=d_model)
         self.latent_norm = scale(dtype, latent=latent)
         self.latent_bias = zeros(dtype, latent=down) if biased else None
         # A head at a time these are small, and absorbing them wants them in full.
         self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
-        self.value_up = weight(rngs, dtype, q_heads=heads, latent=latent, v=sizes.v_dim)
-        self.out = matrix(rngs, formats, q_heads=heads * sizes.v_dim, d_model=d_model)
+        self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
+        self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
         self.out_bias = zeros(dtype, d_model=d_model) if biased else None
 
     def __call__(
@@ -126,7 +126,7 @@ class MLA(nnx.Module):
 
     def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
         """Mixed latents as mixed values: W^UV moved behind the softmax."""
-        return _einsum("thc,hcv->thv", mixed, self.value_up[...])
+        return _einsum("thc,hvc->thv", mixed, self.value_up[...])
 
     def _naive(
         self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
@@ -138,7 +138,7 @@ class MLA(nnx.Module):
         return chunk_attention(
             jnp.concatenate([nope, rope], axis=-1),
             jnp.concatenate([keys, shared], axis=-1),
-            _einsum("tc,hcv->thv", latent, self.value_up[...]),
+            _einsum("tc,hvc->thv", latent, self.value_up[...]),
             batch.sequence_of_token,
             batch.position,
             scale=self.sizes.scale,

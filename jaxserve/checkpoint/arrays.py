@@ -101,16 +101,16 @@ def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> 
 
 
 def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
-    """(block_in, block_out) of a quantised matrix, by its leaves' shapes; 0: the whole axis.
+    """(block_out, block_in) of a quantised matrix, by its leaves' shapes; 0: the whole axis.
 
     Raises:
       CheckpointError: the shapes do not fit each other.
     """
-    (d_in, d_out), (rows, columns) = values.shape[-2:], scales.shape[-2:]
-    if rows == 1 and columns == d_out:
-        return 0, 1
+    (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
+    if columns == 1 and rows == d_out:
+        return 1, 0
     try:
-        return scale_block(d_in, rows), scale_block(d_out, columns)
+        return scale_block(d_out, rows), scale_block(d_in, columns)
     except CheckpointError as error:
         raise CheckpointError(f"values {values.shape}, scales {scales.shape}: {error}") from None
 
@@ -119,7 +119,7 @@ def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
 def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A compiled function from a whole matrix on the devices to its values and scales there."""
     block = block_of(values, scales)
-    kind: WeightFormat = "fp8" if block == (0, 1) else "fp8_block"
+    kind: WeightFormat = "fp8" if block == (1, 0) else "fp8_block"
     if values.dtype == jnp.int8:
         kind = "int8"
 

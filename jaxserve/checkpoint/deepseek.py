@@ -138,9 +138,7 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
             *kv_b, view=View((heads, both, latent), axis=1, start=0, stop=sizes.nope_dim)
         ),
         "attention.value_up": Source(
-            *kv_b,
-            transpose=True,
-            view=View((heads, both, latent), axis=1, start=sizes.nope_dim, stop=both),
+            *kv_b, view=View((heads, both, latent), axis=1, start=sizes.nope_dim, stop=both)
         ),
         "attention.out": matrix(f"{name}o_proj.weight", d, heads * sizes.v_dim),
         "post_norm": vector(f"{layer}post_attention_layernorm.weight", d),

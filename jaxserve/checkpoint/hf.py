@@ -160,7 +160,7 @@ class HFCheckpoint:
         block = block_of(values, scales)
         kinds = {self._tensors[name].kind for source in sources for name in source.names}
         views = any(source.view for source in sources)
-        if kinds == {FP8} and block != (0, 1) and not views:
+        if kinds == {FP8} and block != (1, 0) and not views:
             kept = self._array(sources, values, dequantise=False)
             return kept, self._scales(sources, scales, block)
         return quantised_here(

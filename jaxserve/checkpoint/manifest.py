@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder; another one is refused."""
 
 MANIFEST = "manifest.json"

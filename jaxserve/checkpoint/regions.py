@@ -42,14 +42,10 @@ def source_regions(
 
 
 def seen_shape(source: Source, index: int) -> Shape:
-    """The shape of one tensor (or the part of it that is used) as the leaf has it."""
-    shape = source.shapes[index] if source.view is None else _view_shape(source)
-    return (*shape[:-2], shape[-1], shape[-2]) if source.transpose else shape
-
-
-def _view_shape(source: Source) -> Shape:
+    """The shape of one tensor, or of the part of it that is used."""
     view = source.view
-    assert view is not None
+    if view is None:
+        return source.shapes[index]
     shape = list(view.shape)
     shape[view.axis] = view.stop - view.start
     return tuple(shape)
@@ -58,24 +54,25 @@ def _view_shape(source: Source) -> Shape:
 def _parts(
     source: Source, ranges: Ranges, target: np.ndarray
 ) -> Iterator[tuple[int, Ranges, np.ndarray]]:
-    """(index of a tensor, ranges of it as the leaf has it, their part of the target)."""
+    """(index of a tensor, ranges of what is used of it, their part of the target)."""
     if source.stacked:
         low, high = ranges[0]
         for index in range(low, min(high, len(source.names))):
             own = _clipped(ranges[1:], seen_shape(source, index))
             yield index, own, _corner(target[index - low], own, ranges[1:])
         return
-    low, high = ranges[-1]
+    axis = max(len(ranges) - 2, 0)  # d_out
+    low, high = ranges[axis]
     offset = 0
     for index in range(len(source.names)):
         shape = seen_shape(source, index)
-        start, stop = max(low - offset, 0), min(high - offset, shape[-1])
+        start, stop = max(low - offset, 0), min(high - offset, shape[axis])
         if start < stop:
-            here = (*ranges[:-1], (start, stop))
-            part = target[..., start + offset - low : stop + offset - low]
+            here = (*ranges[:axis], (start, stop), *ranges[axis + 1 :])
+            rows = slice(start + offset - low, stop + offset - low)
             own = _clipped(here, shape)
-            yield index, own, _corner(part, own, here)
-        offset += shape[-1]
+            yield index, own, _corner(target[(slice(None),) * axis + (rows,)], own, here)
+        offset += shape[axis]
 
 
 def _clipped(ranges: Ranges, shape: Shape) -> Ranges:
@@ -95,9 +92,6 @@ def _rectangles(
     if target.size == 0:
         return
     shape, stored = tensor.shape, list(own)
-    transpose = source.transpose
-    if transpose:
-        stored[-2:] = stored[-1], stored[-2]
     if source.view is not None:
         view = source.view
         shape = view.shape
@@ -119,7 +113,6 @@ def _rectangles(
             last_row - row,
             last_column - column,
             target[where],
-            transpose,
             None if grid is None else _scales(grid, tensor, first, strides[-2]),
         )
 
@@ -139,33 +132,33 @@ def scale_leaf(
 ) -> None:
     """A part of the leaf of scales that belongs to a leaf of FP8 values kept as they are.
 
-    Entry (i, o) is the file's scale of the element (i·block_in, o·block_out); 1 in the padding.
+    Entry (o, i) is the file's scale of the element (o·block_out, i·block_in); 1 in the padding.
 
     Args:
-      ranges: of the scales' leaf [..., d_in / block_in, d_out / block_out].
-      block: (block_in, block_out) of the leaf, both divisors of 128.
+      ranges: of the scales' leaf [..., d_out / block_out, d_in / block_in].
+      block: (block_out, block_in) of the leaf, both divisors of 128.
 
     Raises:
       CheckpointError: tensors that stand side by side would share a block.
     """
     target[...] = 1.0
-    block_in, block_out = block
+    block_out, block_in = block
     offset = 0
     for index, name in enumerate(source.names):
-        *_, d_in, d_out = seen_shape(source, index)
+        *_, d_out, d_in = seen_shape(source, index)
         if offset % block_out:
             raise CheckpointError(
-                f"{name} starts at column {offset} of {source.names}, inside a block of {block_out}"
+                f"{name} starts at row {offset} of {source.names}, inside a block of {block_out}"
             )
         start = 0 if source.stacked else offset // block_out
-        grid = grids[name] if not source.transpose else np.swapaxes(grids[name], -1, -2)
-        rows = np.arange(-(-d_in // block_in)) * block_in // SCALE_BLOCK
-        columns = np.arange(-(-d_out // block_out)) * block_out // SCALE_BLOCK
-        full = grid[..., rows[:, None], columns]
+        rows = np.arange(-(-d_out // block_out)) * block_out // SCALE_BLOCK
+        columns = np.arange(-(-d_in // block_in)) * block_in // SCALE_BLOCK
+        full = grids[name][..., rows[:, None], columns]
         if source.stacked:
             full, here = full[None], ((index, index + 1), *((0, n) for n in full.shape))
         else:
-            here = (*((0, n) for n in full.shape[:-1]), (start, start + full.shape[-1]))
+            *outer, height, width = full.shape
+            here = (*((0, n) for n in outer), (start, start + height), (0, width))
             offset += d_out
         both = [
             (max(a, low), min(b, high)) for (a, b), (low, high) in zip(here, ranges, strict=True)

@@ -1,8 +1,8 @@
 """Where the leaves of a model come from: tensor names, shapes, and how a leaf is made of them.
 
 Written by the families (`step3.py`, …), read by `hf.py`. A leaf of a template (`module.Template`)
-is made of one or several tensors, stored [out, in]: each is cut (`view`) and transposed, then all
-stand side by side in the leaf's last axis, or behind each other in a new first one (`stacked`).
+is made of one or several tensors as they are, matrices [d_out, d_in]: each is cut (`view`), then
+all stand side by side in d_out, or behind each other in a new first axis (`stacked`).
 """
 
 from collections.abc import Callable, Mapping
@@ -29,8 +29,6 @@ class Source(NamedTuple):
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     """Shape of each tensor in the file."""
-    transpose: bool = False
-    """Whether the file holds the last two axes (of the view) the other way round."""
     stacked: bool = False
     """Whether each tensor is one entry of the leaf's first axis (an expert)."""
     view: View | None = None
@@ -67,8 +65,8 @@ def vector(name: str, size: int) -> Source:
 
 
 def matrix(name: str, d_out: int, d_in: int) -> Source:
-    """A linear map, stored [out, in]."""
-    return Source((name,), ((d_out, d_in),), transpose=True)
+    """A linear map."""
+    return Source((name,), ((d_out, d_in),))
 
 
 def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
@@ -91,7 +89,6 @@ def per_expert(config: ModelConfig, prefix: str) -> Sources:
         f"experts.{leaf}": Source(
             tuple(f"{prefix}{expert}.{leaf}_proj.weight" for expert in range(config.experts)),
             (shape,) * config.experts,
-            transpose=True,
             stacked=True,
         )
         for leaf, shape in shapes.items()

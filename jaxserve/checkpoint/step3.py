@@ -101,7 +101,6 @@ def _step3_attention(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
         "attention.down": Source(
             tuple(f"{attention}{name}.weight" for name in down),
             ((sizes.latent, d), (kv, d), (kv, d)),
-            transpose=True,
         ),
         "attention.inter_norm": vector(f"{attention}inter_norm.weight", sizes.latent),
         "attention.up": matrix(f"{attention}wq.weight", heads, sizes.latent),
@@ -122,9 +121,7 @@ def _step3_ffn(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
         sources |= swiglu("dense", f"{layer}share_expert.", d, config.shared_d_ff)
     for leaf in ("gate", "up"):
         sources[f"experts.{leaf}"] = Source(
-            (f"{layer}moe.{leaf}_proj.weight",), ((experts, d_ff, d),), transpose=True
+            (f"{layer}moe.{leaf}_proj.weight",), ((experts, d_ff, d),)
         )
-    sources["experts.down"] = Source(
-        (f"{layer}moe.down_proj.weight",), ((experts, d, d_ff),), transpose=True
-    )
+    sources["experts.down"] = Source((f"{layer}moe.down_proj.weight",), ((experts, d, d_ff),))
     return sources

@@ -145,10 +145,12 @@ class StoreCheckpoint:
     def _multiplied(self, block: dict[str, StoredArray], name: str, leaf: Leaf) -> jax.Array:
         values, scales = block[f"{name}.values"], block[f"{name}.scales"]
         sizes = _stored_block(values, scales)
-        *outer, d_in, d_out = leaf.shape
-        rows = -(-d_in // sizes[0]) if sizes[0] else 1
+        *outer, d_out, d_in = leaf.shape
+        columns = -(-d_in // sizes[1]) if sizes[1] else 1
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-        of_scales = Leaf((*outer, rows, -(-d_out // sizes[1])), jnp.dtype(np.float32), everywhere)
+        of_scales = Leaf(
+            (*outer, -(-d_out // sizes[0]), columns), jnp.dtype(np.float32), everywhere
+        )
         multiply = _multiplier(leaf, sizes)
         return multiply(
             self._array([values], leaf.of(DTYPES[values.kind])), self._array([scales], of_scales)
@@ -213,11 +215,11 @@ def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
-    """(block_in, block_out), (0, 1) for a scale a column."""
-    (d_in, d_out), (rows, columns) = values.shape[-2:], scales.shape[-2:]
-    if rows == 1 and columns == d_out:
-        return 0, 1
-    return scale_block(d_in, rows), scale_block(d_out, columns)
+    """(block_out, block_in), (1, 0) for a scale a row."""
+    (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
+    if columns == 1 and rows == d_out:
+        return 1, 0
+    return scale_block(d_out, rows), scale_block(d_in, columns)
 
 
 def _scale_places(

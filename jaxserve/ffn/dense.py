@@ -13,14 +13,14 @@ class DenseFFN(nnx.Module):
     """down(silu(x·gate) · (x·up)).
 
     Attributes:
-      gate, up: [d_model, d_ff].
-      down: [d_ff, d_model].
+      gate, up: [d_ff, d_model].
+      down: [d_model, d_ff].
     """
 
     def __init__(self, d_model: int, d_ff: int, formats: Formats, rngs: nnx.Rngs):
-        self.gate = matrix(rngs, formats, d_model=d_model, d_ff=d_ff)
-        self.up = matrix(rngs, formats, d_model=d_model, d_ff=d_ff)
-        self.down = matrix(rngs, formats, d_ff=d_ff, d_model=d_model)
+        self.gate = matrix(rngs, formats, d_ff=d_ff, d_model=d_model)
+        self.up = matrix(rngs, formats, d_ff=d_ff, d_model=d_model)
+        self.down = matrix(rngs, formats, d_model=d_model, d_ff=d_ff)
 
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
         """This device's share of the output, FP32."""

@@ -19,9 +19,9 @@ class Experts(nnx.Module):
     """Stacked expert weights.
 
     Attributes:
-      gate, up: [experts, d_model, expert_d_ff], experts and d_ff padded with zeros to a multiple
+      gate, up: [experts, expert_d_ff, d_model], experts and d_ff padded with zeros to a multiple
         of the axes that split them.
-      down: [experts, expert_d_ff, d_model].
+      down: [experts, d_model, expert_d_ff].
       local: experts of one layer on one device.
     """
 
@@ -32,9 +32,9 @@ class Experts(nnx.Module):
         experts = physical_experts(config.experts, expert_ranks)
         self.local = experts // expert_ranks
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
-        self.gate = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
-        self.up = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
-        self.down = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
+        self.gate = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
+        self.up = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
+        self.down = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
 
     def __call__(
         self,

@@ -10,19 +10,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config.model import Router as Rule
 from jaxserve.module import linear, weight, zeros
+from jaxserve.quant.matmul import matmul
 
 
 class Router(nnx.Module):
     """Scores of all experts in FP32, then the top_k: Step-3 §2, DeepSeek-V3 §2.1.2, Qwen3.
 
     Attributes:
-      gate: [d_model, router_experts], replicated.
+      gate: [router_experts, d_model], replicated.
       bias: FP32 [router_experts], added for the choice alone; None: there is none.
     """
 
     def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.rule = rule
-        self.gate = weight(rngs, dtype, d_model=d_model, router_experts=rule.experts)
+        self.gate = weight(rngs, dtype, router_experts=rule.experts, d_model=d_model)
         fp32 = jnp.dtype(jnp.float32)
         self.bias = zeros(fp32, router_experts=rule.experts) if rule.bias else None
 
@@ -32,8 +33,7 @@ class Router(nnx.Module):
         """Expert ids and gate weights (FP32); padding tokens get the `sentinel` id and weight 0."""
         rule = self.rule
         if rule.float32_logits:
-            gate = self.gate[...].astype(jnp.float32)
-            logits = jnp.matmul(x.astype(jnp.float32), gate, precision=jax.lax.Precision.HIGHEST)
+            logits = matmul(x.astype(jnp.float32), self.gate[...].astype(jnp.float32))
         else:
             logits = linear(x, self.gate).astype(jnp.float32)
         softmax = rule.score == "softmax"

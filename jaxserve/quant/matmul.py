@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.quantize import QuantArray, check_quant_array
-from pallas_kernels.quantize.product import quant_product
+from pallas_kernels.quantize.product import product_of_rows, quant_product
 
 
 def matmul(
-    x: Float[Array, "*batch tokens d_in"], w: Float[Array, "*batch d_in d_out"] | QuantArray
+    x: Float[Array, "*batch tokens d_in"], w: Float[Array, "*batch d_out d_in"] | QuantArray
 ) -> Float32[Array, "*batch tokens d_out"]:
-    """x · w in FP32, accumulated in FP32 (INT8: in int32); the caller rounds.
+    """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32); the caller rounds.
 
     Formats of w:
       a float array: of x's dtype; FP32 inputs have FP32 products on every platform.
       FP8 (`quantize_weight`'s "fp8", "fp8_block", or any block): x stays as it is, its products
-        with the e4m3 values are summed over the rows of a block, times the scale, and added up.
+        with the e4m3 values are summed over the columns of a block, times the scale, and added up.
       INT8: every token of x is quantised to INT8 over this device's d_in; products are summed in
         int32 and multiplied by `x_scale * w_scale`.
 
@@ -32,9 +32,9 @@ def matmul(
     """
     if isinstance(w, QuantArray):
         check_quant_array("w", w)
-    if x.ndim < 2 or w.ndim != x.ndim or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
+    if x.ndim < 2 or w.ndim != x.ndim or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-1]:
         raise ValueError(
-            f"x {x.shape} times w {w.shape}: needs [..., tokens, d_in] and [..., d_in, d_out] with "
+            f"x {x.shape} times w {w.shape}: needs [..., tokens, d_in] and [..., d_out, d_in] with "
             "the same d_in and the same leading axes"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -47,4 +47,4 @@ def matmul(
     if w.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+    return product_of_rows(x, w, precision=precision)

@@ -5,10 +5,10 @@ Group g owns the rows from `sum(group_sizes[:g])` on, `group_sizes[g]` of them; 
 `sum(group_sizes)` are padding, give zeros and cost nothing. Groups may be empty. The sum of the
 group sizes, which only the device knows, must not exceed the number of rows.
 
-Weights are floats of the rows' dtype, or a `QuantArray`. FP8 values are multiplied by the rows as
-they are, and the FP32 sums over a block of d_in by its scales, before they are added up. For INT8
-every row is quantised to INT8 too (`quantize_rows`), sums are int32, and the product of both scales
-is what they are multiplied by.
+Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
+FP8 values are multiplied by the rows as they are, and the FP32 sums over a block of d_in by its
+scales, before they are added up. For INT8 every row is quantised to INT8 too (`quantize_rows`),
+sums are int32, and the product of both scales is what they are multiplied by.
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from pallas_kernels.quantize import QuantArray, check_quant_array
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_in d_out"] | QuantArray,
+    weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
@@ -32,18 +32,18 @@ def grouped_matmul(
       ValueError: the shapes or dtypes do not fit together.
     """
     _check_rows(rows, group_sizes)
-    _check_weights("weights", weights, rows, (group_sizes.shape[0], rows.shape[1], None))
+    _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
     return reference.grouped_matmul(rows, weights, group_sizes)
 
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
-    up_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
-    down_weights: Float[Array, "groups d_ff d_out"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
-    """Run every row through the SwiGLU network of its group: `(silu(x Wg) * (x Wu)) Wd`.
+    """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
     Products are accumulated in FP32; silu and its product with the up projection are FP32 and
     rounded once, to the dtype of `rows`, before the down projection. If that one is INT8, it
@@ -57,10 +57,10 @@ def grouped_swiglu(
     """
     _check_rows(rows, group_sizes)
     groups, d_model = group_sizes.shape[0], rows.shape[1]
-    _check_weights("gate_weights", gate_weights, rows, (groups, d_model, None))
-    d_ff = gate_weights.shape[2]
-    _check_weights("up_weights", up_weights, rows, (groups, d_model, d_ff))
-    _check_weights("down_weights", down_weights, rows, (groups, d_ff, None))
+    _check_weights("gate_weights", gate_weights, rows, (groups, None, d_model))
+    d_ff = gate_weights.shape[1]
+    _check_weights("up_weights", up_weights, rows, (groups, d_ff, d_model))
+    _check_weights("down_weights", down_weights, rows, (groups, None, d_ff))
     return reference.grouped_swiglu(rows, gate_weights, up_weights, down_weights, group_sizes)
 
 
@@ -74,7 +74,7 @@ def _check_rows(rows: Array, group_sizes: Array) -> None:
 
 
 def _check_weights(
-    name: str, weights: Array | QuantArray, rows: Array, expected: tuple[int, int, int | None]
+    name: str, weights: Array | QuantArray, rows: Array, expected: tuple[int, int | None, int]
 ) -> None:
     """Check shape (None: any size) and dtype of one weight array."""
     if isinstance(weights, QuantArray):

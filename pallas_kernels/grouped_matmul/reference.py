@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.quantize.bits import as_bits
-from pallas_kernels.quantize.product import quant_product
+from pallas_kernels.quantize.product import product_of_rows, quant_product
 from pallas_kernels.quantize.quant_array import QuantArray
 
 BLOCK_ROWS = 8
@@ -26,7 +26,7 @@ Weights = Array | QuantArray
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_in d_out"] | QuantArray,
+    weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
@@ -39,9 +39,9 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
-    up_weights: Float[Array, "groups d_model d_ff"] | QuantArray,
-    down_weights: Float[Array, "groups d_ff d_out"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group."""
@@ -54,12 +54,10 @@ def grouped_swiglu(
 
 
 def _matmul(left: Array, right: Weights) -> Array:
-    """Rows times one group's weights, FP32. INT8 weights: every row is quantised by itself."""
+    """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
     if isinstance(right, QuantArray):
         return quant_product(left, right)
-    return jnp.matmul(
-        left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
 
 
 def _map_blocks(
@@ -90,7 +88,7 @@ def _map_blocks(
         result = jnp.where(owned[:, None], result, before)
         return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
 
-    output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-1]), rows.dtype)
+    output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-2]), rows.dtype)
     output = _vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))
     return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]
 

@@ -1,4 +1,4 @@
-"""Quantising to 8 bits: rows with one scale each, weights with one a column or a block."""
+"""Quantising to 8 bits: rows with one scale each, weights with one a row or a block."""
 
 from pallas_kernels.quantize.api import (
     Format,

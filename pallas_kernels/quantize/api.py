@@ -16,11 +16,11 @@ Format = Literal["fp8", "int8"]
 WeightFormat = Literal["fp8", "fp8_block", "int8"]
 
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {
-    "fp8": (0, 1),
+    "fp8": (1, 0),
     "fp8_block": (128, 128),
-    "int8": (0, 1),
+    "int8": (1, 0),
 }
-"""How many weights [d_in, d_out] share a scale: a column, or DeepSeek's blocks."""
+"""How many weights [d_out, d_in] share a scale: a row, or DeepSeek's blocks."""
 
 
 def quantize_rows(
@@ -64,7 +64,7 @@ def dequantize_rows(
 
 
 def quantize_weight(
-    w: Float[Array, "*batch d_in d_out"],
+    w: Float[Array, "*batch d_out d_in"],
     format: WeightFormat,
     block: tuple[int, int] | None = None,
 ) -> QuantArray:
@@ -78,14 +78,14 @@ def quantize_weight(
     Args:
       w: floats.
       format: of the values.
-      block: other sizes (block_in, block_out) than the format's own; 0 is the whole axis.
+      block: other sizes (block_out, block_in) than the format's own; 0 is the whole axis.
 
     Raises:
       ValueError: w is not a float array of rank 2 or more, the format is unknown, or block is not
         two sizes.
     """
     if w.ndim < 2 or 0 in w.shape[-2:] or not jnp.issubdtype(w.dtype, jnp.floating):
-        raise ValueError(f"w is {w.dtype}{w.shape}, needs floats [..., d_in, d_out], both > 0")
+        raise ValueError(f"w is {w.dtype}{w.shape}, needs floats [..., d_out, d_in], both > 0")
     if format not in BLOCKS:
         raise ValueError(f"format is {format!r}, needs one of {tuple(BLOCKS)}")
     block = BLOCKS[format] if block is None else block
@@ -94,7 +94,7 @@ def quantize_weight(
     return reference.quantize_weight(w, "int8" if format == "int8" else "fp8", block)
 
 
-def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_in d_out"]:
+def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:
     """Multiply every block by its scale, in FP32, and round to `dtype`; too large saturates.
 
     Raises:

@@ -6,19 +6,31 @@ The arithmetic that every op with `QuantArray` weights defines itself by; called
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
 from pallas_kernels.quantize.reference import quantize_rows, spread_scales
 
 
-def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array, "rows d_out"]:
-    """x · w for one weight [d_in, d_out]; the caller has checked shapes and dtypes.
+def product_of_rows(
+    x: Num[Array, "*batch rows d_in"],
+    w: Num[Array, "*batch d_out d_in"],
+    *,
+    precision: jax.lax.Precision | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Num[Array, "*batch rows d_out"]:
+    """x · wᵀ, summed in `dtype`: every row of x with every row of w."""
+    return jnp.einsum("...ti,...oi->...to", x, w, precision=precision, preferred_element_type=dtype)
 
-    FP8 weights: x as it is, times the e4m3 values, accumulated in FP32 over the rows of one block;
-    these sums times their scales are added up in FP32, in order. INT8 weights: every row of x is
-    quantised to INT8 first, over the whole of d_in, the sums are exact integers (int32), and
+
+def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array, "rows d_out"]:
+    """x · wᵀ for one weight [d_out, d_in]; the caller has checked shapes and dtypes.
+
+    FP8 weights: x as it is, times the e4m3 values, accumulated in FP32 over the columns of one
+    block; these sums times their scales are added up in FP32, in order. INT8 weights: every row of
+    x is quantised to INT8 first, over the whole of d_in, the sums are exact integers (int32), and
     `x_scale * w_scale` is what they are multiplied by.
     """
     if w.dtype == jnp.int8:
@@ -30,17 +42,17 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
 def _sum_of_blocks(
     x: Array, w: QuantArray, x_scales: Float32[Array, " rows"] | None
 ) -> Float32[Array, "rows d_out"]:
-    d_in, d_out = w.shape
-    block = min(w.block[0] or d_in, d_in)
+    d_out, d_in = w.shape
+    block = min(w.block[1] or d_in, d_in)
     # What is not sliced need not be cast, which on CPU is a copy.
     bits = w.values if block == d_in else as_bits(w.values)
 
     def partial_sum(index: Array | int, size: int) -> Array:
         start = index * block
         columns = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-        values = jax.lax.dynamic_slice_in_dim(bits, start, size)
-        scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1)  # [1, blocks of d_out]
-        scales = spread_scales(scales, (1, d_out), (1, w.block[1]))
+        values = jax.lax.dynamic_slice_in_dim(bits, start, size, axis=1)
+        scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1, axis=1)  # [blocks of d_out, 1]
+        scales = spread_scales(scales, (d_out, 1), (w.block[0], 1)).T
         if x_scales is not None:
             scales = x_scales[:, None] * scales
         return _dot(columns, values).astype(jnp.float32) * scales
@@ -58,10 +70,7 @@ def _sum_of_blocks(
 def _dot(x: Array, values: Array) -> Array:
     """Products of 8-bit values, summed in int32 or FP32. Every e4m3 number is one of BF16 too."""
     if values.dtype == jnp.int8:
-        return jnp.matmul(x, values, preferred_element_type=jnp.int32)
-    return jnp.matmul(
-        x,
-        from_bits(values).astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        return product_of_rows(x, values, dtype=jnp.int32)
+    return product_of_rows(
+        x, from_bits(values).astype(x.dtype), precision=jax.lax.Precision.HIGHEST
     )

@@ -24,10 +24,10 @@ class QuantArray:
     since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
 
     Attributes:
-      values: [*batch, d_in, d_out], int8, float8_e4m3fn, or the latter's bits as uint8, which are
+      values: [*batch, d_out, d_in], int8, float8_e4m3fn, or the latter's bits as uint8, which are
         cheaper to slice (`bits.py`).
-      scales: FP32 [*batch, ceil(d_in / block_in), ceil(d_out / block_out)].
-      block: (block_in, block_out), how many values a scale is for along each axis; 0: all of them.
+      scales: FP32 [*batch, ceil(d_out / block_out), ceil(d_in / block_in)].
+      block: (block_out, block_in), how many values a scale is for along each axis; 0: all of them.
         The last block of an axis may be smaller.
     """
 
@@ -69,7 +69,7 @@ def check_quant_array(name: str, array: QuantArray) -> None:
     if values.ndim < 2 or values.dtype not in EIGHT_BITS:
         raise ValueError(
             f"{name}.values is {values.dtype}{values.shape}, "
-            "needs float8_e4m3fn (or its bits, uint8) or int8 [..., d_in, d_out]"
+            "needs float8_e4m3fn (or its bits, uint8) or int8 [..., d_out, d_in]"
         )
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"{name}.block is {block}, needs two sizes of at least 0")

@@ -40,7 +40,7 @@ def dequantize_rows(
 
 
 def quantize_weight(
-    w: Float[Array, "*batch d_in d_out"], format: Literal["fp8", "int8"], block: tuple[int, int]
+    w: Float[Array, "*batch d_out d_in"], format: Literal["fp8", "int8"], block: tuple[int, int]
 ) -> QuantArray:
     """Divide every block by its scale, as `quantize_rows` does with a row."""
     w = w.astype(jnp.float32)
@@ -52,7 +52,7 @@ def quantize_weight(
     return QuantArray(_values(w, inverse, format), scales, block)
 
 
-def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_in d_out"]:
+def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:
     """Multiply every block by its scale."""
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     product = from_bits(w.values).astype(jnp.float32) * spread_scales(w.scales, w.shape, w.block)

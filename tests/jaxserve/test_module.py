@@ -74,7 +74,7 @@ class TestTemplate:
             (leaf.shape, leaf.dtype) for leaf in template.leaves
         ]
         experts = leaves[template.names.index("experts")]
-        assert np.std(np.asarray(experts)) == pytest.approx(4**-0.5, rel=0.2)
+        assert np.std(np.asarray(experts)) == pytest.approx(8**-0.5, rel=0.2)
 
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -90,20 +90,20 @@ def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
 
 class TestMatrix:
     def test_plain(self):
-        made_plain = made("plain", dtype=jnp.bfloat16, d_model=6, d_ff=4)
+        made_plain = made("plain", dtype=jnp.bfloat16, d_ff=4, d_model=6)
         assert isinstance(made_plain, Weight)
-        assert (made_plain[...].shape, made_plain[...].dtype) == ((6, 4), jnp.bfloat16)
+        assert (made_plain[...].shape, made_plain[...].dtype) == ((4, 6), jnp.bfloat16)
 
     @pytest.mark.parametrize(("weights", "dtype"), [("fp8", jnp.float8_e4m3fn), ("int8", jnp.int8)])
     def test_a_scale_an_output_channel(self, weights, dtype):
-        quantised = made(weights, d_model=300, d_ff=4)[...]
-        assert (quantised.values.shape, quantised.values.dtype) == ((300, 4), dtype)
-        assert (quantised.scales.shape, quantised.scales.dtype) == ((1, 4), jnp.float32)
-        assert quantised.block == (0, 1)
+        quantised = made(weights, d_ff=4, d_model=300)[...]
+        assert (quantised.values.shape, quantised.values.dtype) == ((4, 300), dtype)
+        assert (quantised.scales.shape, quantised.scales.dtype) == ((4, 1), jnp.float32)
+        assert quantised.block == (1, 0)
 
     def test_of_every_expert(self):
-        quantised = made("int8", experts=3, d_model=6, expert_d_ff=4)[...]
-        assert (quantised.values.shape, quantised.scales.shape) == ((3, 6, 4), (3, 1, 4))
+        quantised = made("int8", experts=3, expert_d_ff=4, d_model=6)[...]
+        assert (quantised.values.shape, quantised.scales.shape) == ((3, 4, 6), (3, 4, 1))
 
     @pytest.mark.parametrize(
         ("shards", "block", "scales"),
@@ -132,9 +132,9 @@ class TestMatrix:
             ((48, 17), 16),
         ],
     )
-    def test_no_block_has_columns_of_two_maps(self, parts, block):
-        quantised = made("fp8_block", parts, d_model=128, columns=sum(parts))[...]
-        assert quantised.block == (128, block)
+    def test_no_block_has_rows_of_two_maps(self, parts, block):
+        quantised = made("fp8_block", parts, rows=sum(parts), d_model=128)[...]
+        assert quantised.block == (block, 128)
         starts = np.cumsum(parts)[:-1]
         assert np.all(starts % block == 0)
 
@@ -144,19 +144,19 @@ class TestMatrix:
         assert (quantised.block, quantised.scales.shape) == ((64, 128), (2, 4, 1))
 
     def test_the_values_are_those_of_the_plain_matrix(self):
-        plain = np.asarray(made("plain", d_model=200, d_ff=130)[...])
+        plain = np.asarray(made("plain", d_ff=130, d_model=200)[...])
         for weights, error in (("fp8", 2**-4), ("fp8_block", 2**-4), ("int8", 0.01)):
-            quantised = made(weights, d_model=200, d_ff=130)
+            quantised = made(weights, d_ff=130, d_model=200)
             x = jnp.eye(200, dtype=jnp.float32)
             product = np.asarray(linear(x, quantised))
-            assert np.abs(product - plain).max() <= error * np.abs(plain).max()
+            assert np.abs(product - plain.T).max() <= error * np.abs(plain).max()
 
 
 class Quantised(nnx.Module):
     def __init__(self, weights: str, rngs: nnx.Rngs):
         formats = Formats(FLOAT32, weights, {"q_heads": 2})
-        self.up = matrix(rngs, formats, d_model=128, q_heads=64)
-        self.down = matrix(rngs, formats, q_heads=64, d_model=128)
+        self.up = matrix(rngs, formats, q_heads=64, d_model=128)
+        self.down = matrix(rngs, formats, d_model=128, q_heads=64)
         self.bias = zeros(FLOAT32, q_heads=64)
 
 
@@ -170,20 +170,20 @@ class TestQuantisedTemplate:
                 "int8",
                 {
                     "bias": ((64,), ("tp",)),
-                    "down.values": ((64, 128), ("tp", None)),
-                    "down.scales": ((1, 128), (None, None)),
-                    "up.values": ((128, 64), (None, "tp")),
-                    "up.scales": ((1, 64), (None, "tp")),
+                    "down.values": ((128, 64), (None, "tp")),
+                    "down.scales": ((128, 1), (None, None)),
+                    "up.values": ((64, 128), ("tp", None)),
+                    "up.scales": ((64, 1), ("tp", None)),
                 },
             ),
             (
                 "fp8_block",
                 {
                     "bias": ((64,), ("tp",)),
-                    "down.values": ((64, 128), ("tp", None)),
-                    "down.scales": ((2, 1), ("tp", None)),
-                    "up.values": ((128, 64), (None, "tp")),
-                    "up.scales": ((1, 2), (None, "tp")),
+                    "down.values": ((128, 64), (None, "tp")),
+                    "down.scales": ((1, 2), (None, "tp")),
+                    "up.values": ((64, 128), ("tp", None)),
+                    "up.scales": ((2, 1), ("tp", None)),
                 },
             ),
         ],
@@ -203,7 +203,7 @@ class TestQuantisedTemplate:
         template = Template(lambda rngs: Quantised("fp8_block", rngs))
         module = template.merge(template.random(0))
         assert isinstance(module.up, QuantWeight)
-        assert module.up[...].block == (128, 32)
+        assert module.up[...].block == (32, 128)
         assert module.up[...].values.dtype == jnp.float8_e4m3fn
 
     def test_a_devices_slices(self):
@@ -215,7 +215,7 @@ class TestQuantisedTemplate:
             sizes = zip(leaf.shape, spec, strict=True)
             halves.append(leaf[tuple(slice(n // 2 if axis else n) for n, axis in sizes)])
         module = template.merge(halves)
-        assert module.up[...].shape == (128, 32)
+        assert module.up[...].shape == (32, 128)
         assert linear(jnp.ones((3, 128)), module.up).shape == (3, 32)
         assert linear(jnp.ones((3, 32)), module.down).shape == (3, 128)
 
@@ -225,22 +225,22 @@ class TestLinear:
         """256 + 1 is 256 in BF16, so that 257 + 1 would be, too."""
         x = jnp.asarray([[256.0, 1.0]], jnp.bfloat16)
         bias = Weight(jnp.ones(1, jnp.bfloat16))
-        out = linear(x, Weight(jnp.ones((2, 1), jnp.bfloat16)), bias)
+        out = linear(x, Weight(jnp.ones((1, 2), jnp.bfloat16)), bias)
         assert (float(out[0, 0]), out.dtype) == (258.0, jnp.bfloat16)
 
     def test_accumulates_in_fp32(self):
         """256 + 1 is 256 in BF16, whose sum of 256 and 512 ones would stay at 256."""
         x = jnp.concatenate([jnp.full((1, 1), 256.0), jnp.ones((1, 512))], axis=1)
         x = x.astype(jnp.bfloat16)
-        out = linear(x, Weight(jnp.ones((513, 1), jnp.bfloat16)))
+        out = linear(x, Weight(jnp.ones((1, 513), jnp.bfloat16)))
         assert out.dtype == jnp.bfloat16
         assert float(out[0, 0]) == 768.0
 
     def test_fp32(self):
         rng = np.random.default_rng(0)
-        x, w = rng.normal(size=(3, 64)), rng.normal(size=(64, 5))
+        x, w = rng.normal(size=(3, 64)), rng.normal(size=(5, 64))
         out = linear(jnp.asarray(x, jnp.float32), Weight(jnp.asarray(w, jnp.float32)))
-        np.testing.assert_allclose(np.asarray(out), x @ w, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(out), x @ w.T, atol=1e-5)
 
 
 class TestRMSNorm:

@@ -162,7 +162,7 @@ def _leaf(
     # Vectors, and the matrices that MLA absorbs, are never quantised.
     if format == "plain" or leaf.ndim != 2:
         return leaf
-    quantised = quantize_weight(jnp.asarray(leaf, jnp.float32), format, (0, 1))
+    quantised = quantize_weight(jnp.asarray(leaf, jnp.float32), format, (1, 0))
     if name == base:
         return np.asarray(dequantize_weight(quantised, jnp.float32))
     return np.asarray(quantised.values if name.endswith(".values") else quantised.scales)
@@ -175,8 +175,8 @@ def _plain_leaf(source: Source, tensors: dict[str, np.ndarray]) -> np.ndarray:
         if source.view is not None:
             shape, axis, start, stop = source.view
             part = np.take(part.reshape(shape), range(start, stop), axis=axis)
-        parts.append(np.swapaxes(part, -1, -2) if source.transpose else part)
-    return np.concatenate(parts, axis=-1)
+        parts.append(part)
+    return np.concatenate(parts, axis=max(parts[0].ndim - 2, 0))
 
 
 def _poison(array: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -139,9 +139,9 @@ def test_bfloat16():
 
 def test_leaves():
     module = Layer(model("biases")).module
-    assert module.query[...].shape == (48, 64)
-    assert module.key[...].shape == module.value[...].shape == (48, 32)
-    assert module.out[...].shape == (64, 48)
+    assert module.query[...].shape == (64, 48)
+    assert module.key[...].shape == module.value[...].shape == (32, 48)
+    assert module.out[...].shape == (48, 64)
     assert module.key_norm[...].shape == (16,)
     assert (module.query_bias[...].shape, module.out_bias[...].shape) == ((64,), (48,))
     assert Layer(model()).module.out_bias is None

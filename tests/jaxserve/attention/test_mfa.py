@@ -37,14 +37,14 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
     """The layer, or the share of a device that has some of the query heads."""
     name = "model.layers.0.self_attn."
     get = lambda part: tensors[f"{name}{part}.weight"]  # noqa: E731
-    columns = np.arange(SHAPE.q_heads * SHAPE.head_dim).reshape(SHAPE.q_heads, -1)[heads].ravel()
+    rows = np.arange(SHAPE.q_heads * SHAPE.head_dim).reshape(SHAPE.q_heads, -1)[heads].ravel()
     mfa = MFA(CONFIG, SHAPE, 0, Formats(jnp.dtype(dtype)), nnx.Rngs(0))
-    down = np.concatenate([get("q_proj"), get("k_proj"), get("v_proj")]).T
+    down = np.concatenate([get("q_proj"), get("k_proj"), get("v_proj")])
     for weight, value in (
         (mfa.down, down),
         (mfa.inter_norm, get("inter_norm")),
-        (mfa.up, get("wq").T[:, columns]),
-        (mfa.out, get("o_proj").T[columns]),
+        (mfa.up, get("wq")[rows]),
+        (mfa.out, get("o_proj")[:, rows]),
     ):
         weight.set_value(jnp.asarray(value, dtype))
     return mfa

@@ -91,18 +91,18 @@ def matrices(template, leaves):
 
 
 def expected(floats, layer, name):
-    """The matrix [in, out] of a leaf, unpadded."""
+    """The matrix [out, in] of a leaf, unpadded."""
     prefix = f"model.layers.{layer}."
     role, leaf = name.split(".")
     if role == "experts":
-        return np.stack([floats[f"{prefix}mlp.experts.{e}.{leaf}_proj.weight"].T for e in range(4)])
+        return np.stack([floats[f"{prefix}mlp.experts.{e}.{leaf}_proj.weight"] for e in range(4)])
     tensor = {
         "attention.query_down": "self_attn.q_a_proj",
         "attention.query_up": "self_attn.q_b_proj",
         "attention.latent_down": "self_attn.kv_a_proj_with_mqa",
         "attention.out": "self_attn.o_proj",
     }.get(name, f"mlp.{'shared_experts.' if layer else ''}{leaf}_proj")
-    return floats[f"{prefix}{tensor}.weight"].T
+    return floats[f"{prefix}{tensor}.weight"]
 
 
 def padded(matrix, shape):
@@ -146,7 +146,7 @@ def test_multiplied_out(layout, dtype, folder, floats):
             elif name.endswith(("key_up", "value_up")):
                 prefix = f"model.layers.{index // 2}.self_attn.kv_b_proj.weight"
                 both = floats[prefix].reshape(4, 48 + 64, 64)
-                key, value = both[:, :48], np.swapaxes(both[:, 48:], 1, 2)
+                key, value = both[:, :48], both[:, 48:]
                 wanted = key if name.endswith("key_up") else value
                 np.testing.assert_array_equal(np.asarray(leaf), wanted.astype(leaf.dtype))
 
@@ -172,7 +172,7 @@ def test_float_files_in_8_bits(layout, weights, floats, tmp_path):
         for name, matrix in matrices(template, leaves):
             wanted = padded(expected(floats, index // 2, name), matrix.values.shape)
             whole = quantize_weight(jnp.asarray(wanted), weights)
-            assert matrix.block == (0, 1)
+            assert matrix.block == (1, 0)
             np.testing.assert_array_equal(as_uint(matrix.values), as_uint(whole.values))
             np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
 
@@ -255,7 +255,7 @@ class TestProblems:
                     tensor = f"model.layers.{index // 2}.mlp.up_proj.weight_scale_inv"
                     if tensor in tensors:
                         np.testing.assert_array_equal(
-                            np.asarray(matrix.scales), tensors[tensor].astype(np.float32).T
+                            np.asarray(matrix.scales), tensors[tensor].astype(np.float32)
                         )
 
 

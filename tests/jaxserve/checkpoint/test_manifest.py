@@ -54,7 +54,7 @@ class TestManifest:
     def test_another_format(self, folder):
         conversion = Conversion(FORMAT + 1, "abc", "int8", "bfloat16")
         write_record(folder / MANIFEST, Manifest(conversion, {}, {}, {}))
-        with pytest.raises(CheckpointError, match=r"format 2, and this version reads 1"):
+        with pytest.raises(CheckpointError, match=r"format 3, and this version reads 2"):
             read_manifest(folder)
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"conversion": 3}'])

@@ -114,7 +114,7 @@ def test_in_another_format_than_it_was_converted(weights, asked, layout, folders
     matrices = [x for x in found if x.ndim > 1]
     pairs = [
         # nnx orders the attributes: scales before values.
-        QuantArray(values, scales, (0, 1))
+        QuantArray(values, scales, (1, 0))
         for scales, values in itertools.pairwise(stored)
         if values.dtype in (jnp.int8, jnp.float8_e4m3fn)
     ]
@@ -161,7 +161,7 @@ class TestProblems:
                 "missing block layers.0.ffn",
                 "unexpected block layers.9.ffn",
                 "head: norm is float32 [64], and the manifest says float32 [63]",
-                "head: weight is float32 [64, 160], and the manifest says int8 [64, 160]",
+                "head: weight is float32 [160, 64], and the manifest says int8 [160, 64]",
                 "unexpected embedding: more",
                 f"{folder}/blocks/embedding/more: no array: No such file or directory",
                 "missing layers.1.ffn: dense.up",

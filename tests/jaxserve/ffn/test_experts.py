@@ -20,7 +20,7 @@ CONFIG = step3_config(SIZES.config())
 
 def weights(seed=0):
     rng = np.random.default_rng(seed)
-    shapes = {"gate": (D_MODEL, D_FF), "up": (D_MODEL, D_FF), "down": (D_FF, D_MODEL)}
+    shapes = {"gate": (D_FF, D_MODEL), "up": (D_FF, D_MODEL), "down": (D_MODEL, D_FF)}
     return {
         name: rng.normal(scale=0.4, size=(EXPERTS, *shape)).astype(np.float32)
         for name, shape in shapes.items()
@@ -36,7 +36,7 @@ def device_share(values, ranks, rank, tensor_rank) -> Experts:
         padded = np.zeros(parameter[...].shape, np.float32)
         padded[tuple(slice(size) for size in value.shape)] = value
         padded = np.split(padded, expert_ranks)[rank]
-        axis = 1 if name == "down" else 2
+        axis = 2 if name == "down" else 1
         parameter.set_value(jnp.asarray(np.split(padded, tensor_ranks, axis)[tensor_rank]))
     return module
 
@@ -51,8 +51,8 @@ def plain(x, experts, gates, values):
     for token, (chosen, weight) in enumerate(zip(experts, gates, strict=True)):
         for expert, gate in zip(chosen, weight, strict=True):
             if expert < EXPERTS:
-                a, b = x[token] @ values["gate"][expert], x[token] @ values["up"][expert]
-                out[token] += gate * ((a / (1 + np.exp(-a)) * b) @ values["down"][expert])
+                a, b = values["gate"][expert] @ x[token], values["up"][expert] @ x[token]
+                out[token] += gate * (values["down"][expert] @ (a / (1 + np.exp(-a)) * b))
     return out
 
 
@@ -88,8 +88,8 @@ def test_placement(experts, ranks, slots):
 
 def test_shapes_are_padded_to_the_mesh():
     module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
-    assert module.gate[...].shape == module.up[...].shape == (8, D_MODEL, 12)
-    assert module.down[...].shape == (8, 12, D_MODEL)
+    assert module.gate[...].shape == module.up[...].shape == (8, 12, D_MODEL)
+    assert module.down[...].shape == (8, D_MODEL, 12)
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 1), (2, 3), (7, 1)], ids=str)

@@ -15,8 +15,8 @@ def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **r
     experts, d_model = weights.shape
     asked = Rule(experts=experts, top_k=top_k, bias=bias is not None, **rule)
     module = Router(d_model, asked, jnp.dtype(dtype), nnx.Rngs(0))
-    assert module.gate[...].shape == (d_model, experts)
-    module.gate.set_value(jnp.asarray(weights.T, dtype))
+    assert module.gate[...].shape == (experts, d_model)
+    module.gate.set_value(jnp.asarray(weights, dtype))
     if bias is not None:
         assert (module.bias[...].shape, module.bias[...].dtype) == ((experts,), jnp.float32)
         module.bias.set_value(jnp.asarray(bias, jnp.float32))

@@ -16,7 +16,7 @@ from pallas_kernels.quantize import as_bits
 
 compiled_matmul = jax.jit(matmul)
 
-# d_in and d_out that are and are not multiples of the blocks.
+# d_out and d_in that are and are not multiples of the blocks.
 CASES = [
     ("fp8", None),
     ("fp8", (0, 0)),
@@ -40,16 +40,16 @@ def matmul_numpy(x, w: QuantArray):
     """x [tokens, d_in] by w, in float64: block by block."""
     values = np.asarray(w.values, np.float64)
     scales = np.asarray(w.scales, np.float64)
-    d_in, d_out = values.shape
-    rows, columns = (size or axis for size, axis in zip(w.block, (d_in, d_out), strict=True))
+    d_out, d_in = values.shape
+    rows, columns = (size or axis for size, axis in zip(w.block, (d_out, d_in), strict=True))
     x_scales = np.ones(len(x))
     if w.dtype == jnp.int8:
         x, x_scales = quantize_rows_numpy(x)
     output = np.zeros((len(x), d_out))
     for (row, column), scale in np.ndenumerate(scales):
-        inside = slice(row * rows, (row + 1) * rows)
-        outside = slice(column * columns, (column + 1) * columns)
-        sums = x[:, inside].astype(np.float64) @ values[inside, outside]
+        outside = slice(row * rows, (row + 1) * rows)
+        inside = slice(column * columns, (column + 1) * columns)
+        sums = x[:, inside].astype(np.float64) @ values[outside, inside].T
         output[:, outside] += sums * (x_scales[:, None] * scale)
     return output
 
@@ -57,9 +57,9 @@ def matmul_numpy(x, w: QuantArray):
 class TestLiteral:
     def test_fp8_channels(self):
         w = QuantArray(
-            jnp.asarray([[1.0, 2.0], [-3.0, 0.5]], jnp.float8_e4m3fn),
-            jnp.asarray([[10.0, 100.0]]),
-            (0, 1),
+            jnp.asarray([[1.0, -3.0], [2.0, 0.5]], jnp.float8_e4m3fn),
+            jnp.asarray([[10.0], [100.0]]),
+            (1, 0),
         )
         output = matmul(jnp.asarray([[1.0, 2.0], [0.0, 4.0]], jnp.bfloat16), w)
         assert output.dtype == jnp.float32
@@ -67,8 +67,8 @@ class TestLiteral:
 
     def test_fp8_blocks(self):
         w = QuantArray(
-            jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 9]], jnp.float8_e4m3fn),
-            jnp.asarray([[1.0, 10.0], [100.0, 1000.0]]),
+            jnp.asarray([[1, 4, 7], [2, 5, 8], [3, 6, 9]], jnp.float8_e4m3fn),
+            jnp.asarray([[1.0, 100.0], [10.0, 1000.0]]),
             (2, 2),
         )
         np.testing.assert_array_equal(matmul(jnp.ones((1, 3)), w), [[705, 807, 9090]])
@@ -76,7 +76,7 @@ class TestLiteral:
     def test_int8(self):
         # The row's scale is 2, so that it is 127, 1; 3.0 rounds half to even.
         w = QuantArray(
-            jnp.asarray([[1, -2], [3, 100]], jnp.int8), jnp.asarray([[0.5, 0.25]]), (0, 1)
+            jnp.asarray([[1, 3], [-2, 100]], jnp.int8), jnp.asarray([[0.5], [0.25]]), (1, 0)
         )
         output = matmul(jnp.asarray([[254.0, 3.0]]), w)
         assert output.dtype == jnp.float32
@@ -85,12 +85,12 @@ class TestLiteral:
     def test_int8_sums_are_exact(self):
         """2000 * 127 * 127 is more than FP32 counts one by one."""
         d_in = 2001
-        w = QuantArray(jnp.full((d_in, 1), 127, jnp.int8), jnp.ones((1, 1)), (0, 1))
+        w = QuantArray(jnp.full((1, d_in), 127, jnp.int8), jnp.ones((1, 1)), (1, 0))
         x = jnp.full((1, d_in), 127.0).at[0, 0].set(-126.0)
         assert int(matmul(x, w)[0, 0]) == int(np.float32(2000 * 127 * 127 - 126 * 127))
 
     def test_arrays(self):
-        x, w = jnp.asarray([[1.0, 2.0]], jnp.bfloat16), jnp.asarray([[3.0], [0.5]], jnp.bfloat16)
+        x, w = jnp.asarray([[1.0, 2.0]], jnp.bfloat16), jnp.asarray([[3.0, 0.5]], jnp.bfloat16)
         output = matmul(x, w)
         assert output.dtype == jnp.float32
         np.testing.assert_array_equal(output, [[4.0]])
@@ -103,7 +103,7 @@ class TestLiteral:
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(-20, 20))
 def test_as_numpy(format, block, shape, dtype, seed, size):
     rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(5, shape[0])) * 2.0**size).astype(dtype)
+    x = (rng.normal(size=(5, shape[1])) * 2.0**size).astype(dtype)
     x[0] = 0
     w = quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32), format, block)
     expected = matmul_numpy(x, w)
@@ -117,12 +117,12 @@ def test_near_the_unquantised_product(format):
     """Of the size that models have: three blocks and a half, two and a half."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 448)), jnp.float32)
-    w = jnp.asarray(rng.normal(size=(448, 320)) * 448**-0.5, jnp.float32)
+    w = jnp.asarray(rng.normal(size=(320, 448)) * 448**-0.5, jnp.float32)
     quantised = quantize_weight(w, format)
     np.testing.assert_allclose(
         matmul(x, quantised), matmul_numpy(np.asarray(x), quantised), 1e-5, 1e-5
     )
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     error = np.asarray(matmul(x, quantised)) - exact
     # The step of e4m3 is at most an eighth of the number, INT8 has 127 steps to the largest one.
     assert np.sqrt(np.mean(error**2)) < {"fp8": 0.035, "fp8_block": 0.035, "int8": 0.015}[format]
@@ -132,7 +132,7 @@ def test_near_the_unquantised_product(format):
 def test_values_may_be_bits(format):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 200)), jnp.bfloat16)
-    w = quantize_weight(jnp.asarray(rng.normal(size=(200, 40)), jnp.float32), format)
+    w = quantize_weight(jnp.asarray(rng.normal(size=(40, 200)), jnp.float32), format)
     bits = dataclasses.replace(w, values=as_bits(w.values))
     np.testing.assert_array_equal(matmul(x, bits), matmul(x, w))
 
@@ -142,7 +142,7 @@ def test_leading_axes(format):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 2, 4, 10)), jnp.float32)
     block = (4, 4) if format == "fp8_block" else None
-    w = quantize_weight(jnp.asarray(rng.normal(size=(3, 2, 10, 6)), jnp.float32), format, block)
+    w = quantize_weight(jnp.asarray(rng.normal(size=(3, 2, 6, 10)), jnp.float32), format, block)
     got = matmul(x, w)
     for place in np.ndindex(3, 2):
         one = jax.tree.map(lambda leaf, place=place: leaf[place], w)
@@ -151,14 +151,14 @@ def test_leading_axes(format):
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
 def test_inside_shard_map(format):
-    """Columns on two devices need no sum, rows on two more do; scales go where their values go."""
+    """d_out on two devices needs no sum, d_in on two more does; scales go where their values go."""
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("in", "out"))
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(5, 16)), jnp.float32)
-    block = (4, 2) if format == "fp8_block" else None
-    w = quantize_weight(jnp.asarray(rng.normal(size=(16, 12)), jnp.float32), format, block)
-    scale_rows = "in" if format == "fp8_block" else None
-    specs = QuantArray(PartitionSpec("in", "out"), PartitionSpec(scale_rows, "out"), w.block)
+    block = (2, 4) if format == "fp8_block" else None
+    w = quantize_weight(jnp.asarray(rng.normal(size=(12, 16)), jnp.float32), format, block)
+    scale_columns = "in" if format == "fp8_block" else None
+    specs = QuantArray(PartitionSpec("out", "in"), PartitionSpec("out", scale_columns), w.block)
     sharded = jax.shard_map(
         lambda x, w: jax.lax.psum(matmul(x, w), "in"),
         mesh=mesh,
@@ -166,10 +166,11 @@ def test_inside_shard_map(format):
         out_specs=PartitionSpec(None, "out"),
     )
     halves = []
-    for rows in (slice(0, 8), slice(8, 16)):
-        scales = w.scales[rows.start // 4 : rows.stop // 4] if format == "fp8_block" else w.scales
+    for half in (slice(0, 8), slice(8, 16)):
+        blocks = slice(half.start // 4, half.stop // 4)
+        scales = w.scales[:, blocks] if format == "fp8_block" else w.scales
         halves.append(
-            matmul_numpy(np.asarray(x[:, rows]), QuantArray(w.values[rows], scales, w.block))
+            matmul_numpy(np.asarray(x[:, half]), QuantArray(w.values[:, half], scales, w.block))
         )
     np.testing.assert_allclose(jax.jit(sharded)(x, w), sum(halves), rtol=1e-5, atol=1e-5)
 
@@ -177,15 +178,15 @@ def test_inside_shard_map(format):
 @pytest.mark.parametrize(
     ("x", "w", "message"),
     [
-        (jnp.zeros((2, 3)), jnp.zeros((4, 5)), r"x \(2, 3\) times w \(4, 5\)"),
-        (jnp.zeros((2, 3)), jnp.zeros((2, 3, 5)), r"x \(2, 3\) times w \(2, 3, 5\)"),
-        (jnp.zeros((4, 2, 3)), jnp.zeros((2, 3, 5)), r"x \(4, 2, 3\) times w \(2, 3, 5\)"),
-        (jnp.zeros((2, 3)), jnp.zeros((3, 5), jnp.bfloat16), "x is float32, w is bfloat16"),
-        (jnp.zeros((2, 3), jnp.int8), jnp.zeros((3, 5), jnp.int8), "x is int8"),
+        (jnp.zeros((2, 3)), jnp.zeros((3, 5)), r"x \(2, 3\) times w \(3, 5\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((2, 5, 3)), r"x \(2, 3\) times w \(2, 5, 3\)"),
+        (jnp.zeros((4, 2, 3)), jnp.zeros((2, 5, 3)), r"x \(4, 2, 3\) times w \(2, 5, 3\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((5, 3), jnp.bfloat16), "x is float32, w is bfloat16"),
+        (jnp.zeros((2, 3), jnp.int8), jnp.zeros((5, 3), jnp.int8), "x is int8"),
         (
             jnp.zeros((2, 3)),
-            QuantArray(jnp.zeros((3, 5), jnp.int8), jnp.ones((1, 4)), (0, 1)),
-            r"w.scales is float32\(1, 4\), .*float32\(1, 5\)",
+            QuantArray(jnp.zeros((5, 3), jnp.int8), jnp.ones((4, 1)), (1, 0)),
+            r"w.scales is float32\(4, 1\), .*float32\(5, 1\)",
         ),
     ],
 )

@@ -24,28 +24,28 @@ def grouped_numpy(rows, group_sizes, d_out, function):
 
 
 def matmul_numpy(weights):
-    return lambda rows, group: rows @ np.asarray(weights, np.float64)[group]
+    return lambda rows, group: rows @ np.asarray(weights, np.float64)[group].T
 
 
 def swiglu_numpy(gate, up, down):
     gate, up, down = (np.asarray(weights, np.float64) for weights in (gate, up, down))
 
     def apply(rows, group):
-        gated = rows @ gate[group]
-        return (gated / (1 + np.exp(-gated)) * (rows @ up[group])) @ down[group]
+        gated = rows @ gate[group].T
+        return (gated / (1 + np.exp(-gated)) * (rows @ up[group].T)) @ down[group].T
 
     return apply
 
 
 def random_case(rng, rows, groups, d_model=6, d_ff=5):
-    shapes = [(rows, d_model), *[(groups, d_model, d_ff)] * 2, (groups, d_ff, d_model)]
+    shapes = [(rows, d_model), *[(groups, d_ff, d_model)] * 2, (groups, d_model, d_ff)]
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 class TestGroupedMatmul:
     def test_literal(self):
         rows = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-        weights = jnp.asarray([[[1.0], [0.0]], [[9.0], [9.0]], [[1.0], [10.0]]])
+        weights = jnp.asarray([[[1.0, 0.0]], [[9.0, 9.0]], [[1.0, 10.0]]])
         output = grouped_matmul(rows, weights, jnp.asarray([1, 0, 2], jnp.int32))
         np.testing.assert_array_equal(output, [[1], [43], [65], [0]])
 
@@ -78,13 +78,13 @@ class TestGroupedMatmul:
         np.testing.assert_array_equal(output[5:], np.zeros((4, 5)))
 
     def test_no_rows(self):
-        output = grouped_matmul(jnp.zeros((0, 3)), jnp.zeros((2, 3, 4)), jnp.zeros(2, jnp.int32))
+        output = grouped_matmul(jnp.zeros((0, 3)), jnp.zeros((2, 4, 3)), jnp.zeros(2, jnp.int32))
         assert output.shape == (0, 4)
 
     def test_bfloat16_accumulates_in_float32(self):
         """In BF16, 256 + 1 is 256: adding ones one by one would stay there."""
         rows = jnp.ones((2, 1024), jnp.bfloat16)
-        weights = jnp.ones((1, 1024, 3), jnp.bfloat16)
+        weights = jnp.ones((1, 3, 1024), jnp.bfloat16)
         output = grouped_matmul(rows, weights, jnp.asarray([2], jnp.int32))
         assert output.dtype == jnp.bfloat16
         np.testing.assert_array_equal(output.astype(jnp.float32), np.full((2, 3), 1024))
@@ -128,10 +128,11 @@ class TestGroupedSwiglu:
             return jax.lax.psum(grouped_swiglu(rows, gate, up, down, sizes), "tp")
 
         experts, columns = PartitionSpec("ep"), PartitionSpec("ep", None, "tp")
+        rows_of = PartitionSpec("ep", "tp")
         sharded = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(PartitionSpec(), columns, columns, PartitionSpec("ep", "tp"), experts),
+            in_specs=(PartitionSpec(), rows_of, rows_of, columns, experts),
             out_specs=PartitionSpec("ep"),
         )
         output = jax.jit(sharded)(rows, gate, up, down, sizes)
@@ -146,9 +147,9 @@ class TestGroupedSwiglu:
     ("change", "message"),
     [
         ({"rows": jnp.zeros((4, 2, 3))}, r"rows is float32\(4, 2, 3\)"),
-        ({"rows": jnp.zeros((4, 7))}, r"gate_weights has shape \(2, 3, 5\), needs \(2, 7, 'any'\)"),
-        ({"up_weights": jnp.zeros((2, 3, 6))}, r"up_weights .* needs \(2, 3, 5\)"),
-        ({"down_weights": jnp.zeros((3, 5, 3))}, r"down_weights .* needs \(2, 5, 'any'\)"),
+        ({"rows": jnp.zeros((4, 7))}, r"gate_weights has shape \(2, 5, 3\), needs \(2, 'any', 7\)"),
+        ({"up_weights": jnp.zeros((2, 6, 3))}, r"up_weights .* needs \(2, 5, 3\)"),
+        ({"down_weights": jnp.zeros((3, 3, 5))}, r"down_weights .* needs \(2, 'any', 5\)"),
         ({"rows": jnp.zeros((4, 3), jnp.bfloat16)}, "gate_weights is float32, rows is bfloat16"),
         ({"group_sizes": jnp.zeros(2)}, r"group_sizes is float32\(2,\)"),
     ],
@@ -157,9 +158,9 @@ def test_bad_calls(change, message):
     """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
     good = {
         "rows": jnp.zeros((4, 3)),
-        "gate_weights": jnp.zeros((2, 3, 5)),
-        "up_weights": jnp.zeros((2, 3, 5)),
-        "down_weights": jnp.zeros((2, 5, 3)),
+        "gate_weights": jnp.zeros((2, 5, 3)),
+        "up_weights": jnp.zeros((2, 5, 3)),
+        "down_weights": jnp.zeros((2, 3, 5)),
         "group_sizes": jnp.zeros(2, jnp.int32),
     }
     with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
 
 # None: weights as they are. Blocks of 4 x 4 leave a partial block in d_in and in d_out.
-FORMATS = [("fp8", (0, 1)), ("fp8_block", (4, 4)), ("int8", (0, 1))]
+FORMATS = [("fp8", (1, 0)), ("fp8_block", (4, 4)), ("int8", (1, 0))]
 ROWS, GROUPS, D_MODEL, D_FF = 48, 4, 6, 9
 
 compiled_matmul = jax.jit(grouped_matmul)
@@ -33,7 +33,7 @@ def quantise_row_numpy(x):
 def row_product_numpy(x, w, group):
     """One row [d_in] times the weights of its group."""
     if not isinstance(w, QuantArray):
-        return x.astype(np.float64) @ np.asarray(w[group], np.float64)
+        return x.astype(np.float64) @ np.asarray(w[group], np.float64).T
     spread = np.asarray(w.scales[group], np.float64)
     values = np.asarray(w.values[group], np.float64)
     for axis in (0, 1):
@@ -41,8 +41,8 @@ def row_product_numpy(x, w, group):
         spread = np.take(spread, range(values.shape[axis]), axis)
     if w.dtype == jnp.int8:
         row, scale = quantise_row_numpy(x)
-        return (row * np.float64(scale)) @ (values * spread)
-    return x.astype(np.float64) @ (values * spread)
+        return (row * np.float64(scale)) @ (values * spread).T
+    return x.astype(np.float64) @ (values * spread).T
 
 
 def grouped_numpy(rows, sizes, d_out, function):
@@ -70,7 +70,7 @@ def test_literal_int8():
     """Each row has its own scale, 1 and 2, and each group its own weights."""
     rows = jnp.asarray([[127.0, 1.0], [254.0, 4.0], [7.0, 7.0]])
     weights = QuantArray(
-        jnp.asarray([[[1], [2]], [[3], [-1]]], jnp.int8), jnp.asarray([[[1.0]], [[0.5]]]), (0, 1)
+        jnp.asarray([[[1, 2]], [[3, -1]]], jnp.int8), jnp.asarray([[[1.0]], [[0.5]]]), (1, 0)
     )
     output = grouped_matmul(rows, weights, jnp.asarray([1, 1], jnp.int32))
     np.testing.assert_array_equal(output, [[129], [379], [0]])
@@ -78,8 +78,8 @@ def test_literal_int8():
 
 def test_literal_fp8_blocks():
     weights = QuantArray(
-        jnp.asarray([[[9.0], [9.0]], [[1.0], [2.0]]], jnp.float8_e4m3fn),
-        jnp.asarray([[[1.0], [1.0]], [[10.0], [100.0]]]),
+        jnp.asarray([[[9.0, 9.0]], [[1.0, 2.0]]], jnp.float8_e4m3fn),
+        jnp.asarray([[[1.0, 1.0]], [[10.0, 100.0]]]),
         (1, 1),
     )
     output = grouped_matmul(jnp.asarray([[1.0, 2.0]]), weights, jnp.asarray([0, 1], jnp.int32))
@@ -96,7 +96,7 @@ def test_literal_fp8_blocks():
 def test_matmul(format, block, dtype, sizes, seed):
     """Ragged and empty groups; what lies past them is poisoned, and gives zeros."""
     rng = np.random.default_rng(seed)
-    weights = quantised(rng, (GROUPS, D_MODEL, D_FF), format, block)
+    weights = quantised(rng, (GROUPS, D_FF, D_MODEL), format, block)
     rows = rng.normal(size=(ROWS, D_MODEL)).astype(dtype)
     rows[sum(sizes) :] = np.nan
     output = compiled_matmul(jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32))
@@ -116,7 +116,7 @@ def test_matmul(format, block, dtype, sizes, seed):
 )
 def test_swiglu(formats, sizes, seed):
     rng = np.random.default_rng(seed)
-    shapes = [(GROUPS, D_MODEL, D_FF)] * 2 + [(GROUPS, D_FF, D_MODEL)]
+    shapes = [(GROUPS, D_FF, D_MODEL)] * 2 + [(GROUPS, D_MODEL, D_FF)]
     weights = [
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         if format is None
@@ -138,7 +138,7 @@ def test_swiglu(formats, sizes, seed):
 @pytest.mark.parametrize(("format", "block"), FORMATS)
 def test_a_row_does_not_depend_on_the_batch(format, block):
     rng = np.random.default_rng(0)
-    weights = quantised(rng, (2, 64, 32), format, block)
+    weights = quantised(rng, (2, 32, 64), format, block)
     rows = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
     alone = grouped_matmul(rows[:1], weights, jnp.asarray([1, 0], jnp.int32))
     together = grouped_matmul(rows, weights, jnp.asarray([20, 12], jnp.int32))
@@ -148,7 +148,7 @@ def test_a_row_does_not_depend_on_the_batch(format, block):
 @pytest.mark.parametrize(("format", "block"), FORMATS)
 def test_values_may_be_bits(format, block):
     rng = np.random.default_rng(0)
-    weights = quantised(rng, (2, 16, 8), format, block)
+    weights = quantised(rng, (2, 8, 16), format, block)
     bits = dataclasses.replace(weights, values=as_bits(weights.values))
     rows, sizes = jnp.asarray(rng.normal(size=(9, 16)), jnp.float32), jnp.asarray([4, 3], jnp.int32)
     expected = grouped_matmul(rows, weights, sizes)
@@ -160,20 +160,19 @@ def test_inside_shard_map(format, block):
     """Experts on two devices, their inner dimension on two more."""
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     rng = np.random.default_rng(0)
-    gate, up = (quantised(rng, (4, 8, 16), format, block) for _ in range(2))
-    down = quantised(rng, (4, 16, 8), format, block)
+    gate, up = (quantised(rng, (4, 16, 8), format, block) for _ in range(2))
+    down = quantised(rng, (4, 8, 16), format, block)
     rows = jnp.asarray(rng.normal(size=(24, 8)), jnp.float32)
     sizes = np.asarray([3, 9, 5, 1], np.int32)
-    columns = PartitionSpec("ep", None, "tp")
-    down_rows = PartitionSpec("ep", "tp")
-    scale_rows = down_rows if format == "fp8_block" else PartitionSpec("ep")
+    d_out, d_in = PartitionSpec("ep", "tp"), PartitionSpec("ep", None, "tp")
+    scales_of_down = d_in if format == "fp8_block" else PartitionSpec("ep")
     sharded = jax.shard_map(
         lambda *arguments: jax.lax.psum(grouped_swiglu(*arguments), "tp"),
         mesh=mesh,
         in_specs=(
             PartitionSpec(),
-            *[QuantArray(columns, columns, block)] * 2,
-            QuantArray(down_rows, scale_rows, block),
+            *[QuantArray(d_out, d_out, block)] * 2,
+            QuantArray(d_in, scales_of_down, block),
             PartitionSpec("ep"),
         ),
         out_specs=PartitionSpec("ep"),
@@ -196,9 +195,9 @@ def test_inside_shard_map(format, block):
                 sizes[groups],
                 8,
                 swiglu_numpy(
-                    share(gate, groups, 2, tp),
-                    share(up, groups, 2, tp),
-                    share(down, groups, 1, tp),
+                    share(gate, groups, 1, tp),
+                    share(up, groups, 1, tp),
+                    share(down, groups, 2, tp),
                     np.float32,
                 ),
             )
@@ -212,16 +211,16 @@ def test_inside_shard_map(format, block):
     ("weights", "message"),
     [
         (
-            QuantArray(jnp.zeros((2, 3, 5), jnp.int8), jnp.ones((2, 5)), (0, 1)),
-            r"weights.scales is float32\(2, 5\), .* need float32\(2, 1, 5\)",
+            QuantArray(jnp.zeros((2, 5, 3), jnp.int8), jnp.ones((2, 5)), (1, 0)),
+            r"weights.scales is float32\(2, 5\), .* need float32\(2, 5, 1\)",
         ),
         (
-            QuantArray(jnp.zeros((2, 4, 5), jnp.int8), jnp.ones((2, 1, 5)), (0, 1)),
-            r"weights has shape \(2, 4, 5\), needs \(2, 3, 'any'\)",
+            QuantArray(jnp.zeros((2, 5, 4), jnp.int8), jnp.ones((2, 5, 1)), (1, 0)),
+            r"weights has shape \(2, 5, 4\), needs \(2, 'any', 3\)",
         ),
         (
-            QuantArray(jnp.zeros((3, 5), jnp.int8), jnp.ones((1, 5)), (0, 1)),
-            r"weights has shape \(3, 5\), needs \(2, 3, 'any'\)",
+            QuantArray(jnp.zeros((5, 3), jnp.int8), jnp.ones((5, 1)), (1, 0)),
+            r"weights has shape \(5, 3\), needs \(2, 'any', 3\)",
         ),
     ],
 )
