@@ -58,7 +58,7 @@ class GQA(nnx.Module):
         query = linear(x, self.query, self.query_bias).reshape(tokens, -1, head_dim)
         key = linear(x, self.key, self.key_bias).reshape(tokens, -1, head_dim)
         value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
-        if key.shape[1] > pages[0].shape[2]:
+        if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
         turn = rotation(batch.position, head_dim, self.rope)
         query = rotate(self._normed(query, self.query_norm), *turn)

@@ -1,8 +1,8 @@
 """The paged KV cache of one layer: which arrays it has, how large they are and where they lie.
 
-A layer's cache is a tuple of arrays, `[dp * pages, page_size, heads, width]` each: keys and values,
+A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each: keys and values,
 or MLA's latent alone. In an 8-bit format each of them has an array of FP32 scales beside it,
-`[dp * pages, page_size, heads]`, one a token and head; FP8 is kept as its bits, uint8. Every DP
+`[dp * pages, heads, page_size]`, one a token and head; FP8 is kept as its bits, uint8. Every DP
 group owns its `pages` rows, and page ids in a page table count within the group.
 `pallas_kernels/attention` defines how tokens lie inside a page; `engine/pages.py` decides who owns
 which.
@@ -26,7 +26,7 @@ from pallas_kernels.quantize.api import Format
 Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order."""
 
-PAGES_SPEC = PartitionSpec("dp", None, "tp")
+PAGES_SPEC = PartitionSpec("dp", "tp")
 
 
 def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -36,7 +36,6 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
     the same one.
     """
     attention, cache = config.attention, deployment.cache
-    rows = (deployment.attention.dp * cache.pages, cache.page_size)
     heads = max(attention.kv_heads, deployment.attention.tp)
     if isinstance(attention, MLA):
         widths = [attention.kv_latent + attention.rope_dim]
@@ -45,9 +44,10 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
     dtype = STORAGE[deployment.cache_format]
     if dtype == jnp.float8_e4m3fn:
         dtype = jnp.dtype(jnp.uint8)  # its bits, which are cheaper to move (quantize/bits.py)
-    arrays = [jax.ShapeDtypeStruct((*rows, heads, width), dtype) for width in widths]
+    rows = (deployment.attention.dp * cache.pages, heads, cache.page_size)
+    arrays = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in widths]
     if dtype.itemsize == 1:
-        arrays += [jax.ShapeDtypeStruct((*rows, heads), jnp.float32)] * len(widths)
+        arrays += [jax.ShapeDtypeStruct(rows, jnp.float32)] * len(widths)
     return tuple(arrays)
 
 

@@ -6,6 +6,10 @@ A batch is flat and ragged: its tokens belong to several sequences, and prefill 
 decode tokens are alike. Token t stands at `position[t]` of sequence `sequence_of_token[t]`, a row
 of `page_table`; position p of a sequence lies in row `p % page_size` of its page `p // page_size`.
 A padding token has position -1.
+
+Pages are `[pages, kv_heads, page_size, width]`, their scales `[pages, kv_heads, page_size]`: a page
+of one head is one contiguous piece, which is what accelerators fetch, and no dimension that they
+tile is as short as a single head.
 """
 
 from collections.abc import Sequence
@@ -31,9 +35,10 @@ def write_rows(
     outside the table or the pool writes nothing either.
 
     Args:
-      pages: the arrays of one cache [pages, page_size, ...]: keys, values, their scales, a latent.
-      rows: for each of them what to write, [tokens, ...], in its dtype (float8_e4m3fn also where
-        the pages hold its bits, uint8).
+      pages: the arrays of one cache [pages, kv_heads, page_size, ...]: keys, values, their scales,
+        a latent.
+      rows: for each of them what to write, [tokens, kv_heads, ...], in its dtype (float8_e4m3fn
+        also where the pages hold its bits, uint8).
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -42,10 +47,10 @@ def write_rows(
         raise ValueError(f"{len(pages)} arrays of pages and {len(rows)} of rows")
     for index, (array, new) in enumerate(zip(pages, rows, strict=True)):
         _check_write(f"rows[{index}]", new, array, rows[0].shape[:1])
-        if array.shape[:2] != pages[0].shape[:2]:
+        if array.shape[:3] != pages[0].shape[:3]:
             raise ValueError(
-                f"pages[{index}] has [pages, page_size] {array.shape[:2]}, "
-                f"pages[0] has {pages[0].shape[:2]}"
+                f"pages[{index}] has [pages, kv_heads, page_size] {array.shape[:3]}, "
+                f"pages[0] has {pages[0].shape[:3]}"
             )
     _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
     return reference.write_rows(pages, rows, page_table, sequence_of_token, position)
@@ -89,8 +94,8 @@ def paged_attention(
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Num[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Num[Array, "pages page_size kv_heads v_head_dim"] | None,
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
@@ -98,8 +103,8 @@ def paged_attention(
     scale: float,
     window: int = 0,
     v_width: int = 0,
-    k_scales: Float32[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float32[Array, "pages page_size kv_heads"] | None = None,
+    k_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     with_lse: bool = False,
 ) -> (
     Float[Array, "tokens q_heads v_head_dim"]
@@ -139,7 +144,7 @@ def paged_attention(
         _check_pages("v_pages", v_pages, "v_scales", v_scales)
     _check_values(k_pages, v_pages, v_width, v_scales)
     tokens, q_heads, head_dim = queries.shape
-    kv_heads = k_pages.shape[2]
+    kv_heads = k_pages.shape[1]
     if head_dim != k_pages.shape[3]:
         raise ValueError(f"queries has head_dim {head_dim}, k_pages has {k_pages.shape[3]}")
     if q_heads % kv_heads != 0:
@@ -227,7 +232,7 @@ def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None
     if pages.ndim != 4 or 0 in pages.shape or not fits:
         raise ValueError(
             f"{name} is {pages.dtype}{pages.shape}, needs floats, int8 or uint8 "
-            "[pages, page_size, kv_heads, head_dim], none of them 0"
+            "[pages, kv_heads, page_size, head_dim], none of them 0"
         )
     if not eight_bits and scales is not None:
         raise ValueError(
@@ -249,7 +254,7 @@ def _check_values(
             raise ValueError(f"v_width is {v_width}, which is for v_pages None")
         if k_pages.shape[:3] != v_pages.shape[:3]:
             raise ValueError(
-                f"k_pages has [pages, page_size, kv_heads] {k_pages.shape[:3]}, "
+                f"k_pages has [pages, kv_heads, page_size] {k_pages.shape[:3]}, "
                 f"v_pages has {v_pages.shape[:3]}"
             )
         return
@@ -260,12 +265,12 @@ def _check_values(
 
 
 def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:
-    if pages.ndim < 2 or 0 in pages.shape:
+    if pages.ndim < 3 or 0 in pages.shape:
         raise ValueError(
             f"the pages of {name} are {pages.dtype}{pages.shape}, "
-            "need [pages, page_size, ...], none of them 0"
+            "need [pages, kv_heads, page_size, ...], none of them 0"
         )
-    expected = (*tokens, *pages.shape[2:])
+    expected = (*tokens, pages.shape[1], *pages.shape[3:])
     if rows.shape != expected:
         raise ValueError(f"{name} has shape {rows.shape}, its pages need {expected}")
     bits = rows.dtype == jnp.float8_e4m3fn and pages.dtype == jnp.uint8

@@ -21,14 +21,14 @@ CHUNK_ROWS = 128
 
 
 def write_rows(
-    pages: tuple[Num[Array, "pages page_size ..."], ...],
-    rows: tuple[Num[Array, "tokens ..."], ...],
+    pages: tuple[Num[Array, "pages kv_heads page_size ..."], ...],
+    rows: tuple[Num[Array, "tokens kv_heads ..."], ...],
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
-) -> tuple[Num[Array, "pages page_size ..."], ...]:
+) -> tuple[Num[Array, "pages kv_heads page_size ..."], ...]:
     """Scatter to row `position % page_size` of page `position // page_size` of the sequence."""
-    pool, page_size = pages[0].shape[:2]
+    pool, _, page_size = pages[0].shape[:3]
     sequences, pages_per_sequence = page_table.shape
     page_of_sequence = position // page_size
     page = page_table.at[sequence_of_token, page_of_sequence].get(mode="clip")
@@ -43,7 +43,7 @@ def write_rows(
     page = jnp.where(exists, page, pool)
     row = position % page_size
     return tuple(
-        as_bits(array).at[page, row].set(as_bits(new), mode="drop").view(array.dtype)
+        as_bits(array).at[page, :, row].set(as_bits(new), mode="drop").view(array.dtype)
         for array, new in zip(pages, rows, strict=True)
     )
 
@@ -51,11 +51,11 @@ def write_rows(
 class Cache(NamedTuple):
     """The pages of one layer, as `paged_attention` takes them."""
 
-    k_pages: Num[Array, "pages page_size kv_heads head_dim"]
-    v_pages: Num[Array, "pages page_size kv_heads v_head_dim"] | None
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"]
+    v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | None
     """None: the first `v_width` elements of the keys."""
-    k_scales: Float32[Array, "pages page_size kv_heads"] | None
-    v_scales: Float32[Array, "pages page_size kv_heads"] | None
+    k_scales: Float32[Array, "pages kv_heads page_size"] | None
+    v_scales: Float32[Array, "pages kv_heads page_size"] | None
     v_width: int
 
 
@@ -71,7 +71,7 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time."""
     tokens, q_heads, head_dim = queries.shape
-    page_size, kv_heads = cache.k_pages.shape[1:3]
+    kv_heads, page_size = cache.k_pages.shape[1:3]
     grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
     context = page_table.shape[1] * page_size
@@ -134,12 +134,12 @@ def _attend_one(
 
 
 def _gather(
-    array: Num[Array, "pages page_size kv_heads ..."], pages: Int32[Array, " pages_of_token"]
+    array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, " pages_of_token"]
 ) -> Float32[Array, "kv_heads context ..."]:
     """The rows of these pages. Heads first, and FP32, are what CPUs multiply fastest."""
     rows = as_bits(array).at[pages].get(mode="clip")
-    rows = rows.reshape(-1, *array.shape[2:])
-    return from_bits(jnp.swapaxes(rows, 0, 1)).astype(jnp.float32)
+    rows = jnp.swapaxes(rows, 0, 1)
+    return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)
 
 
 def chunk_attention(

@@ -78,7 +78,7 @@ def test_shares_of_the_devices_add_up(name: str, tp: int):
     layer = Layer(model(name), Options(tp=tp))
     check(in_pieces(layer, X, MIXED_STEPS), expected(name), EXACT)
     heads = max(VARIANTS[name].num_key_value_heads, tp)
-    assert [array.shape for array in layer.pages] == [(12, 4, heads, 16)] * 2
+    assert [array.shape for array in layer.pages] == [(12, heads, 4, 16)] * 2
 
 
 def test_devices_that_share_a_head_hold_it_each():
@@ -88,7 +88,7 @@ def test_devices_that_share_a_head_hold_it_each():
         whole(layer, X)
     for mine, theirs in zip(four.pages, one.pages, strict=True):
         np.testing.assert_allclose(
-            np.asarray(mine), np.repeat(np.asarray(theirs), 2, axis=2), atol=1e-5
+            np.asarray(mine), np.repeat(np.asarray(theirs), 2, axis=1), atol=1e-5
         )
 
 
@@ -103,7 +103,7 @@ def test_padding_writes_no_page():
     layer = Layer(model())
     layer.step([(1, 0, X[1])])
     for pages in layer.pages:
-        assert np.argwhere(~np.isnan(np.asarray(pages)[:, :, 0, 0])).tolist() == [[9, 0]]
+        assert np.argwhere(~np.isnan(np.asarray(pages)[:, 0, :, 0])).tolist() == [[9, 0]]
 
 
 @pytest.mark.parametrize(("cache", "tolerance"), [("fp8", 0.05), ("int8", 0.02)])
@@ -115,8 +115,8 @@ def test_cache_in_8_bits(cache: str, tolerance: float, tp: int):
     with pytest.raises(AssertionError):
         check(got, expected(), 1e-4)
     assert [(array.shape, array.dtype) for array in layer.pages] == [
-        ((12, 4, max(2, tp), 16), "uint8" if cache == "fp8" else "int8"),
-    ] * 2 + [((12, 4, max(2, tp)), "float32")] * 2
+        ((12, max(2, tp), 4, 16), "uint8" if cache == "fp8" else "int8"),
+    ] * 2 + [((12, max(2, tp), 4), "float32")] * 2
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -29,7 +29,7 @@ def test_every_dp_group_has_its_pages():
     deployment = load_deployment(Path(__file__).parent, {**overrides, "scheduler.max_length": 64})
     keys, values = page_arrays(step3_config(TinyStep3().config()), deployment)
     # One head, and two devices that have a copy of it each.
-    assert keys.shape == values.shape == (300, 4, 2, 32)
+    assert keys.shape == values.shape == (300, 2, 4, 32)
     assert keys.dtype == values.dtype == jnp.bfloat16
 
 
@@ -54,17 +54,17 @@ GROUPED = qwen3_config(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
 )
 def test_formats_without_scales(cache, dtype, kind):
     overrides = {"cache.format": cache, "dtype": dtype}
-    assert arrays(GROUPED, overrides) == [((2, 4, 2, 16), kind)] * 2
-    assert arrays(LATENT, overrides) == [((2, 4, 1, 40), kind)]
+    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2
+    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind)]
 
 
 @pytest.mark.parametrize(("cache", "kind"), [("fp8", "uint8"), ("int8", "int8")])
 def test_formats_in_8_bits_have_a_scale_a_token_and_head(cache, kind):
     """FP8 is kept as its bits."""
     overrides = {"cache.format": cache}
-    scales = ((2, 4, 2), "float32")
-    assert arrays(GROUPED, overrides) == [((2, 4, 2, 16), kind)] * 2 + [scales] * 2
-    assert arrays(LATENT, overrides) == [((2, 4, 1, 40), kind), ((2, 4, 1), "float32")]
+    scales = ((2, 2, 4), "float32")
+    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2 + [scales] * 2
+    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind), ((2, 1, 4), "float32")]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_formats_in_8_bits_have_a_scale_a_token_and_head(cache, kind):
 )
 def test_heads_of_all_devices(tp, heads, latents):
     overrides = {"attention.tp": tp}
-    assert [shape[2] for shape, _ in arrays(GROUPED, overrides)] == [heads] * 2
-    assert [shape[2] for shape, _ in arrays(LATENT, overrides)] == [latents]
+    assert [shape[1] for shape, _ in arrays(GROUPED, overrides)] == [heads] * 2
+    assert [shape[1] for shape, _ in arrays(LATENT, overrides)] == [latents]
 
 
 BATCH = RaggedBatch(

@@ -51,7 +51,7 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
 
 
 def empty_pages(dtype=jnp.float32):
-    shape = (PAGES, PAGE_SIZE, 1, SHAPE.head_dim)
+    shape = (PAGES, 1, PAGE_SIZE, SHAPE.head_dim)
     return jnp.full(shape, jnp.nan, dtype), jnp.full(shape, jnp.nan, dtype)
 
 
@@ -111,7 +111,7 @@ def test_in_chunks_and_token_by_token(tensors, expected):
 def test_padding_writes_no_page(tensors):
     _, (k, v) = step(module(tensors), [(1, 0, inputs()[1])], empty_pages(), padding=3)
     for pages in (k, v):
-        written = np.argwhere(~np.isnan(np.asarray(pages)[:, :, 0, 0]))
+        written = np.argwhere(~np.isnan(np.asarray(pages)[:, 0, :, 0]))
         assert written.tolist() == [[9, 0]]
 
 

@@ -73,9 +73,9 @@ def test_shares_of_the_devices_add_up(name: str, tp: int):
     check(in_pieces(layer, X, MIXED_STEPS), expected(name), EXACT)
     # Each device has the latent, which all of its heads read.
     (latent,) = layer.pages
-    assert latent.shape == (12, 4, tp, 40)
+    assert latent.shape == (12, tp, 4, 40)
     for device in range(1, tp):
-        np.testing.assert_array_equal(np.asarray(latent)[:, :, device], np.asarray(latent)[:, :, 0])
+        np.testing.assert_array_equal(np.asarray(latent)[:, device], np.asarray(latent)[:, 0])
 
 
 def test_padding_writes_no_page():
@@ -83,7 +83,7 @@ def test_padding_writes_no_page():
     layer = Layer(model())
     check(layer.step([(1, 0, X[1])]), expected()[1:2], EXACT)
     (latent,) = layer.pages
-    assert np.argwhere(~np.isnan(np.asarray(latent)[:, :, 0, 0])).tolist() == [[9, 0]]
+    assert np.argwhere(~np.isnan(np.asarray(latent)[:, 0, :, 0])).tolist() == [[9, 0]]
 
 
 @pytest.mark.parametrize(("cache", "tolerance"), [("fp8", 0.08), ("int8", 0.03)])
@@ -97,9 +97,9 @@ def test_cache_in_8_bits(cache: str, tolerance: float):
     check(in_pieces(layer, X, MIXED_STEPS), at_once, 0.005)
     check(token_by_token(layer, X), at_once, 0.005)
     latent, scales = layer.pages
-    assert latent.shape == (12, 4, 1, 40)
+    assert latent.shape == (12, 1, 4, 40)
     assert latent.dtype == ("uint8" if cache == "fp8" else "int8")
-    assert (scales.shape, scales.dtype) == ((12, 4, 1), "float32")
+    assert (scales.shape, scales.dtype) == ((12, 1, 4), "float32")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

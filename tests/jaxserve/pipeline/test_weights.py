@@ -180,6 +180,6 @@ def test_blocks_of_a_mesh_elsewhere_are_not_loaded(tiny_model, monkeypatch):
 def test_pages_are_zero_and_one_pair_a_layer(tiny_model):
     programs, _ = load(tiny_model, {"attention.dp": 2})
     pages = layer_pages(programs)
-    assert [(k.shape, v.shape) for k, v in pages] == [((320, 8, 1, 32),) * 2] * 4
+    assert [(k.shape, v.shape) for k, v in pages] == [((320, 1, 8, 32),) * 2] * 4
     assert len({id(array) for pair in pages for array in pair}) == 8
     assert not any(np.asarray(array).any() for pair in pages for array in pair)

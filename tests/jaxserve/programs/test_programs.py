@@ -59,8 +59,8 @@ def test_shapes_of_1a1f(tmp_path):
         (1, 5),
         (1, width),
         (1, 5, 18),
-        (160, 8, 1, 32),
-        (160, 8, 1, 32),
+        (160, 1, 8, 32),
+        (160, 1, 8, 32),
     ]
     assert enter.donated == (3, 4)
     attend = p.attend(bucket, LayerKind("moe"))
@@ -68,8 +68,8 @@ def test_shapes_of_1a1f(tmp_path):
         (24, 64),
         (1, width),
         (1, 5, 18),
-        (160, 8, 1, 32),
-        (160, 8, 1, 32),
+        (160, 1, 8, 32),
+        (160, 1, 8, 32),
         (24, 64),
     ]
     ffn = p.ffn(bucket, "moe")
@@ -94,7 +94,7 @@ def test_layers_of_a_kind_share_their_programs(tmp_path):
 def test_weights_of_a_run_are_stacked(tmp_path):
     p = programs(tmp_path, ColocatedPrograms)
     step = p.step(Bucket(24, 18))
-    assert step.arguments[3].shape == (4 * 160, 8, 1, 32)
+    assert step.arguments[3].shape == (4 * 160, 1, 8, 32)
     shapes = [argument.shape for argument in step.arguments]
     assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
     assert (1, 64, 98) in shapes  # a dense layer's gate

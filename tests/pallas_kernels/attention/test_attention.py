@@ -54,8 +54,8 @@ def paged_case(
     pool = len(lengths) * pages_per_sequence + 1
     free = list(rng.permutation(pool))
     page_table = rng.integers(0, pool, (len(lengths), pages_per_sequence))
-    k_pages = np.full((pool, PAGE, kv_heads, head_dim), np.nan, np.float32)
-    v_pages = np.full((pool, PAGE, kv_heads, v_head_dim), np.nan, np.float32)
+    k_pages = np.full((pool, kv_heads, PAGE, head_dim), np.nan, np.float32)
+    v_pages = np.full((pool, kv_heads, PAGE, v_head_dim), np.nan, np.float32)
     queries, keys, values, sequence_of_token, position, expected = [], [], [], [], [], []
     for sequence, (length, new) in enumerate(zip(lengths, new_tokens, strict=True)):
         all_keys = rng.normal(size=(length, kv_heads, head_dim)).astype(np.float32)
@@ -65,8 +65,8 @@ def paged_case(
                 page_table[sequence, place // PAGE] = free.pop()
             if place < length - new:
                 page = page_table[sequence, place // PAGE]
-                k_pages[page, place % PAGE] = all_keys[place]
-                v_pages[page, place % PAGE] = all_values[place]
+                k_pages[page, :, place % PAGE] = all_keys[place]
+                v_pages[page, :, place % PAGE] = all_values[place]
         new_queries = rng.normal(size=(new, q_heads, head_dim)).astype(np.float32)
         expected.append(attend_numpy(new_queries, all_keys, all_values, 0.3))
         queries.append(new_queries)
@@ -95,7 +95,7 @@ def write_and_attend(k_pages, v_pages, queries, keys, values, batch):
 
 class TestWriteRows:
     def test_places(self):
-        pages = jnp.zeros((4, PAGE, 1, 1))
+        pages = jnp.zeros((4, 1, PAGE, 1))
         keys = jnp.asarray([1.0, 2.0, 3.0, 4.0]).reshape(4, 1, 1)
         # Sequence 0 has the pages 3, 1; sequence 1 has page 0.
         page_table = int32([[3, 1], [0, 9]])
@@ -108,15 +108,15 @@ class TestWriteRows:
             [0, 0, 0, 0],
             [0, 0, 0, 1],
         ]
-        np.testing.assert_array_equal(k_pages[:, :, 0, 0], expected)
-        np.testing.assert_array_equal(v_pages[:, :, 0, 0], -np.asarray(expected))
+        np.testing.assert_array_equal(k_pages[:, 0, :, 0], expected)
+        np.testing.assert_array_equal(v_pages[:, 0, :, 0], -np.asarray(expected))
 
     @pytest.mark.parametrize(
         ("page_id", "sequence", "position"),
         [(0, 0, -1), (2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, PAGE), (0, 0, 2**30)],
     )
     def test_what_has_no_place_is_dropped(self, page_id, sequence, position):
-        pages = jnp.zeros((2, PAGE, 1, 2))
+        pages = jnp.zeros((2, 1, PAGE, 2))
         k_pages, v_pages = write_rows(
             (pages, pages),
             (jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2))),
@@ -128,8 +128,8 @@ class TestWriteRows:
         assert not v_pages.any()
 
     def test_any_number_of_arrays(self):
-        latent = jnp.zeros((2, PAGE, 1, 3), jnp.float8_e4m3fn)
-        scales = jnp.zeros((2, PAGE, 1))
+        latent = jnp.zeros((2, 1, PAGE, 3), jnp.float8_e4m3fn)
+        scales = jnp.zeros((2, 1, PAGE))
         rows = jnp.asarray([1.0, 2.0, 3.0])
         latents = jnp.broadcast_to(rows[:, None, None], (3, 1, 3)).astype(latent.dtype)
         where = (
@@ -140,12 +140,12 @@ class TestWriteRows:
         new_latent, new_scales = write_rows((latent, scales), (latents, rows[:, None]), *where)
         assert new_latent.dtype == jnp.float8_e4m3fn
         expected = [[0, 2, 0, 0], [1, 0, 0, 0]]
-        np.testing.assert_array_equal(new_scales[:, :, 0], expected)
+        np.testing.assert_array_equal(new_scales[:, 0], expected)
         for element in range(3):
-            np.testing.assert_array_equal(new_latent[:, :, 0, element], expected)
+            np.testing.assert_array_equal(new_latent[:, 0, :, element], expected)
 
     def test_in_place_when_donated(self):
-        pages = (jnp.zeros((8, PAGE, 1, 2), jnp.int8), jnp.zeros((8, PAGE, 1)))
+        pages = (jnp.zeros((8, 1, PAGE, 2), jnp.int8), jnp.zeros((8, 1, PAGE)))
         addresses = [array.unsafe_buffer_pointer() for array in pages]
         rows = (jnp.ones((2, 1, 2), jnp.int8), jnp.ones((2, 1)))
         where = (jnp.asarray([[1]]), jnp.asarray([0, 0]), jnp.asarray([1, 2]))
@@ -154,26 +154,26 @@ class TestWriteRows:
         assert [array.unsafe_buffer_pointer() for array in written] == addresses
 
     def test_rows_of_fp8_go_into_pages_of_their_bits(self):
-        pages = (jnp.zeros((1, PAGE, 1), jnp.uint8),)
+        pages = (jnp.zeros((1, 1, PAGE), jnp.uint8),)
         rows = (jnp.asarray([[1.0], [-2.0]], jnp.float8_e4m3fn),)
         (written,) = write_rows(pages, rows, int32([[0]]), int32([0, 0]), int32([3, 1]))
         assert written.dtype == jnp.uint8
-        np.testing.assert_array_equal(written[0, :, 0], [0, 0xC0, 0, 0x38])
+        np.testing.assert_array_equal(written[0, 0], [0, 0xC0, 0, 0x38])
 
     @pytest.mark.parametrize(
         ("pages", "rows", "message"),
         [
             ((), (), "0 arrays of pages and 0 of rows"),
-            ((jnp.zeros((2, 4, 1)),), (), "1 arrays of pages and 0 of rows"),
-            ((jnp.zeros((2, 4, 1)),), (jnp.zeros((1, 2)),), r"rows\[0\] has shape \(1, 2\)"),
-            ((jnp.zeros(2),), (jnp.zeros(1),), r"pages of rows\[0\] are float32\(2,\)"),
+            ((jnp.zeros((2, 1, 4)),), (), "1 arrays of pages and 0 of rows"),
+            ((jnp.zeros((2, 1, 4)),), (jnp.zeros((1, 2)),), r"rows\[0\] has shape \(1, 2\)"),
+            ((jnp.zeros((2, 4)),), (jnp.zeros((1, 2)),), r"pages of rows\[0\] are float32\(2, 4\)"),
             (
-                (jnp.zeros((2, 4, 1)), jnp.zeros((3, 4, 1))),
+                (jnp.zeros((2, 1, 4)), jnp.zeros((3, 1, 4))),
                 (jnp.zeros((1, 1)), jnp.zeros((1, 1))),
-                r"pages\[1\] has \[pages, page_size\] \(3, 4\), pages\[0\] has \(2, 4\)",
+                r"pages\[1\] has \[pages, kv_heads, page_size\] \(3, 1, 4\), pages\[0\] has",
             ),
             (
-                (jnp.zeros((2, 4, 1)), jnp.zeros((2, 4, 1), jnp.int8)),
+                (jnp.zeros((2, 1, 4)), jnp.zeros((2, 1, 4), jnp.int8)),
                 (jnp.zeros((1, 1)), jnp.zeros((1, 1))),
                 r"rows\[1\] is float32, its pages are int8",
             ),
@@ -188,9 +188,9 @@ class TestWriteRows:
 class TestPagedAttention:
     def test_literal(self):
         # One head of size 1 and scores ln 1, ln 3: the second position counts three times.
-        k_pages = jnp.asarray([0.0, np.log(3.0), 50.0, 50.0]).reshape(1, PAGE, 1, 1)
+        k_pages = jnp.asarray([0.0, np.log(3.0), 50.0, 50.0]).reshape(1, 1, PAGE, 1)
         v_pages = jnp.asarray([[1.0, 0.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]).reshape(
-            1, PAGE, 1, 2
+            1, 1, PAGE, 2
         )
         output = paged_attention(
             jnp.ones((3, 1, 1)),
@@ -254,7 +254,7 @@ class TestPagedAttention:
         np.testing.assert_allclose(output.astype(jnp.float32), expected, rtol=0.05, atol=0.05)
 
     def test_large_scores_do_not_overflow(self):
-        pages = jnp.full((1, PAGE, 1, 1), 1e4)
+        pages = jnp.full((1, 1, PAGE, 1), 1e4)
         output = paged_attention(
             jnp.full((1, 1, 1), 1e4), pages, pages, int32([[0]]), int32([0]), int32([2]), scale=1.0
         )
@@ -287,8 +287,8 @@ class TestBadCalls:
 
     def good(self):
         return {
-            "k_pages": jnp.zeros((2, PAGE, 2, 8)),
-            "v_pages": jnp.zeros((2, PAGE, 2, 6)),
+            "k_pages": jnp.zeros((2, 2, PAGE, 8)),
+            "v_pages": jnp.zeros((2, 2, PAGE, 6)),
             "page_table": jnp.zeros((1, 2), jnp.int32),
             "sequence_of_token": jnp.zeros(3, jnp.int32),
             "position": jnp.zeros(3, jnp.int32),
@@ -300,7 +300,7 @@ class TestBadCalls:
             ("queries", jnp.zeros((3, 3, 8)), "3 query heads are not a multiple of 2"),
             ("queries", jnp.zeros((3, 4, 7)), "head_dim 7, k_pages has 8"),
             ("queries", jnp.zeros((3, 4, 8), jnp.int32), r"int32\(3, 4, 8\)"),
-            ("v_pages", jnp.zeros((3, PAGE, 2, 6)), r"\(2, 4, 2\), v_pages has \(3, 4, 2\)"),
+            ("v_pages", jnp.zeros((3, 2, PAGE, 6)), r"\(2, 2, 4\), v_pages has \(3, 2, 4\)"),
             ("page_table", jnp.zeros((1, 2), jnp.uint32), r"page_table is uint32\(1, 2\)"),
             ("page_table", jnp.zeros((1, 0), jnp.int32), r"page_table is empty: \(1, 0\)"),
             ("position", jnp.zeros(4, jnp.int32), "position has 4 entries for 3 tokens"),

@@ -124,7 +124,7 @@ def test_merged_with_the_cache_it_is_attention_to_everything():
     expected, _ = attend_numpy(*arrays, sequence, position)
     queries, keys, values = map(jnp.asarray, arrays)
     table = jnp.asarray([[2, 0, 1]], jnp.int32)
-    pages = tuple(jnp.full((3, 3, *shape), jnp.nan) for shape in shapes[1:])
+    pages = tuple(jnp.full((3, shape[0], 3, shape[1]), jnp.nan) for shape in shapes[1:])
     pages = write_rows(
         pages, (keys[:5], values[:5]), table, jnp.asarray(sequence[:5]), jnp.asarray(position[:5])
     )

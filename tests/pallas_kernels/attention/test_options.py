@@ -92,7 +92,7 @@ def make_case(rng, lengths, new_tokens, options):
     scaled = [index for index, (_, format) in enumerate(parts) if format != "float32"]
     dtypes += [np.float32] * len(scaled)
     shapes += [(options.kv_heads,)] * len(scaled)
-    pages = [poison((pool, PAGE, *s), d) for s, d in zip(shapes, dtypes, strict=True)]
+    pages = [poison((pool, s[0], PAGE, *s[1:]), d) for s, d in zip(shapes, dtypes, strict=True)]
     rows = [poison((TOKENS, *s), d) for s, d in zip(shapes, dtypes, strict=True)]
     queries = np.full((TOKENS, options.q_heads, options.head_dim), np.nan, np.float32)
     output = np.zeros((TOKENS, options.q_heads, options.v_width))
@@ -110,7 +110,7 @@ def make_case(rng, lengths, new_tokens, options):
             page = page_table[sequence, place // PAGE]
             if place < length - new:
                 for array, pool_array in zip(arrays, pages, strict=True):
-                    pool_array[page, place % PAGE] = array[place]
+                    pool_array[page, :, place % PAGE] = array[place]
                 continue
             for array, row in zip(arrays, rows, strict=True):
                 row[token] = array[place]
@@ -204,7 +204,7 @@ def test_blocks_of_tokens_change_nothing(options, monkeypatch):
 
 def test_window_literal():
     """Scores are equal, so that the output is the mean of what is visible."""
-    v_pages = jnp.asarray([[1.0, 2, 4, 8], [16, 32, 64, jnp.nan]]).reshape(2, PAGE, 1, 1)
+    v_pages = jnp.asarray([[1.0, 2, 4, 8], [16, 32, 64, jnp.nan]]).reshape(2, 1, PAGE, 1)
     k_pages = jnp.zeros_like(v_pages)
     output, lse = paged_attention(
         jnp.ones((4, 1, 1)),
@@ -260,12 +260,12 @@ def test_inside_shard_map():
         lambda *parts: jnp.concatenate(parts), *(case[:4] for case in cases)
     )
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
-    page_heads, row_heads = PartitionSpec("dp", None, "tp"), PartitionSpec("dp", "tp")
+    heads = PartitionSpec("dp", "tp")
     sharded = jax.shard_map(
         lambda *arguments: write_and_attend(*arguments, local),
         mesh=mesh,
-        in_specs=(page_heads, row_heads, row_heads, PartitionSpec("dp")),
-        out_specs=row_heads,
+        in_specs=(heads, heads, heads, PartitionSpec("dp")),
+        out_specs=heads,
     )
     output, lse = jax.jit(sharded)(pages, rows, queries, where)
     expected = np.concatenate([case.output for case in cases])
@@ -335,28 +335,28 @@ def attend_with_lse(queries, k_pages, v_pages, *where):
         ({"v_width": 2}, "v_width is 2, which is for v_pages None"),
         ({"v_pages": None}, "v_width is 0, needs 1 to 8"),
         ({"v_pages": None, "v_width": 9}, "v_width is 9, needs 1 to 8"),
-        ({"v_pages": None, "v_width": 4, "v_scales": jnp.ones((2, PAGE, 2))}, "no v_pages"),
-        ({"k_scales": jnp.ones((2, PAGE, 2))}, "k_pages is float32, which has no scales"),
+        ({"v_pages": None, "v_width": 4, "v_scales": jnp.ones((2, 2, PAGE))}, "no v_pages"),
+        ({"k_scales": jnp.ones((2, 2, PAGE))}, "k_pages is float32, which has no scales"),
         (
-            {"k_pages": jnp.zeros((2, PAGE, 2, 8), jnp.int8)},
-            r"k_pages is int8, k_scales is None, needs float32\(2, 4, 2\)",
+            {"k_pages": jnp.zeros((2, 2, PAGE, 8), jnp.int8)},
+            r"k_pages is int8, k_scales is None, needs float32\(2, 2, 4\)",
         ),
         (
             {
-                "v_pages": jnp.zeros((2, PAGE, 2, 6), jnp.float8_e4m3fn),
-                "v_scales": jnp.ones((2, PAGE, 2, 1)),
+                "v_pages": jnp.zeros((2, 2, PAGE, 6), jnp.float8_e4m3fn),
+                "v_scales": jnp.ones((2, 2, PAGE, 1)),
             },
-            r"v_scales is float32\(2, 4, 2, 1\), needs float32\(2, 4, 2\)",
+            r"v_scales is float32\(2, 2, 4, 1\), needs float32\(2, 2, 4\)",
         ),
-        ({"k_pages": jnp.zeros((2, PAGE, 2, 8), jnp.int32)}, r"k_pages is int32\(2, 4, 2, 8\)"),
+        ({"k_pages": jnp.zeros((2, 2, PAGE, 8), jnp.int32)}, r"k_pages is int32\(2, 2, 4, 8\)"),
     ],
 )
 def test_bad_calls(change, message):
     """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
     good = {
         "queries": jnp.zeros((3, 4, 8)),
-        "k_pages": jnp.zeros((2, PAGE, 2, 8)),
-        "v_pages": jnp.zeros((2, PAGE, 2, 6)),
+        "k_pages": jnp.zeros((2, 2, PAGE, 8)),
+        "v_pages": jnp.zeros((2, 2, PAGE, 6)),
         "page_table": jnp.zeros((1, 2), jnp.int32),
         "sequence_of_token": jnp.zeros(3, jnp.int32),
         "position": jnp.zeros(3, jnp.int32),
