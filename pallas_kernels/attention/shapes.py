@@ -1,0 +1,48 @@
+"""The sizes that real models ask of attention, by name: for tests, benchmarks and bundle counts.
+
+A shape is what one device sees, so a model appears with the tensor parallelism that its size calls
+for. Knows nothing of kernels.
+"""
+
+from typing import NamedTuple
+
+
+class AttentionShape(NamedTuple):
+    """Of one device and layer.
+
+    Attributes:
+      q_heads, kv_heads: heads of this device.
+      head_dim: width of queries and keys.
+      v_width: width of the values.
+      shared: values are the first `v_width` elements of the keys (absorbed latent attention).
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_width: int
+    shared: bool = False
+
+    def kv_elements(self) -> int:
+        """Elements of the cache a token."""
+        width = self.head_dim if self.shared else self.head_dim + self.v_width
+        return self.kv_heads * width
+
+    def flops(self) -> int:
+        """Floating-point operations a query token and KV token: scores and mixing."""
+        return 2 * self.q_heads * (self.head_dim + self.v_width)
+
+
+SHAPES = {
+    "step3": AttentionShape(q_heads=64, kv_heads=1, head_dim=256, v_width=256),
+    "deepseek-v3": AttentionShape(q_heads=128, kv_heads=1, head_dim=576, v_width=512, shared=True),
+    "deepseek-v3-tp8": AttentionShape(
+        q_heads=16, kv_heads=1, head_dim=576, v_width=512, shared=True
+    ),
+    "qwen3-235b": AttentionShape(q_heads=64, kv_heads=4, head_dim=128, v_width=128),
+    "qwen3-235b-tp4": AttentionShape(q_heads=16, kv_heads=1, head_dim=128, v_width=128),
+}
+"""Step-3 (MFA), DeepSeek-V3 (absorbed MLA), Qwen3-235B-A22B (GQA); `-tp`: heads split over N."""
+
+DECODE = ((64, 8192), (128, 8192), (64, 32768))
+"""(sequences, KV length) of the decode steps that benchmarks run."""
