@@ -1,0 +1,115 @@
+"""`work_items` against a loop."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.attention.work_items import work_items
+
+TOKENS, SEQUENCES = 24, 4
+
+compiled = jax.jit(work_items, static_argnames=("sequences", "largest"))
+
+
+def items_by_loop(sequence_of_token, position, largest):
+    """(first, count, sequence, kv_length, stride) of every item, greedily."""
+    items = []
+    for token, (sequence, place) in enumerate(zip(sequence_of_token, position, strict=True)):
+        if place < 0:
+            continue
+        if items:
+            first, count, owner, length, stride = items[-1]
+            step = place + 1 - length
+            neighbour = first + count == token and owner == sequence and count < largest
+            if neighbour and (step == stride if count > 1 else step in (0, 1)):
+                items[-1] = (first, count + 1, owner, place + 1, step)
+                continue
+        items.append((token, 1, sequence, place + 1, 1))
+    return items
+
+
+def run(sequence_of_token, position, largest):
+    items = compiled(
+        jnp.asarray(sequence_of_token, jnp.int32),
+        jnp.asarray(position, jnp.int32),
+        sequences=SEQUENCES,
+        largest=largest,
+    )
+    total = int(items.total[0])
+    fields = np.asarray(items[:5])
+    assert not fields[1, total:].any()
+    return [tuple(map(int, column)) for column in fields[:, :total].T]
+
+
+def test_literal():
+    """A chunk of five, a decode token, padding, and a chunk whose tokens all see position 6."""
+    sequence = [2, 2, 2, 2, 2, 0, 3, 1, 1, 1]
+    position = [7, 8, 9, 10, 11, 30, -1, 6, 6, 6]
+    assert run(sequence, position, 4) == [
+        (0, 4, 2, 11, 1),
+        (4, 1, 2, 12, 1),
+        (5, 1, 0, 31, 1),
+        (7, 3, 1, 7, 0),
+    ]
+
+
+def test_padding_alone():
+    assert run([0] * 5, [-1] * 5, 4) == []
+
+
+def test_sequences_outside_of_the_table_are_clamped_into_it():
+    assert run([-3, 99], [4, 5], 4) == [(0, 1, 0, 5, 1), (1, 1, SEQUENCES - 1, 6, 1)]
+
+
+@settings(max_examples=200)
+@given(data=st.data(), largest=st.sampled_from([1, 2, 8]))
+def test_chunks(data, largest):
+    """Batches as an engine makes them: chunks one after the other, then padding."""
+    sequence, position = [], []
+    for owner in range(SEQUENCES):
+        count = data.draw(st.integers(0, TOKENS // SEQUENCES))
+        start = data.draw(st.integers(0, 50))
+        stride = data.draw(st.sampled_from([0, 1]))
+        sequence += [owner] * count
+        position += [start + stride * index for index in range(count)]
+    padding = TOKENS - len(sequence)
+    sequence, position = sequence + [SEQUENCES - 1] * padding, position + [-1] * padding
+    assert run(sequence, position, largest) == items_by_loop(sequence, position, largest)
+
+
+@settings(max_examples=200)
+@given(
+    sequence=st.lists(st.integers(0, 1), min_size=TOKENS, max_size=TOKENS),
+    steps=st.lists(st.sampled_from([0, 1, 1, 1, 2, -1]), min_size=TOKENS, max_size=TOKENS),
+    largest=st.sampled_from([1, 3]),
+)
+def test_any_batch(sequence, steps, largest):
+    """Every token in one item, which says its sequence and position."""
+    position = np.cumsum(steps) - 1
+    items = run(sequence, position, largest)
+    told = {}
+    for first, count, owner, length, stride in items:
+        assert 1 <= count <= largest
+        assert stride in (0, 1)
+        for index in range(count):
+            assert first + index not in told
+            told[first + index] = (owner, length - 1 - (count - 1 - index) * stride)
+    expected = {
+        token: (owner, place)
+        for token, (owner, place) in enumerate(zip(sequence, position, strict=True))
+        if place >= 0
+    }
+    assert told == expected
+    assert [item[0] for item in items] == sorted(item[0] for item in items)
+
+
+@pytest.mark.parametrize(("sequences", "largest"), [(0, 1), (1, 0)])
+def test_bad_sizes(sequences, largest):
+    nothing = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=f"at most {largest} tokens of {sequences} sequences"):
+        inspect.unwrap(work_items)(nothing, nothing, sequences=sequences, largest=largest)
