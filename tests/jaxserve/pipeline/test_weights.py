@@ -28,7 +28,7 @@ def load(model, overrides, source=None):
 
 
 def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
-    """Leaf name → the tensors of the file, transposed and side by side."""
+    """Leaf name → the tensors of the file, side by side."""
     tensors = {
         name.removesuffix(".weight"): value
         for name, value in layouts.SIZES.tensors(layouts.SEED).items()
@@ -36,21 +36,17 @@ def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
     if layer is None:
         return {
             "embedding": {"table": tensors["model.embed_tokens"]},
-            "head": {"norm": tensors["model.norm"], "weight": tensors["lm_head"].T},
+            "head": {"norm": tensors["model.norm"], "weight": tensors["lm_head"]},
         }[role]
     at = {
-        name.removeprefix(f"model.layers.{layer}."): np.swapaxes(value, -1, -2)
-        if value.ndim > 1
-        else value
+        name.removeprefix(f"model.layers.{layer}."): value
         for name, value in tensors.items()
         if name.startswith(f"model.layers.{layer}.")
     }
     if role == "attention":
         leaves = {
             "input_norm": at["input_layernorm"],
-            "attention.down": np.concatenate(
-                [at[f"self_attn.{part}_proj"] for part in "qkv"], axis=1
-            ),
+            "attention.down": np.concatenate([at[f"self_attn.{part}_proj"] for part in "qkv"]),
             "attention.inter_norm": at["self_attn.inter_norm"],
             "attention.up": at["self_attn.wq"],
             "attention.out": at["self_attn.o_proj"],
@@ -102,19 +98,19 @@ def test_devices_hold_their_slices_alone(tiny_model):
     ffn = dict(zip(programs.templates.ffn["moe"].names, weights.ffn[1], strict=True))
     shards = {name: {s.data.shape for s in leaf.addressable_shards} for name, leaf in ffn.items()}
     assert shards == {
-        "experts.gate": {(4, 64, 17)},  # 7 of 8 experts, 33 of 34 columns
-        "experts.up": {(4, 64, 17)},
-        "experts.down": {(4, 17, 64)},
-        "dense.gate": {(64, 11)},  # 42 of 44 columns
-        "dense.up": {(64, 11)},
-        "dense.down": {(11, 64)},
+        "experts.gate": {(4, 17, 64)},  # 7 of 8 experts, 33 of 34 columns
+        "experts.up": {(4, 17, 64)},
+        "experts.down": {(4, 64, 17)},
+        "dense.gate": {(11, 64)},  # 42 of 44 columns
+        "dense.up": {(11, 64)},
+        "dense.down": {(64, 11)},
     }
     assert [s.device.id for s in ffn["experts.gate"].addressable_shards] == [2, 3, 4, 5]
     attention = programs.templates.attention[LayerKind("moe")]
     leaves = dict(zip(attention.names, weights.attention[1], strict=True))
-    assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(48, 64)}
+    assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(64, 48)}
     assert {s.data.shape for s in leaves["attention.out"].addressable_shards} == {(64, 64)}
-    assert {s.data.shape for s in leaves["attention.down"].addressable_shards} == {(64, 112)}
+    assert {s.data.shape for s in leaves["attention.down"].addressable_shards} == {(112, 64)}
 
 
 @pytest.mark.parametrize(
