@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -120,6 +121,19 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
 def cached_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """One object a (mesh, spec): a fresh sharding each step would leave JAX's fast path."""
     return NamedSharding(mesh, spec)
+
+
+def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
+    """A zeroed array, made on its devices."""
+    return _zeros_maker(shape, dtype, sharding)()
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros_maker(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding
+) -> jax.stages.Wrapped:
+    """Compiled once for all layers."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def axis_product(mesh: Mesh | AbstractMesh, axes: Axes) -> int:

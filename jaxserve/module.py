@@ -148,6 +148,13 @@ def linear(
     return product.astype(x.dtype)
 
 
+def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Array, "tokens d"]:
+    """This device's share of a sum over `tp`, plus the bias on the first device alone."""
+    if bias is None:
+        return share
+    return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
+
+
 def rms_norm(
     x: Float[Array, "*batch d"], weight: Float[Array, " d"], epsilon: float
 ) -> Float[Array, "*batch d"]:

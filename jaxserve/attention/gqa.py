@@ -7,7 +7,6 @@ query heads read.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -16,7 +15,7 @@ from jaxserve.attention.kv_cache import Pages, attend, write
 from jaxserve.attention.rope import rotate, rotation
 from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import ModelConfig
-from jaxserve.module import Formats, Weight, linear, matrix, rms_norm, scale, zeros
+from jaxserve.module import Formats, Weight, add_once, linear, matrix, rms_norm, scale, zeros
 
 
 class GQA(nnx.Module):
@@ -68,10 +67,7 @@ class GQA(nnx.Module):
         with jax.named_scope("paged_attention"):
             mixed = attend(query, pages, batch, scale=head_dim**-0.5, window=self.window)
         share = linear(mixed.reshape(tokens, -1), self.out)
-        if self.out_bias is not None:
-            # Once, and not once a device: the caller adds the shares up.
-            share += jnp.where(jax.lax.axis_index("tp") == 0, self.out_bias[...], 0)
-        return share, pages
+        return add_once(share, self.out_bias), pages
 
     def _own_head(self, heads: Array, query: Array) -> Array:
         """Of all K or V heads the one that this device's query heads read."""

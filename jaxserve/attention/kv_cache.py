@@ -8,8 +8,6 @@ group owns its `pages` rows, and page ids in a page table count within the group
 which.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -124,20 +122,5 @@ def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "t
     return (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
 
 
-def zeros(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
-) -> jax.Array:
-    """A zeroed array, made on its devices."""
-    return _zeros_maker(shape, dtype, sharding)()
-
-
 def _format(pages: Pages) -> Format:
     return "int8" if pages[0].dtype == jnp.int8 else "fp8"
-
-
-@functools.lru_cache(maxsize=64)
-def _zeros_maker(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.NamedSharding
-) -> "jax.stages.Wrapped":
-    """Compiled once for all layers."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -22,7 +22,7 @@ from jaxserve.attention.rope import rotate, rotation
 from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
+from jaxserve.module import Formats, add_once, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.attention.api import chunk_attention, merge
 
 
@@ -92,10 +92,7 @@ class MLA(nnx.Module):
                 inside, chunk = self._naive(nope, rope, stored(row, pages), batch)
                 heads = merge((self._values(mixed), inside), (history, chunk))
         share = linear(heads.reshape(tokens, -1), self.out)
-        if self.out_bias is not None:
-            # Once, and not once a device: the caller adds the shares up.
-            share += jnp.where(jax.lax.axis_index("tp") == 0, self.out_bias[...], 0)
-        return share, pages
+        return add_once(share, self.out_bias), pages
 
     def _query(
         self, x: Array, turn: tuple[Array, Array]

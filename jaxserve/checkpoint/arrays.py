@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.errors import CheckpointError
+from jaxserve.mesh import sharded_zeros
 from jaxserve.module import Template
 from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
@@ -143,7 +144,7 @@ def quantised_here(
     if values.layers is None:
         return quantiser(values, scales)(plain(None, values.of(floats)))
     quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
-    of_values, of_scales = empty_stack(values), empty_stack(scales)
+    of_values, of_scales = zeroed(values), zeroed(scales)
     for index in range(values.layers):
         layer = quantise(plain(index, values.of(floats).of_one_layer()))
         of_values, of_scales = fill(of_values, layer[0], index), fill(of_scales, layer[1], index)
@@ -151,10 +152,9 @@ def quantised_here(
     return of_values, of_scales
 
 
-def empty_stack(leaf: Leaf) -> jax.Array:
-    """A zeroed stack, to be filled by `fill`."""
-    make = functools.partial(jnp.zeros, leaf.full_shape, leaf.dtype)
-    return jax.jit(make, out_shardings=leaf.sharding)()
+def zeroed(leaf: Leaf) -> jax.Array:
+    """A stack of zeros, to be filled by `fill`."""
+    return sharded_zeros(leaf.full_shape, leaf.dtype, leaf.sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.checkpoint.arrays import (
     Leaf,
     block_of,
-    empty_stack,
     fill,
     make_array,
     make_leaves,
     quantised_here,
     wanted_leaves,
+    zeroed,
 )
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import (
@@ -136,7 +136,7 @@ class StoreCheckpoint:
             return self._array([block[name] for block in blocks], leaf)
         if leaf.layers is None:
             return self._multiplied(blocks[0], name, leaf)
-        stack = empty_stack(leaf)
+        stack = zeroed(leaf)
         for index, block in enumerate(blocks):
             layer = self._multiplied(block, name, leaf.of_one_layer())
             stack = jax.block_until_ready(fill(stack, layer, index))

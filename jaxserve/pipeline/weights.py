@@ -11,9 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.attention.kv_cache import PAGES_SPEC, zeros
+from jaxserve.attention.kv_cache import PAGES_SPEC
 from jaxserve.checkpoint.source import CheckpointNames, Sources
-from jaxserve.mesh import ATTENTION_RULES, Rules, cached_sharding, has_local_devices
+from jaxserve.mesh import (
+    ATTENTION_RULES,
+    Rules,
+    cached_sharding,
+    has_local_devices,
+    sharded_zeros,
+)
 from jaxserve.module import Template
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
 
@@ -146,4 +152,4 @@ def layer_pages(programs: AFDPrograms) -> list[Sequence[jax.Array]]:
 def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:
     """Pages of these global shapes, made on their devices."""
     sharding = cached_sharding(mesh, PAGES_SPEC)
-    return [zeros(array.shape, array.dtype, sharding) for array in arrays]
+    return [sharded_zeros(array.shape, array.dtype, sharding) for array in arrays]

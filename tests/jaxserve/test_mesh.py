@@ -2,8 +2,10 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import ConfigError
@@ -17,6 +19,7 @@ from jaxserve.mesh import (
     cached_sharding,
     has_local_devices,
     partition_spec,
+    sharded_zeros,
 )
 
 
@@ -118,3 +121,14 @@ def test_shardings_are_the_same_objects_every_time():
 
 def test_local_devices():
     assert has_local_devices(submeshes().ffn)
+
+
+def test_zeros_are_made_where_they_belong():
+    mesh = Mesh(np.asarray(jax.devices()[2:4]).reshape(2, 1), ("dp", "tp"))
+    array = sharded_zeros(
+        (4, 2, 1), jnp.dtype(jnp.bfloat16), NamedSharding(mesh, PartitionSpec("dp"))
+    )
+    assert array.dtype == jnp.bfloat16
+    assert [shard.device.id for shard in array.addressable_shards] == [2, 3]
+    assert [shard.data.shape for shard in array.addressable_shards] == [(2, 2, 1), (2, 2, 1)]
+    assert not np.asarray(array, np.float32).any()

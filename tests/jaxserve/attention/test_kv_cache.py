@@ -1,20 +1,16 @@
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.attention.kv_cache import (
-    PAGES_SPEC,
     attend,
     attend_latent,
     page_arrays,
     stored,
     write,
-    zeros,
 )
 from jaxserve.checkpoint.deepseek import deepseek_config
 from jaxserve.checkpoint.qwen3 import qwen3_config
@@ -161,12 +157,3 @@ class TestWrite:
             np.asarray(stored(row, empty(LATENT, "auto", "bfloat16")), np.float32),
             np.asarray(row, np.float32),
         )
-
-
-def test_zeros_are_made_where_they_belong():
-    mesh = Mesh(np.asarray(jax.devices()[2:4]).reshape(2, 1), ("dp", "tp"))
-    array = zeros((4, 2, 1), jnp.dtype(jnp.bfloat16), NamedSharding(mesh, PAGES_SPEC))
-    assert array.dtype == jnp.bfloat16
-    assert [shard.device.id for shard in array.addressable_shards] == [2, 3]
-    assert [shard.data.shape for shard in array.addressable_shards] == [(2, 2, 1), (2, 2, 1)]
-    assert not np.asarray(array, np.float32).any()
