@@ -115,7 +115,7 @@ def measure(quick: bool) -> Part:
         convert(folder, converted)
         ways["convert"] = lambda: convert(folder, converted)
         ways["converted, 1A1F"] = loader(converted, LAYOUTS["1A1F"])
-        seconds: dict[str, list[float]] = {way: [] for way in ("cat", *ways)}
+        seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
         # One way after the other: memory that was just given back is had again for less, on
         # virtual machines for much less, and `cat` needs none.
         for way, run in ways.items():
@@ -123,6 +123,7 @@ def measure(quick: bool) -> Part:
                 seconds["cat"].append(cat_seconds(folder))
                 if way == "convert":
                     shutil.rmtree(converted)
+                    seconds["cp, sync"].append(copy_seconds(folder))
                 begin = time.perf_counter()
                 run()
                 seconds[way].append(time.perf_counter() - begin)
@@ -131,6 +132,7 @@ def measure(quick: bool) -> Part:
     measures = [
         *(Measure(f"{w} ÷ cat", best[w] / best["cat"], limit=LOAD_LIMIT) for w in LAYOUTS),
         Measure("convert ÷ load", best["convert"] / slowest, limit=CONVERSION_LIMIT),
+        Measure("convert ÷ cp, sync", best["convert"] / best["cp, sync"]),
         *(Measure(f"  {way}", size / 1e9 / best[way], "GB/s") for way in seconds),
     ]
     notes = [f"{size / 1e9:.2f} GB, best of {rounds} rounds each, page cache warm."]
@@ -144,6 +146,16 @@ def cat_seconds(folder: Path) -> float:
     begin = time.perf_counter()
     subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
     return time.perf_counter() - begin
+
+
+def copy_seconds(folder: Path) -> float:
+    """What `cp` and `sync` take for them: what is converted is on the disk in the end, too."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as target:
+        files = sorted(str(path) for path in folder.glob("*.safetensors"))
+        begin = time.perf_counter()
+        subprocess.run(["cp", *files, target], check=True, timeout=_SECONDS)
+        subprocess.run(["sync", "-f", target], check=True, timeout=_SECONDS)
+        return time.perf_counter() - begin
 
 
 def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
