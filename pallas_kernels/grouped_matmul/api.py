@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
+from pallas_kernels.target import current_target
 
 
 def grouped_matmul(
@@ -33,6 +34,11 @@ def grouped_matmul(
     """
     _check_rows(rows, group_sizes)
     _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
+    target = current_target()
+    if target.backend == "mosaic_tpu":
+        from pallas_kernels.grouped_matmul import mosaic_tpu
+
+        return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target)
     return reference.grouped_matmul(rows, weights, group_sizes)
 
 
@@ -61,6 +67,13 @@ def grouped_swiglu(
     d_ff = gate_weights.shape[1]
     _check_weights("up_weights", up_weights, rows, (groups, d_ff, d_model))
     _check_weights("down_weights", down_weights, rows, (groups, None, d_ff))
+    target = current_target()
+    if target.backend == "mosaic_tpu":
+        from pallas_kernels.grouped_matmul import mosaic_tpu
+
+        return mosaic_tpu.grouped_swiglu(
+            rows, gate_weights, up_weights, down_weights, group_sizes, target
+        )
     return reference.grouped_swiglu(rows, gate_weights, up_weights, down_weights, group_sizes)
 
 

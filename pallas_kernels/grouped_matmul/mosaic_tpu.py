@@ -1,0 +1,326 @@
+"""Grouped products on TPU (Pallas, Mosaic).
+
+Called by `api.py`, which has checked the arguments. Knows nothing of routing or of layers.
+
+The rows are cut into tiles, the columns of the weights too. A *visit* is a pair of a group and a
+tile that has rows of it; XLA makes the list of visits, and the grid is (tiles of columns, visits).
+Rows and outputs come and go with the grid. Weights are a stream of their own: one tile of columns
+of every group that has rows, in order, each read once however many tiles its rows lie in, and
+always one tile ahead, so that the next group is on its way while this one is multiplied. A tile of
+weights is waited for in pieces, at their first use: the first product starts after one piece.
+A visit multiplies a few rows at a time, and only where the group has rows. A tile without rows of
+any group has a visit too, which reads nothing: its output are the zeros of padding.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
+    LANES,
+    Plan,
+    Visits,
+    arrange_scales,
+    plan_call,
+    plan_visits,
+)
+from pallas_kernels.grouped_matmul.tiles import TPU, TPU_DEFAULT
+from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
+from pallas_kernels.target import Target
+
+INTERPRET = pltpu.InterpretParams(detect_races=True)
+
+Weights = Array | QuantArray
+
+
+def grouped_matmul(
+    rows: Float[Array, "rows d_in"],
+    weights: Float[Array, "groups d_out d_in"] | QuantArray,
+    group_sizes: Int32[Array, " groups"],
+    target: Target,
+) -> Float[Array, "rows d_out"]:
+    """Multiply every row by the weights of its group."""
+    return _grouped_products(rows, (weights,), group_sizes, rows.dtype, target)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "rows d_model"],
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    group_sizes: Int32[Array, " groups"],
+    target: Target,
+) -> Float[Array, "rows d_out"]:
+    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
+    if _same_format(gate_weights, up_weights):
+        pair = (gate_weights, up_weights)
+        hidden = _grouped_products(rows, pair, group_sizes, rows.dtype, target)
+    else:
+        gate, up = (
+            _grouped_products(rows, (weights,), group_sizes, jnp.float32, target)
+            for weights in (gate_weights, up_weights)
+        )
+        hidden = _swiglu(gate, up).astype(rows.dtype)
+    return _grouped_products(hidden, (down_weights,), group_sizes, rows.dtype, target)
+
+
+class _Inputs(NamedTuple):
+    """What the kernel is called with, arrays or refs.
+
+    Attributes:
+      visits: in SMEM.
+      rows: [rows, d_in]; the ref [tile_rows, d_in].
+      row_scales: of INT8 rows: one array [rows, 1]; the ref [tile_rows, 1].
+      weights: one or two arrays [groups, d_out, d_in], in HBM.
+      scales: for each of them, if quantised, as `arrange_scales` gives them.
+    """
+
+    visits: Visits
+    rows: Any
+    row_scales: tuple[Any, ...]
+    weights: tuple[Any, ...]
+    scales: tuple[Any, ...]
+
+
+class _Call(NamedTuple):
+    """What the kernel knows when it is compiled.
+
+    Attributes:
+      inputs: the structure of `_Inputs`.
+      column_tiles: how many tiles of weights a group has.
+      by_column, block_in: of the scales.
+    """
+
+    plan: Plan
+    inputs: Any
+    column_tiles: int
+    by_column: bool
+    block_in: int
+
+
+def _grouped_products(
+    rows: Array,
+    weights: tuple[Weights, ...],
+    group_sizes: Array,
+    out_dtype: DTypeLike,
+    target: Target,
+) -> Array:
+    """Rows times one weight, or SwiGLU of two of the same format; the result as `out_dtype`."""
+    if rows.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"rows is {rows.dtype}, on TPU use bfloat16 or float32")
+    count, d_in = rows.shape
+    _, d_out, _ = weights[0].shape
+    if 0 in (count, d_out):
+        return jnp.zeros((count, d_out), out_dtype)
+    row_scales: tuple[Array, ...] = ()
+    if weights[0].dtype == jnp.int8:
+        rows, scale_of_row = quantize_rows(rows, "int8")
+        row_scales = (scale_of_row[:, None],)
+    values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
+    column_bytes = d_in * values[0].dtype.itemsize * len(values)
+    tiles = TPU.get(target.device_kind, TPU_DEFAULT)
+    plan = plan_call(tiles, count, d_in, rows.dtype.itemsize, d_out, column_bytes)
+    scales = [arrange_scales(w, plan.step_columns) for w in weights if isinstance(w, QuantArray)]
+    visits, visit_count = plan_visits(group_sizes, count, plan.tile_rows)
+    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
+    leaves, structure = jax.tree.flatten(inputs)
+    column_tiles = d_out // plan.tile_columns
+    by_column, block_in = scales[0][1:] if scales else (False, 0)
+    rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
+    scales_block = _block(lambda n, v, visits: (visits.group[v], n, 0, 0))
+    out_block = _block(lambda n, v, visits: (visits.tile[v], n))
+    return pl.pallas_call(
+        partial(_kernel, _Call(plan, structure, column_tiles, by_column, block_in)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(column_tiles, visit_count),
+            in_specs=[
+                pl.BlockSpec((plan.tile_rows, d_in), rows_block),
+                *[pl.BlockSpec((plan.tile_rows, 1), rows_block) for _ in row_scales],
+                *[pl.BlockSpec(memory_space=pl.ANY) for _ in values],
+                *[
+                    pl.BlockSpec((1, plan.pieces, *array.shape[2:]), scales_block)
+                    for array in inputs.scales
+                ],
+            ],
+            out_specs=pl.BlockSpec((plan.tile_rows, plan.tile_columns), out_block),
+            scratch_shapes=[
+                pltpu.SemaphoreType.DMA((2, plan.pieces)),
+                *[
+                    pltpu.VMEM((2, plan.pieces, plan.step_columns, d_in), array.dtype)
+                    for array in values
+                ],
+            ],
+        ),
+        out_shape=_varying_shape((count, d_out), out_dtype, leaves),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_bytes
+        ),
+        interpret=INTERPRET if target.interpret else False,
+        name="grouped_swiglu" if len(values) == 2 else "grouped_matmul",
+    )(*leaves)
+
+
+def _kernel(call: _Call, *refs: Any) -> None:
+    """One visit for one tile of columns."""
+    plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
+    out, semaphores, *buffers = refs[call.inputs.num_leaves :]
+    # out: [tile_rows, tile_columns]; buffers: [2, pieces, step_columns, d_in] for each weight
+    visits = inputs.visits
+    n, v = pl.program_id(0), pl.program_id(1)
+    before = jnp.maximum(v - 1, 0)
+    new_tile = (v == 0) | (visits.tile[v] != visits.tile[before])
+    new_weights = (v == 0) | (visits.rank[v] != visits.rank[before])
+    groups = visits.groups[0]
+    position = n * groups + visits.rank[v]  # in the stream of weights
+
+    def copies(position: Any, piece: Any) -> list[Any]:
+        """The copies of one piece of the weights at a position of the stream."""
+        group, slot = visits.stream[position % groups], position % 2
+        column = (position // groups) * plan.tile_columns + piece * plan.step_columns
+        if plan.step_columns % LANES == 0:
+            column = pl.multiple_of(column, LANES)
+        return [
+            pltpu.make_async_copy(
+                weight.at[group, pl.ds(column, plan.step_columns)],
+                buffer.at[slot, piece],
+                semaphores.at[slot, piece],
+            )
+            for weight, buffer in zip(inputs.weights, buffers, strict=True)
+        ]
+
+    def start(position: Any) -> None:
+        def start_piece(piece: Any, _: None) -> None:
+            for copy in copies(position, piece):
+                copy.start()
+
+        lax.fori_loop(0, plan.pieces, start_piece, None)
+
+    pl.when((n == 0) & (v == 0) & (groups > 0))(lambda: start(position))
+    pl.when(new_weights & (position + 1 < call.column_tiles * groups))(lambda: start(position + 1))
+
+    @pl.when(new_tile)
+    def zero() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    first, end = visits.start[v], visits.end[v]
+    aligned = first // plan.alignment * plan.alignment
+
+    def step(place: Any, step_rows: int) -> None:
+        """Multiply the rows from `place` on; what they have of another group stays as it is."""
+        row = jnp.minimum(place, plan.tile_rows - step_rows)
+        part = pl.ds(pl.multiple_of(row, plan.alignment), step_rows)
+        number = row + lax.broadcasted_iota(jnp.int32, (step_rows, 1), 0)
+        owned = (number >= first) & (number < end)
+
+        def multiply(piece: Any, _: None) -> None:
+            pl.when(new_weights & (place == aligned))(lambda: wait(copies(position, piece)))
+            products = [
+                _product(
+                    call,
+                    inputs.rows.at[part],
+                    buffer.at[position % 2, piece],
+                    *(ref.at[0, piece] for ref in inputs.scales[i : i + 1]),
+                    row_scales=[scales[part, :] for scales in inputs.row_scales],
+                )
+                for i, buffer in enumerate(buffers)
+            ]
+            result = _swiglu(*products) if len(products) == 2 else products[0]
+            column = piece * plan.step_columns
+            if plan.pieces > 1:
+                column = pl.multiple_of(column, LANES)
+            block = (part, pl.ds(column, plan.step_columns))
+            out[block] = jnp.where(owned, result.astype(out.dtype), out[block])
+
+        lax.fori_loop(0, plan.pieces, multiply, None)
+
+    place = aligned
+    for step_rows in plan.steps:
+        left = jnp.where(first < end, end - place, 0)
+        last = step_rows == plan.steps[-1]
+        steps = pl.cdiv(left, step_rows) if last else left // step_rows
+        lax.fori_loop(
+            0, steps, lambda i, _, at=place, rows=step_rows: step(at + i * rows, rows), None
+        )
+        place += steps * step_rows
+
+
+def wait(copies: list[Any]) -> None:
+    """Wait for copies into VMEM. A test replaces it to see that this is noticed."""
+    for copy in copies:
+        copy.wait()
+
+
+def _product(
+    call: _Call, rows: Any, weight: Any, scales: Any = None, *, row_scales: list[Array]
+) -> Array:
+    """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns]."""
+    if scales is None:
+        return _dot(rows[...], weight[...])
+    d_in, columns = rows.shape[1], weight.shape[0]
+    sums = []
+    for index, first in enumerate(range(0, d_in, call.block_in)):
+        block = slice(first, min(first + call.block_in, d_in))
+        if call.by_column:
+            scale = scales[index : index + 1, :]
+        else:
+            neighbours = (1, columns // scales.shape[0])
+            scale = jnp.concatenate(
+                [
+                    jnp.broadcast_to(scales[i : i + 1, index : index + 1], neighbours)
+                    for i in range(scales.shape[0])
+                ],
+                axis=1,
+            )
+        for scale_of_row in row_scales:
+            scale = scale_of_row * scale
+        product = _dot(rows[:, block], from_bits(weight[:, block])).astype(jnp.float32)
+        sums.append(product * scale)
+    return sum(sums[1:], start=sums[0])
+
+
+def _dot(rows: Array, weights: Array) -> Array:
+    """[rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
+    full = rows.dtype == jnp.float32
+    return lax.dot_general(
+        rows,
+        weights.astype(rows.dtype) if full else weights,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if full else None,
+        preferred_element_type=jnp.int32 if rows.dtype == jnp.int8 else jnp.float32,
+    )
+
+
+def _swiglu(gate: Array, up: Array) -> Array:
+    return gate * (1 / (1 + jnp.exp(-gate))) * up
+
+
+def _same_format(a: Weights, b: Weights) -> bool:
+    if isinstance(a, QuantArray) and isinstance(b, QuantArray):
+        return a.dtype == b.dtype and a.block == b.block
+    return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
+
+
+def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """An index map of the grid's indices (tile of columns, visit) and the visits."""
+    return lambda n, v, *scalars: index(n, v, Visits(*scalars))
+
+
+def _varying_shape(
+    shape: tuple[int, ...], dtype: DTypeLike, inputs: list[Array]
+) -> jax.ShapeDtypeStruct:
+    """An output that, inside `shard_map`, differs along every mesh axis along which inputs do."""
+    varying = (jax.typeof(array).manual_axis_type.varying for array in inputs)
+    return jax.ShapeDtypeStruct(
+        shape,
+        dtype,
+        manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset[str]().union(*varying)),
+    )

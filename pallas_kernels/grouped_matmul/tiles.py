@@ -1,0 +1,38 @@
+"""How the kernels cut their work, by kind of device. Numbers only; the kernels say what they mean.
+
+Called by the kernels. What is not in a table gets `DEFAULT` of its backend.
+"""
+
+from typing import NamedTuple
+
+MIB = 2**20
+
+
+class TpuTiles(NamedTuple):
+    """How the TPU kernel cuts its work.
+
+    Attributes:
+      tile_rows: most rows of a tile, which lie in VMEM together and share one read of the weights.
+      steps: rows of one product, from large to small; a group's rows are cut into these.
+      step_columns: columns of one product, if they divide the weights' columns; else 128.
+      rows_bytes: VMEM for one tile of rows; there are two.
+      weights_bytes: VMEM for one tile of weights (gate and up together); there are two.
+      vmem_bytes: what the compiler may use in all.
+    """
+
+    tile_rows: int
+    steps: tuple[int, ...]
+    step_columns: int
+    rows_bytes: int
+    weights_bytes: int
+    vmem_bytes: int
+
+
+TPU_DEFAULT = TpuTiles(512, (256, 64), 128, 8 * MIB, 16 * MIB, 56 * MIB)
+
+TPU = {
+    # 128 columns are one MXU's of v5e and half of one of v6e.
+    "TPU v5 lite": TpuTiles(512, (256, 64), 128, 16 * MIB, 24 * MIB, 112 * MIB),
+    "TPU v6 lite": TpuTiles(512, (256, 128, 64), 256, 16 * MIB, 24 * MIB, 112 * MIB),
+    "TPU7x": TpuTiles(512, (256, 128, 64), 128, 8 * MIB, 16 * MIB, 60 * MIB),
+}

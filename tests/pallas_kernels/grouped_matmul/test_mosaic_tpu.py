@@ -1,0 +1,60 @@
+"""The TPU kernel, interpreted on the CPU with a race detector, and its plans."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+# Where the race detector keeps what it found, in the versions that do not raise.
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul import mosaic_tpu
+from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
+from pallas_kernels.target import Target
+from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
+
+TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
+# Several tiles of everything, in the sizes of the suite.
+TILES = TpuTiles(
+    tile_rows=48, steps=(16,), step_columns=128, rows_bytes=2**20, weights_bytes=1, vmem_bytes=2**25
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setitem(TPU, TARGET.device_kind, TILES)
+
+
+@pytest.fixture
+def no_race():
+    yield
+    assert interpreter.races is None or not interpreter.races.races_found
+
+
+@pytest.mark.usefixtures("no_race")
+class TestMosaicTpu(GroupedMatmulSuite):
+    target = TARGET
+
+    def test_all_patterns(self, monkeypatch):
+        """With products of two sizes."""
+        monkeypatch.setitem(TPU, TARGET.device_kind, TILES._replace(steps=(32, 16)))
+        super().test_all_patterns()
+
+
+def race_is_reported(rows, weights, sizes):
+    try:
+        jax.block_until_ready(mosaic_tpu.grouped_matmul(rows, weights, sizes, TARGET))
+        return interpreter.races.races_found
+    except Exception as error:
+        pltpu.reset_tpu_interpret_mode_state()
+        return "race" in str(error).lower()
+
+
+def test_a_dropped_wait_is_noticed(monkeypatch):
+    """The products would read weights that are still on their way."""
+    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    monkeypatch.setattr(mosaic_tpu, "INTERPRET", eager)
+    arguments = (jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([3, 4], jnp.int32))
+    assert not race_is_reported(*arguments)
+    monkeypatch.setattr(mosaic_tpu, "wait", lambda copies: None)
+    assert race_is_reported(*arguments)
