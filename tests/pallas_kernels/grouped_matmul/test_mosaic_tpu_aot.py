@@ -1,0 +1,120 @@
+"""The TPU kernel at the sizes of real models, compiled for real topologies without a TPU."""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.shapes import SHAPES
+from pallas_kernels.quantize import QuantArray, scales_shape
+
+pytestmark = pytest.mark.tpu_aot
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+FORMATS = {
+    "bf16": (jnp.bfloat16, None),
+    "fp8": (jnp.float8_e4m3fn, (1, 0)),
+    "fp8_bits": (jnp.uint8, (1, 0)),
+    "fp8_block": (jnp.float8_e4m3fn, (128, 128)),
+    "int8": (jnp.int8, (1, 0)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_processes():
+    """Test workers load libtpu at the same time, and none has a TPU to ask about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        yield
+
+
+def mesh_of(generation, shape=(1,), names=("x",)):
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
+    return Mesh(np.asarray(devices[: np.prod(shape)]).reshape(shape), names)
+
+
+def weight(groups, d_out, d_in, format):
+    dtype, block = FORMATS[format]
+    values = jax.ShapeDtypeStruct((groups, d_out, d_in), dtype)
+    if block is None:
+        return values
+    scales = jax.ShapeDtypeStruct(scales_shape(values.shape, block), jnp.float32)
+    return QuantArray(values, scales, block)
+
+
+def swiglu_arguments(shape, rows, format):
+    up = weight(shape.groups, shape.d_ff, shape.d_model, format)
+    down = weight(shape.groups, shape.d_model, shape.d_ff, format)
+    x = jax.ShapeDtypeStruct((rows, shape.d_model), jnp.bfloat16)
+    return x, up, up, down, jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+
+
+def compiled(function, mesh, arguments, specs):
+    """Compile for the devices of a mesh; specs as for `in_specs`."""
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function, in_shardings=shardings).lower(*arguments).compile()
+
+
+@pytest.mark.parametrize(
+    ("generation", "name", "tokens", "format"),
+    [
+        ("v5e", "step3_2a2f", 2048, "bf16"),
+        ("v5e", "qwen3_235b_ep8", 512, "int8"),
+        ("v6e", "step3_2a2f", 2048, "int8"),
+        ("v6e", "qwen3_235b", 128, "bf16"),
+        ("v6e", "deepseek_v3_ep32", 2048, "fp8_block"),
+        ("v7x", "step3_2a2f_shared", 2048, "fp8"),
+        ("v7x", "step3", 8192, "bf16"),
+        ("v7x", "deepseek_v3", 512, "fp8_block"),
+        ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
+    ],
+)
+def test_swiglu_of_a_model(generation, name, tokens, format):
+    """It compiles, and no weights are copied."""
+    shape = SHAPES[name]
+    arguments = swiglu_arguments(shape, shape.rows(tokens), format)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+    program = compiled(grouped_swiglu, mesh_of(generation), arguments, specs)
+    text = program.as_text()
+    assert "grouped_swiglu" in text
+    assert "grouped_matmul" in text
+    rows = arguments[0].shape[0] * (shape.d_model + shape.d_ff) * 2
+    assert program.memory_analysis().temp_size_in_bytes < 2 * rows + 2**24
+
+
+def test_inside_shard_map():
+    """Experts on two devices, their columns on two more; the mesh says what the kernel is for."""
+    mesh = mesh_of("v6e", (2, 2), ("ep", "tp"))
+    shape = SHAPES["qwen3_235b_ep8"]
+    arguments = swiglu_arguments(shape, 256, "int8")
+    experts, columns = PartitionSpec("ep"), PartitionSpec("ep", "tp")
+    up = QuantArray(columns, columns, (1, 0))
+    down = QuantArray(PartitionSpec("ep", None, "tp"), experts, (1, 0))
+    specs = (PartitionSpec(), up, up, down, experts)
+
+    def shares(*arguments):
+        return jax.lax.psum(grouped_swiglu(*arguments), "tp")
+
+    mapped = jax.shard_map(shares, mesh=mesh, in_specs=specs, out_specs=experts)
+    text = compiled(mapped, mesh, arguments, specs).as_text()
+    assert "grouped_swiglu" in text
+    assert "all-reduce" in text
+
+
+def test_float16_is_not_a_type_of_tpus():
+    rows = jax.ShapeDtypeStruct((8, 128), jnp.float16)
+    weights = jax.ShapeDtypeStruct((2, 128, 128), jnp.float16)
+    arguments = (rows, weights, jax.ShapeDtypeStruct((2,), jnp.int32))
+    with pytest.raises(NotImplementedError, match="use bfloat16 or float32"):
+        compiled(grouped_matmul, mesh_of("v6e"), arguments, (PartitionSpec(),) * 3)
