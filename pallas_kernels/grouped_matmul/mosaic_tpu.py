@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
+    Pieces,
     Plan,
     Visits,
     arrange_scales,
@@ -127,13 +128,15 @@ def _grouped_products(
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     tiles = TPU.get(target.device_kind, TPU_DEFAULT)
-    plan = plan_call(tiles, count, d_in, rows.dtype.itemsize, d_out, column_bytes)
-    scales = [arrange_scales(w, plan.step_columns) for w in weights if isinstance(w, QuantArray)]
+    scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
+    by_column, block_in = scales[0][1:] if scales else (False, d_in)
+    plan = plan_call(
+        tiles, (count, d_in), rows.dtype.itemsize, d_out, column_bytes, blocks=block_in < d_in
+    )
     visits, visit_count = plan_visits(group_sizes, count, plan.tile_rows)
     inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
-    by_column, block_in = scales[0][1:] if scales else (False, 0)
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
     scales_block = _block(lambda n, v, visits: (visits.group[v], n, 0, 0))
     out_block = _block(lambda n, v, visits: (visits.tile[v], n))
@@ -147,17 +150,16 @@ def _grouped_products(
                 *[pl.BlockSpec((plan.tile_rows, 1), rows_block) for _ in row_scales],
                 *[pl.BlockSpec(memory_space=pl.ANY) for _ in values],
                 *[
-                    pl.BlockSpec((1, plan.pieces, *array.shape[2:]), scales_block)
+                    pl.BlockSpec(
+                        (1, array.shape[1] // column_tiles, *array.shape[2:]), scales_block
+                    )
                     for array in inputs.scales
                 ],
             ],
             out_specs=pl.BlockSpec((plan.tile_rows, plan.tile_columns), out_block),
             scratch_shapes=[
-                pltpu.SemaphoreType.DMA((2, plan.pieces)),
-                *[
-                    pltpu.VMEM((2, plan.pieces, plan.step_columns, d_in), array.dtype)
-                    for array in values
-                ],
+                pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
+                *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
             ],
         ),
         out_shape=_varying_shape((count, d_out), out_dtype, leaves),
@@ -173,7 +175,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
     """One visit for one tile of columns."""
     plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
     out, semaphores, *buffers = refs[call.inputs.num_leaves :]
-    # out: [tile_rows, tile_columns]; buffers: [2, pieces, step_columns, d_in] for each weight
+    # out: [tile_rows, tile_columns]; buffers: [2, tile_columns, d_in] for each weight
     visits = inputs.visits
     n, v = pl.program_id(0), pl.program_id(1)
     before = jnp.maximum(v - 1, 0)
@@ -182,27 +184,39 @@ def _kernel(call: _Call, *refs: Any) -> None:
     groups = visits.groups[0]
     position = n * groups + visits.rank[v]  # in the stream of weights
 
-    def copies(position: Any, piece: Any) -> list[Any]:
-        """The copies of one piece of the weights at a position of the stream."""
+    def copies(position: Any, piece: Any, place: Any) -> list[Any]:
+        """The copies of one piece, columns `place` of the tile at a position of the stream."""
         group, slot = visits.stream[position % groups], position % 2
-        column = (position // groups) * plan.tile_columns + piece * plan.step_columns
-        if plan.step_columns % LANES == 0:
+        column = (position // groups) * plan.tile_columns + place.start
+        if plan.tile_columns % LANES == 0:
             column = pl.multiple_of(column, LANES)
         return [
             pltpu.make_async_copy(
-                weight.at[group, pl.ds(column, plan.step_columns)],
-                buffer.at[slot, piece],
+                weight.at[group, pl.ds(column, place.size)],
+                buffer.at[slot, place],
                 semaphores.at[slot, piece],
             )
             for weight, buffer in zip(inputs.weights, buffers, strict=True)
         ]
 
+    def for_pieces(function: Callable[[Any, Any], None]) -> None:
+        """Call `function(number of the piece, its columns)` for all pieces of a tile."""
+        for pieces in plan.pieces:
+
+            def call_it(index: Any, _: None, pieces: Pieces = pieces) -> None:
+                column = pieces.column + index * pieces.columns
+                if pieces.columns % LANES == 0:
+                    column = pl.multiple_of(column, LANES)
+                function(pieces.first + index, pl.ds(column, pieces.columns))
+
+            lax.fori_loop(0, pieces.number, call_it, None)
+
     def start(position: Any) -> None:
-        def start_piece(piece: Any, _: None) -> None:
-            for copy in copies(position, piece):
+        def start_piece(piece: Any, place: Any) -> None:
+            for copy in copies(position, piece, place):
                 copy.start()
 
-        lax.fori_loop(0, plan.pieces, start_piece, None)
+        for_pieces(start_piece)
 
     pl.when((n == 0) & (v == 0) & (groups > 0))(lambda: start(position))
     pl.when(new_weights & (position + 1 < call.column_tiles * groups))(lambda: start(position + 1))
@@ -221,26 +235,25 @@ def _kernel(call: _Call, *refs: Any) -> None:
         number = row + lax.broadcasted_iota(jnp.int32, (step_rows, 1), 0)
         owned = (number >= first) & (number < end)
 
-        def multiply(piece: Any, _: None) -> None:
-            pl.when(new_weights & (place == aligned))(lambda: wait(copies(position, piece)))
+        def multiply(piece: Any, columns: Any) -> None:
+            pl.when(new_weights & (place == aligned))(
+                lambda: wait(copies(position, piece, columns))
+            )
+            units = pl.ds(columns.start // LANES, pl.cdiv(columns.size, LANES))
             products = [
                 _product(
                     call,
                     inputs.rows.at[part],
-                    buffer.at[position % 2, piece],
-                    *(ref.at[0, piece] for ref in inputs.scales[i : i + 1]),
+                    buffer.at[position % 2, columns],
+                    *(scales.at[0, units] for scales in inputs.scales[i : i + 1]),
                     row_scales=[scales[part, :] for scales in inputs.row_scales],
                 )
                 for i, buffer in enumerate(buffers)
             ]
             result = _swiglu(*products) if len(products) == 2 else products[0]
-            column = piece * plan.step_columns
-            if plan.pieces > 1:
-                column = pl.multiple_of(column, LANES)
-            block = (part, pl.ds(column, plan.step_columns))
-            out[block] = jnp.where(owned, result.astype(out.dtype), out[block])
+            out[part, columns] = jnp.where(owned, result.astype(out.dtype), out[part, columns])
 
-        lax.fori_loop(0, plan.pieces, multiply, None)
+        for_pieces(multiply)
 
     place = aligned
     for step_rows in plan.steps:
@@ -266,20 +279,16 @@ def _product(
     if scales is None:
         return _dot(rows[...], weight[...])
     d_in, columns = rows.shape[1], weight.shape[0]
+    units = scales.shape[0]
     sums = []
     for index, first in enumerate(range(0, d_in, call.block_in)):
         block = slice(first, min(first + call.block_in, d_in))
-        if call.by_column:
-            scale = scales[index : index + 1, :]
-        else:
-            neighbours = (1, columns // scales.shape[0])
-            scale = jnp.concatenate(
-                [
-                    jnp.broadcast_to(scales[i : i + 1, index : index + 1], neighbours)
-                    for i in range(scales.shape[0])
-                ],
-                axis=1,
-            )
+        place = (index, slice(None)) if call.by_column else (0, slice(index, index + 1))
+        of_units = [
+            jnp.broadcast_to(scales[unit, *place].reshape(1, -1), (1, columns // units))
+            for unit in range(units)
+        ]
+        scale = jnp.concatenate(of_units, axis=1)
         for scale_of_row in row_scales:
             scale = scale_of_row * scale
         product = _dot(rows[:, block], from_bits(weight[:, block])).astype(jnp.float32)

@@ -77,6 +77,22 @@ def plan_visits(
     return visits, visit_end[-1]
 
 
+class Pieces(NamedTuple):
+    """Neighbouring pieces of a tile of weights, as wide as each other: each is one copy.
+
+    Attributes:
+      first: number of the first one within the tile.
+      number: how many.
+      column: where the first one begins.
+      columns: of each.
+    """
+
+    first: int
+    number: int
+    column: int
+    columns: int
+
+
 class Plan(NamedTuple):
     """The sizes of one call, all of which divide as they must.
 
@@ -84,7 +100,8 @@ class Plan(NamedTuple):
       alignment: what the first row of a product is a multiple of.
       tile_rows: of a tile.
       steps: rows of one product, from large to small; multiples of `alignment`, none over a tile.
-      tile_columns, step_columns: of a tile of weights, of one piece and product.
+      tile_columns: of a tile of weights.
+      pieces: all of its columns.
       vmem_bytes: what the compiler may use.
     """
 
@@ -92,38 +109,40 @@ class Plan(NamedTuple):
     tile_rows: int
     steps: tuple[int, ...]
     tile_columns: int
-    step_columns: int
+    pieces: tuple[Pieces, ...]
     vmem_bytes: int
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of a tile of weights."""
-        return self.tile_columns // self.step_columns
 
 
 def plan_call(
-    tiles: TpuTiles, rows: int, d_in: int, row_bytes: int, d_out: int, column_bytes: int
+    tiles: TpuTiles,
+    rows: tuple[int, int],
+    row_bytes: int,
+    d_out: int,
+    column_bytes: int,
+    blocks: bool = False,
 ) -> Plan:
     """Sizes for a call.
 
     Args:
+      rows: their shape (rows, d_in).
       row_bytes: of one number of a row.
       column_bytes: of the weights of one column, gate and up together.
+      blocks: scales are for blocks of d_in.
 
     Raises:
-      NotImplementedError: the columns cannot be cut into pieces that fit.
+      NotImplementedError: the columns cannot be cut into tiles that fit.
     """
+    count, d_in = rows
     alignment = 32 if row_bytes == 1 else 16  # rows in a register, packed
+    steps = tiles.block_steps if blocks else tiles.steps
     most = min(tiles.tile_rows, tiles.rows_bytes // (d_in * row_bytes))
-    tile_rows = _round_up(min(max(most, tiles.steps[-1]), rows), alignment)
-    steps = tuple(step for step in tiles.steps if step <= tile_rows) or (tile_rows,)
-    if d_out % LANES:
-        step_columns = tile_columns = d_out
-    else:
-        step_columns = LANES if d_out % tiles.step_columns else tiles.step_columns
-        most = max(tiles.weights_bytes // (step_columns * column_bytes), 1)
-        pieces = d_out // step_columns
-        tile_columns = step_columns * max(n for n in range(1, most + 1) if pieces % n == 0)
+    tile_rows = _round_up(min(max(most, steps[-1]), count), alignment)
+    steps = tuple(step for step in steps if step <= tile_rows) or (tile_rows,)
+    tile_columns = d_out
+    if d_out % LANES == 0:
+        units = d_out // LANES
+        most = max(tiles.weights_bytes // (LANES * column_bytes), 1)
+        tile_columns = LANES * max(n for n in range(1, most + 1) if units % n == 0)
     used = 2 * (tile_rows * d_in * row_bytes + tile_columns * column_bytes)
     if used > tiles.vmem_bytes:
         raise NotImplementedError(
@@ -131,41 +150,47 @@ def plan_call(
             f"bytes, twice, take {used} bytes of VMEM, there are {tiles.vmem_bytes}: pad d_out "
             f"{d_out} to a multiple of {LANES}, or split d_in"
         )
-    return Plan(alignment, tile_rows, steps, tile_columns, step_columns, tiles.vmem_bytes)
+    pieces = _pieces(tile_columns, tiles.step_columns)
+    return Plan(alignment, tile_rows, steps, tile_columns, pieces, tiles.vmem_bytes)
+
+
+def _pieces(tile_columns: int, step_columns: int) -> tuple[Pieces, ...]:
+    """Pieces of `step_columns`, and what is left."""
+    if tile_columns % LANES:
+        return (Pieces(0, 1, 0, tile_columns),)
+    whole, rest = divmod(tile_columns, step_columns)
+    pieces = (Pieces(0, whole, 0, step_columns), Pieces(whole, 1, tile_columns - rest, rest))
+    return tuple(some for some in pieces if some.number and some.columns)
 
 
 class Scales(NamedTuple):
-    """The scales of a weight as the kernel takes them.
+    """The scales of a weight as the kernel takes them, by units of `LANES` columns, or all columns.
 
     Attributes:
-      array: [groups, pieces, blocks of d_in, columns of a piece], or, if not `by_column`, where
-        neighbouring columns share a scale, [groups, pieces, blocks of a piece, blocks of d_in].
+      array: [groups, units, blocks of d_in, columns of a unit], or, if not `by_column`, where the
+        columns of a unit share their scales, [groups, units, 1, blocks of d_in].
       by_column: which.
       block_in: how many of d_in share a scale.
     """
 
-    array: Float32[Array, "groups pieces _ _"]
+    array: Float32[Array, "groups units _ _"]
     by_column: bool
     block_in: int
 
 
-def arrange_scales(weights: QuantArray, step_columns: int) -> Scales:
-    """Bring the scales into the order of the pieces."""
+def arrange_scales(weights: QuantArray) -> Scales:
+    """Bring the scales into the kernel's order."""
     groups, d_out, d_in = weights.shape
     block_out, block_in = (
         min(size or axis, axis) for size, axis in zip(weights.block, (d_out, d_in), strict=True)
     )
-    pieces = d_out // step_columns
+    unit = d_out if d_out % LANES else LANES
     scales = weights.scales
-    if step_columns % block_out == 0 and block_out % LANES == 0:
-        return Scales(scales.reshape(groups, pieces, -1, scales.shape[2]), False, block_in)
-    if block_out % step_columns == 0:
-        scales = jnp.repeat(scales, block_out // step_columns, axis=1)[:, :pieces]
+    if block_out % unit == 0:
+        scales = jnp.repeat(scales, block_out // unit, axis=1)[:, : d_out // unit]
         return Scales(scales[:, :, None, :], False, block_in)
-    if block_out > 1:
-        scales = jnp.repeat(scales, block_out, axis=1)[:, :d_out]
-    scales = scales.reshape(groups, pieces, step_columns, -1)
-    return Scales(scales.swapaxes(2, 3), True, block_in)
+    scales = jnp.repeat(scales, block_out, axis=1)[:, :d_out]
+    return Scales(scales.reshape(groups, -1, unit, scales.shape[2]).swapaxes(2, 3), True, block_in)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -156,7 +156,7 @@ class GroupedMatmulSuite:
     def test_all_patterns(self):
         """Every combination of group sizes: of empty groups, of borders within and at tiles."""
         rng = np.random.default_rng(0)
-        shape = (3, 128, 128)
+        shape = (3, 384, 128)
         values = Weight(rng, shape, "float", jnp.bfloat16, [1, 1, 1])
         with use_target(self.target):
             compiled = jax.jit(fresh(grouped_matmul))

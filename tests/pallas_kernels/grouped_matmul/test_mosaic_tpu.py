@@ -16,7 +16,13 @@ from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
 # Several tiles of everything, in the sizes of the suite.
 TILES = TpuTiles(
-    tile_rows=48, steps=(16,), step_columns=128, rows_bytes=2**20, weights_bytes=1, vmem_bytes=2**25
+    tile_rows=48,
+    steps=(16,),
+    block_steps=(16,),
+    step_columns=128,
+    rows_bytes=2**20,
+    weights_bytes=1,
+    vmem_bytes=2**25,
 )
 
 
@@ -36,8 +42,9 @@ class TestMosaicTpu(GroupedMatmulSuite):
     target = TARGET
 
     def test_all_patterns(self, monkeypatch):
-        """With products of two sizes."""
-        monkeypatch.setitem(TPU, TARGET.device_kind, TILES._replace(steps=(32, 16)))
+        """With products of several sizes."""
+        tiles = TILES._replace(steps=(32, 16), step_columns=256, weights_bytes=2**20)
+        monkeypatch.setitem(TPU, TARGET.device_kind, tiles)
         super().test_all_patterns()
 
 

@@ -1,6 +1,5 @@
 """The TPU kernel at the sizes of real models, compiled for real topologies without a TPU."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -49,27 +49,42 @@ def test_visits(rows):
 
 
 class TestPlan:
-    TILES = TpuTiles(512, (256, 64), 256, 8 * 2**20, 16 * 2**20, 60 * 2**20)
+    TILES = TpuTiles(512, (256, 64), (64,), 256, 8 * 2**20, 18 * 2**20, 60 * 2**20)
 
     @pytest.mark.parametrize(
         ("rows", "d_in", "row_bytes", "d_out", "weight_bytes", "expected"),
         [
-            # tile_rows, steps, tile_columns, step_columns
-            (3072, 7168, 2, 1280, 2, (512, (256, 64), 256, 256)),
-            (3072, 7168, 2, 640, 2, (512, (256, 64), 640, 128)),
-            (3072, 7168, 1, 5120, 1, (512, (256, 64), 1280, 256)),
-            (3, 7168, 2, 640, 4, (16, (16,), 128, 128)),
-            (3, 7168, 1, 640, 2, (32, (32,), 640, 128)),
-            (70, 7168, 2, 640, 2, (80, (64,), 640, 128)),
-            (512, 65536, 2, 100, 1, (64, (64,), 100, 100)),
-            (9, 6, 4, 5, 4, (16, (16,), 5, 5)),
+            # tile_rows, steps, tile_columns
+            (3072, 7168, 2, 1280, 2, (512, (256, 64), 1280)),
+            (3072, 7168, 2, 640, 4, (512, (256, 64), 640)),
+            (3072, 7168, 1, 5120, 1, (512, (256, 64), 2560)),
+            (3, 16384, 2, 640, 4, (16, (16,), 128)),
+            (3, 7168, 1, 640, 2, (32, (32,), 640)),
+            (70, 7168, 2, 640, 2, (80, (64,), 640)),
+            (512, 65536, 2, 100, 1, (64, (64,), 100)),
+            (9, 6, 4, 5, 4, (16, (16,), 5)),
         ],
     )
     def test_sizes(self, rows, d_in, row_bytes, d_out, weight_bytes, expected):
-        plan = plan_call(self.TILES, rows, d_in, row_bytes, d_out, d_in * weight_bytes)
-        assert (plan.tile_rows, plan.steps, plan.tile_columns, plan.step_columns) == expected
+        plan = plan_call(self.TILES, (rows, d_in), row_bytes, d_out, d_in * weight_bytes)
+        assert (plan.tile_rows, plan.steps, plan.tile_columns) == expected
         assert plan.alignment == (32 if row_bytes == 1 else 16)
+
+    def test_steps_of_blocks(self):
+        assert plan_call(self.TILES, (512, 7168), 2, 640, 7168, blocks=True).steps == (64,)
+
+    @pytest.mark.parametrize(
+        ("d_out", "expected"),
+        [
+            (5, [(0, 1, 0, 5)]),
+            (128, [(0, 1, 0, 128)]),
+            (512, [(0, 2, 0, 256)]),
+            (640, [(0, 2, 0, 256), (2, 1, 512, 128)]),
+        ],
+    )
+    def test_pieces(self, d_out, expected):
+        assert list(plan_call(self.TILES, (9, 6), 2, d_out, 12).pieces) == expected
 
     def test_columns_that_do_not_fit(self):
         with pytest.raises(NotImplementedError, match="pad d_out 6000 to a multiple of 128"):
-            plan_call(self.TILES, 512, 7168, 2, 6000, 7168 * 2)
+            plan_call(self.TILES, (512, 7168), 2, 6000, 7168 * 2)
