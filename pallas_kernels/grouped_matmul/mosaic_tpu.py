@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     plan_call,
     plan_visits,
 )
-from pallas_kernels.grouped_matmul.tiles import TPU, TPU_DEFAULT
+from pallas_kernels.grouped_matmul.tiles import TPU, TPU_DEFAULT, TpuTiles
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
 from pallas_kernels.target import Target
 
@@ -131,7 +131,13 @@ def _grouped_products(
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     plan = plan_call(
-        tiles, (count, d_in), rows.dtype.itemsize, d_out, column_bytes, blocks=block_in < d_in
+        tiles,
+        _steps(tiles, values[0].dtype, block_in < d_in),
+        (count, d_in),
+        rows.dtype.itemsize,
+        d_out,
+        column_bytes,
+        jnp.dtype(out_dtype).itemsize,
     )
     visits, visit_count = plan_visits(group_sizes, count, plan.tile_rows)
     inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
@@ -316,6 +322,13 @@ def _same_format(a: Weights, b: Weights) -> bool:
     if isinstance(a, QuantArray) and isinstance(b, QuantArray):
         return a.dtype == b.dtype and a.block == b.block
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
+
+
+def _steps(tiles: TpuTiles, dtype: DTypeLike, blocks: bool) -> tuple[int, ...]:
+    """The sizes of products for weights of a format."""
+    if blocks:
+        return tiles.block_steps
+    return tiles.fp8_steps if dtype in (jnp.float8_e4m3fn, jnp.uint8) else tiles.steps
 
 
 def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -115,29 +115,31 @@ class Plan(NamedTuple):
 
 def plan_call(
     tiles: TpuTiles,
+    steps: tuple[int, ...],
     rows: tuple[int, int],
     row_bytes: int,
     d_out: int,
     column_bytes: int,
-    blocks: bool = False,
+    out_bytes: int,
 ) -> Plan:
     """Sizes for a call.
 
     Args:
+      steps: those of `tiles` for the format of the weights.
       rows: their shape (rows, d_in).
       row_bytes: of one number of a row.
       column_bytes: of the weights of one column, gate and up together.
-      blocks: scales are for blocks of d_in.
+      out_bytes: of one number of the output.
 
     Raises:
       NotImplementedError: the columns cannot be cut into tiles that fit.
     """
     count, d_in = rows
     alignment = 32 if row_bytes == 1 else 16  # rows in a register, packed
-    steps = tiles.block_steps if blocks else tiles.steps
     most = min(tiles.tile_rows, tiles.rows_bytes // (d_in * row_bytes))
     tile_rows = _round_up(min(max(most, steps[-1]), count), alignment)
     steps = tuple(step for step in steps if step <= tile_rows) or (tile_rows,)
+    column_bytes += tile_rows * out_bytes
     tile_columns = d_out
     if d_out % LANES == 0:
         units = d_out // LANES

@@ -18,6 +18,7 @@ TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
 TILES = TpuTiles(
     tile_rows=48,
     steps=(16,),
+    fp8_steps=(16,),
     block_steps=(16,),
     step_columns=128,
     rows_bytes=2**20,

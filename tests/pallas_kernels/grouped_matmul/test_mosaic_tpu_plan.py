@@ -49,7 +49,8 @@ def test_visits(rows):
 
 
 class TestPlan:
-    TILES = TpuTiles(512, (256, 64), (64,), 256, 8 * 2**20, 18 * 2**20, 60 * 2**20)
+    TILES = TpuTiles(512, (), (), (), 256, 8 * 2**20, 19 * 2**20, 60 * 2**20)
+    STEPS = (256, 64)
 
     @pytest.mark.parametrize(
         ("rows", "d_in", "row_bytes", "d_out", "weight_bytes", "expected"),
@@ -57,7 +58,10 @@ class TestPlan:
             # tile_rows, steps, tile_columns
             (3072, 7168, 2, 1280, 2, (512, (256, 64), 1280)),
             (3072, 7168, 2, 640, 4, (512, (256, 64), 640)),
-            (3072, 7168, 1, 5120, 1, (512, (256, 64), 2560)),
+            (3072, 7168, 1, 5120, 1, (512, (256, 64), 1280)),
+            # The output of 512 rows counts too: 7168 columns of it are 7 MiB.
+            (3072, 640, 2, 7168, 2, (512, (256, 64), 7168)),
+            (3072, 2048, 2, 7168, 2, (512, (256, 64), 3584)),
             (3, 16384, 2, 640, 4, (16, (16,), 128)),
             (3, 7168, 1, 640, 2, (32, (32,), 640)),
             (70, 7168, 2, 640, 2, (80, (64,), 640)),
@@ -66,12 +70,11 @@ class TestPlan:
         ],
     )
     def test_sizes(self, rows, d_in, row_bytes, d_out, weight_bytes, expected):
-        plan = plan_call(self.TILES, (rows, d_in), row_bytes, d_out, d_in * weight_bytes)
+        plan = plan_call(
+            self.TILES, self.STEPS, (rows, d_in), row_bytes, d_out, d_in * weight_bytes, out_bytes=2
+        )
         assert (plan.tile_rows, plan.steps, plan.tile_columns) == expected
         assert plan.alignment == (32 if row_bytes == 1 else 16)
-
-    def test_steps_of_blocks(self):
-        assert plan_call(self.TILES, (512, 7168), 2, 640, 7168, blocks=True).steps == (64,)
 
     @pytest.mark.parametrize(
         ("d_out", "expected"),
@@ -83,8 +86,11 @@ class TestPlan:
         ],
     )
     def test_pieces(self, d_out, expected):
-        assert list(plan_call(self.TILES, (9, 6), 2, d_out, 12).pieces) == expected
+        assert (
+            list(plan_call(self.TILES, self.STEPS, (9, 6), 2, d_out, 12, out_bytes=2).pieces)
+            == expected
+        )
 
     def test_columns_that_do_not_fit(self):
         with pytest.raises(NotImplementedError, match="pad d_out 6000 to a multiple of 128"):
-            plan_call(self.TILES, (512, 7168), 2, 6000, 7168 * 2)
+            plan_call(self.TILES, self.STEPS, (512, 7168), 2, 6000, 7168 * 2, out_bytes=2)
