@@ -32,6 +32,16 @@ def several_processes():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_cached():
+    """JAX's cache takes programs for TPUs, but cannot give them back where there is no TPU."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
 def mesh_of(generation, shape=(1,), names=("x",)):
     pytest.importorskip("libtpu")
     devices = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
