@@ -42,3 +42,48 @@ TPU = {
     "TPU v6 lite": TpuTiles(512, (256,), (256, 128), (64,), 256, 16 * MIB, 26 * MIB, 112 * MIB),
     "TPU7x": TpuTiles(512, (256,), (256, 128), (64,), 256, 8 * MIB, 19 * MIB, 60 * MIB),
 }
+
+
+class HopperTiles(NamedTuple):
+    """How the Hopper kernel cuts the work of one kind of weights.
+
+    Attributes:
+      rows: sizes of a row tile, ascending, to choose from by how many rows a group has on average;
+        the largest is what the registers of a consumer hold without spilling.
+      out: output columns of a tile, of each of the weights; 64 for each consumer, or a multiple.
+      consumers: warpgroups that multiply, beside the one that loads.
+      band: row tiles that are worked on together, so that their weights are read once from memory.
+      most_stages: buffers of the ring, if there is room.
+    """
+
+    rows: tuple[int, ...]
+    out: int = 128
+    consumers: int = 2
+    band: int = 8
+    most_stages: int = 8
+
+
+HOPPER_DEFAULT = {
+    # (kind of operands, how many weights in one pass)
+    ("16 bits", 1): HopperTiles((16, 32, 64, 128, 256)),
+    ("16 bits", 2): HopperTiles((16, 32, 64, 128)),
+    ("int8", 1): HopperTiles((16, 32, 64, 128, 256)),
+    ("int8", 2): HopperTiles((16, 32, 64, 128)),
+    ("converted", 1): HopperTiles((16, 32, 64, 128)),
+    ("converted", 2): HopperTiles((16, 32, 64)),
+    ("int8 blocks", 1): HopperTiles((16, 32, 64, 96)),
+    ("int8 blocks", 2): HopperTiles((16, 32, 64)),
+    ("converted blocks", 1): HopperTiles((16, 32, 64, 96)),
+    ("converted blocks", 2): HopperTiles((16, 32, 64)),
+}
+
+HOPPER: dict[str, dict[tuple[str, int], HopperTiles]] = {
+    # The same registers and shared memory. Nothing was timed yet.
+    "NVIDIA H100": HOPPER_DEFAULT,
+    "NVIDIA H200": HOPPER_DEFAULT,
+    "NVIDIA H800": HOPPER_DEFAULT,
+}
+"""By the beginning of the device kind."""
+
+HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
+"""Multiprocessors, by the beginning of the device kind, where they are not 132."""

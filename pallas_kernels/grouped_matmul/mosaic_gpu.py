@@ -1,0 +1,216 @@
+"""Grouped products on Hopper GPUs (Pallas, Mosaic GPU): picks tiles and prepares operands.
+
+Called by `api.py`, which has checked the arguments. The kernel is in `mosaic_gpu_kernel.py`.
+
+What wgmma multiplies, by the format of the weights:
+  floats: BF16 or FP16 rows and weights, as they are.
+  INT8: rows quantised to INT8, one scale a row (`quantize_rows`), int32 sums.
+  FP8: Hopper converts e4m3 to FP16 at full rate and to BF16 not at all, so rows are FP16 as well.
+    BF16 rows are multiplied by a power of two each first, which makes all of them fit: what is
+    lost is below 2^-38 of the largest magnitude of its row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    Operands,
+    Tiles,
+    shared_memory,
+)
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles
+from pallas_kernels.grouped_matmul.tiles import (
+    HOPPER,
+    HOPPER_DEFAULT,
+    HOPPER_PROCESSORS,
+    HopperTiles,
+)
+from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
+from pallas_kernels.target import Target
+
+SHARED_MEMORY = 230_000
+"""Bytes of a multiprocessor's 232,448 that buffers may take; barriers are small."""
+
+OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
+INTERPRETED_PROCESSORS = 2
+
+Weights = Array | QuantArray
+
+
+def grouped_matmul(
+    rows: Float[Array, "rows d_in"],
+    weights: Float[Array, "groups d_out d_in"] | QuantArray,
+    group_sizes: Int32[Array, " groups"],
+    target: Target,
+) -> Float[Array, "rows d_out"]:
+    """Multiply every row by the weights of its group.
+
+    FP32 rows, a d_in or d_out that is no multiple of 64, and blocks of FP8 or INT8 weights that no
+    tile lies in (see `_fits`) are left to the reference.
+    """
+    if not _fits(rows.dtype, weights):
+        return reference.grouped_matmul(rows, weights, group_sizes)
+    return _product(rows, (weights,), group_sizes, lambda product: product, target)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "rows d_model"],
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    group_sizes: Int32[Array, " groups"],
+    target: Target,
+) -> Float[Array, "rows d_out"]:
+    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down.
+
+    What `grouped_matmul` leaves to the reference, for any of the weights, and gate and up in
+    different formats are left to it as a whole.
+    """
+    all_weights = gate_weights, up_weights, down_weights
+    same_format = _format(gate_weights) == _format(up_weights)
+    if not same_format or not all(_fits(rows.dtype, weights) for weights in all_weights):
+        return reference.grouped_swiglu(rows, *all_weights, group_sizes)
+    hidden = _product(rows, (gate_weights, up_weights), group_sizes, _swiglu, target)
+    return _product(hidden, (down_weights,), group_sizes, lambda product: product, target)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return gate / (1.0 + jnp.exp(-gate)) * up
+
+
+def _format(weights: Weights) -> Any:
+    return (weights.dtype, weights.block) if isinstance(weights, QuantArray) else weights.dtype
+
+
+def _fits(row_dtype: DTypeLike, weights: Weights) -> bool:
+    """Whether the kernel covers these weights."""
+    d_out, d_in = weights.shape[1:]
+    if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
+        return False
+    if not isinstance(weights, QuantArray) or _is_per_channel(weights):
+        return True
+    block_out, block_in = weights.block
+    return block_out % OUT_MULTIPLE == 0 and block_in % _inner(weights) == 0
+
+
+def _is_per_channel(weights: QuantArray) -> bool:
+    """Whether scales can be applied to finished sums."""
+    block_in = weights.block[1]
+    return block_in == 0 or block_in >= weights.shape[2]
+
+
+def _inner(weights: Weights) -> int:
+    """Values of d_in a step: 128 bytes, what a row of a swizzled operand may span, or 64."""
+    is_wide = isinstance(weights, QuantArray) and weights.shape[2] % 128 == 0
+    return 128 if is_wide else 64
+
+
+def _product(
+    rows: Float[Array, "rows d_in"],
+    weights: tuple[Weights, ...],
+    group_sizes: Int32[Array, " groups"],
+    epilogue: Callable[..., jax.Array],
+    target: Target,
+) -> Float[Array, "rows d_out"]:
+    """Run the kernel: `epilogue` of the products with all weights, which are of one format."""
+    count, dtype = rows.shape[0], rows.dtype
+    if count == 0:
+        return jnp.zeros((0, weights[0].shape[1]), dtype)
+    if missing := -count % BLOCK_ROWS:
+        rows = jnp.pad(rows, ((0, missing), (0, 0)))
+    tiles = pick_tiles(rows.shape[0], weights, group_sizes.shape[0], target)
+    operands = _operands(rows, weights, tiles)
+    tile_list = list_tiles(group_sizes, rows.shape[0], tiles.rows)
+    interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
+    processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
+    product = grouped_product(operands, tile_list, epilogue, dtype, tiles, processors, interpret)
+    return product[:count]
+
+
+def pick_tiles(rows: int, weights: tuple[Weights, ...], groups: int, target: Target) -> Tiles:
+    """The tiles for a call: its row tile holds a group of average size, if it may be that large."""
+    first = weights[0]
+    kind, row_bytes = "16 bits", 2
+    if isinstance(first, QuantArray):
+        kind, row_bytes = ("int8", 1) if first.dtype == jnp.int8 else ("converted", 2)
+        kind = kind if _is_per_channel(first) else f"{kind} blocks"
+    entry = _table(target)[kind, len(weights)]
+    # Groups begin anywhere in a block of rows, and no group is of average size.
+    wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
+    row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
+    inner = _inner(first)
+    tiles = Tiles(row_tile, entry.out, inner, 1, entry.consumers, entry.band)
+    weight_bytes = first.dtype.itemsize
+    fixed, stage = shared_memory(tiles, len(weights), weight_bytes, row_bytes)
+    if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
+        return tiles._replace(stages=2)
+    return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
+
+
+def _table(target: Target) -> dict[tuple[str, int], HopperTiles]:
+    matches = (table for name, table in HOPPER.items() if target.device_kind.startswith(name))
+    return next(matches, HOPPER_DEFAULT)
+
+
+def _processors(target: Target) -> int:
+    names = HOPPER_PROCESSORS.items()
+    # A space, so that names that end can be told from longer ones.
+    matches = (count for name, count in names if f"{target.device_kind} ".startswith(name))
+    return next(matches, 132)
+
+
+def _operands(rows: Array, weights: tuple[Weights, ...], tiles: Tiles) -> Operands:
+    """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
+    first = weights[0]
+    if not isinstance(first, QuantArray):
+        return Operands(rows, weights)
+    quantised = [array for array in weights if isinstance(array, QuantArray)]
+    row_scales: Any = None
+    if first.dtype == jnp.int8:
+        rows, row_scales = quantize_rows(rows, "int8")
+    elif rows.dtype == jnp.bfloat16:
+        rows, row_scales = _as_float16(rows)
+    if row_scales is not None:
+        row_scales = jnp.pad(row_scales, (0, tiles.rows))
+    values = tuple(from_bits(array.values) for array in quantised)
+    if _is_per_channel(first):
+        scales = tuple(_channel_scales(array, tiles.out) for array in quantised)
+        return Operands(rows, values, row_scales, channel_scales=scales)
+    block_out, block_in = first.block
+    block = (block_out or first.shape[1], block_in)
+    scales = tuple(array.scales for array in quantised)
+    return Operands(rows, values, row_scales, block_scales=scales, block=block)
+
+
+def _channel_scales(weights: QuantArray, tile_out: int) -> Float32[Array, "groups columns"]:
+    """One scale for every column of the output tiles, the unused ones of the last too."""
+    d_out = weights.shape[1]
+    scales = weights.scales[:, :, 0]
+    block_out = weights.block[0] or d_out
+    if block_out > 1:
+        scales = jnp.repeat(scales, block_out, axis=1)[:, :d_out]
+    return jnp.pad(scales, ((0, 0), (0, -d_out % tile_out)))
+
+
+def _as_float16(
+    rows: Float[Array, "rows d_in"],
+) -> tuple[Float[Array, "rows d_in"], Float32[Array, " rows"]]:
+    """Rows in FP16 and powers of two that they are to be multiplied by."""
+    wide = rows.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32)
+    # The largest magnitude of a row is in [2^exponent, 2^(exponent + 1)); zeros and subnormal
+    # numbers count as 2^-100, so that the inverse is finite.
+    exponent = jnp.maximum((bits >> 23) - 127, -100)
+    scales, inverse = (
+        jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+        for power in (exponent - 14, 14 - exponent)
+    )
+    return (wide * inverse[:, None]).astype(jnp.float16), scales

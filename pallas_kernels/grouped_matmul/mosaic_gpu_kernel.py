@@ -1,0 +1,174 @@
+"""The Hopper kernel of grouped products: a persistent, warp-specialised TMA + wgmma loop.
+
+Called by `mosaic_gpu.py`, which prepares the operands and picks the tiles. Knows nothing of
+`QuantArray`: it takes 8- or 16-bit weights, 8- or 16-bit rows, and up to three kinds of scales.
+
+Weights are always the left operand of wgmma (its M, 64 rows of d_out for every warpgroup) and rows
+the right one (its N, a multiple of 8). So a group of few rows wastes no tensor core time, 8-bit
+weights can be converted in registers, which only the left operand may come from, and one kernel
+serves decode and prefill. What it computes is the transposed product, which it stores transposed.
+
+The last warpgroup only loads: weight and row tiles go through a ring of `stages` buffers, and it
+runs ahead of the others across the borders of output tiles, so that memory is never idle. The
+`consumers` other warpgroups (`mosaic_gpu_consumer.py`) own part of the output columns each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.grouped_matmul.mosaic_gpu_consumer import compute_tile, prepare, wait_for_stores
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    Context,
+    Epilogue,
+    Operands,
+    Ref,
+    Scratch,
+    Tile,
+    Tiles,
+)
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
+
+SWIZZLE = 128  # bytes: what one row of an operand's block in SMEM spans, at most
+
+
+def grouped_product(
+    operands: Operands,
+    tile_list: TileList,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+    tiles: Tiles,
+    processors: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """`epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group, zeros for padding rows.
+
+    Args:
+      operands: see there.
+      tile_list: of `tiles.rows` rows a tile.
+      epilogue: from the FP32 products with each of the weights, transposed ([columns, rows]), to
+        what is stored; elementwise, and zeros for zeros.
+      out_dtype: of the result, 16 bits.
+      tiles: sizes.
+      processors: CTAs to start, one for each multiprocessor.
+      interpret: parameters of Pallas' GPU interpret mode, or None to compile.
+
+    Returns:
+      [rows, d_out].
+    """
+    groups, d_out, d_in = operands.weights[0].shape
+
+    def body(operands: Operands, tile_list: TileList, output: Ref, scratch: Scratch) -> None:
+        context = Context(
+            tiles,
+            groups,
+            pl.cdiv(d_out, tiles.out),
+            pl.cdiv(d_in, tiles.inner),
+            operands,
+            tile_list,
+            output,
+            scratch,
+        )
+        warpgroup = jax.lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == tiles.consumers)
+        def _load() -> None:
+            _for_each_tile(context, lambda *arguments: _load_tile(context, *arguments))
+
+        @pl.when(warpgroup < tiles.consumers)
+        def _compute() -> None:
+            prepare(context)
+            _for_each_tile(
+                context, lambda *arguments: compute_tile(context, epilogue, warpgroup, *arguments)
+            )
+            wait_for_stores()
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((operands.rows.shape[0], d_out), out_dtype),
+        scratch_types=[_scratch_types(operands, out_dtype, tiles, interpret is not None)],  # type: ignore[list-item]
+        grid=(processors,),
+        grid_names=("processor",),
+        num_threads=tiles.consumers + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(),
+    )
+    return kernel(operands, tile_list)
+
+
+def _scratch_types(
+    operands: Operands, out_dtype: DTypeLike, tiles: Tiles, interpret: bool
+) -> Scratch:
+    row_dtype, weight_dtype = operands.rows.dtype, operands.weights[0].dtype
+
+    def buffer(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        itemsize = jnp.dtype(dtype).itemsize
+        swizzle = min(SWIZZLE, shape[-1] * itemsize)
+        tiling: Any = plgpu.TilingTransform((BLOCK_ROWS, swizzle // itemsize))  # type: ignore[abstract]
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+
+    weights = (tiles.stages, tiles.out, tiles.inner)
+    per_consumer = (tiles.consumers, tiles.consumer_out, tiles.inner)
+    converts = interpret and row_dtype != weight_dtype
+    return Scratch(
+        weights=tuple(buffer(weights, weight_dtype) for _ in operands.weights),
+        rows=buffer((tiles.stages, tiles.rows, tiles.inner), row_dtype),
+        output=buffer((tiles.consumers, tiles.store_rows, tiles.consumer_out), out_dtype),
+        edge=plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.consumer_out), out_dtype),
+        converted=buffer(per_consumer, row_dtype) if converts else None,
+        full=plgpu.Barrier(num_arrivals=1 + len(operands.weights), num_barriers=tiles.stages),
+        empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages),
+    )
+
+
+def _for_each_tile(context: Context, body: Callable[..., jax.Array]) -> None:
+    """Run `step = body(step, tile, output tile)` for the tiles of this CTA.
+
+    `step` counts the steps of the ring; producer and consumers count alike. The CTAs work on
+    neighbouring tiles at any time. Row tiles change first, within a band of `tiles.band`, then
+    output tiles, then bands: so the weights of a band are read while they are in the L2 cache, and
+    so are its rows.
+    """
+    band, out_tiles = context.tiles.band, context.out_tiles
+    row_tiles = context.tile_list.total[0]
+    processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
+
+    def run(round_: jax.Array, step: jax.Array) -> jax.Array:
+        index = round_ * processors + processor
+        band_index = jax.lax.div(index, band * out_tiles)
+        inside = index - band_index * (band * out_tiles)
+        height = jnp.minimum(band, row_tiles - band_index * band)
+        out_tile = jax.lax.div(inside, height)
+        row_tile = band_index * band + inside - out_tile * height
+        tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
+        return body(step, tile, out_tile)
+
+    rounds = jax.lax.div(row_tiles * out_tiles - processor + processors - 1, processors)
+    jax.lax.fori_loop(0, rounds, run, jnp.int32(0))
+
+
+def _load_tile(context: Context, step: jax.Array, tile: Tile, out_tile: jax.Array) -> jax.Array:
+    """The producer: load the operands of one output tile, as buffers become free."""
+    tiles, scratch, operands = context.tiles, context.scratch, context.operands
+    rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
+    weight_rows = pl.ds(out_tile * tiles.out, tiles.out)
+
+    def load(index: jax.Array, step: jax.Array) -> jax.Array:
+        stage = context.stage_of(step)
+        full = scratch.full.at[stage]
+        plgpu.barrier_wait(scratch.empty.at[stage])
+        inner = pl.ds(index * tiles.inner, tiles.inner)
+        for source, target in zip(operands.weights, scratch.weights, strict=True):
+            plgpu.copy_gmem_to_smem(
+                source.at[tile.group, weight_rows, inner], target.at[stage], full
+            )
+        plgpu.copy_gmem_to_smem(operands.rows.at[rows, inner], scratch.rows.at[stage], full)
+        return step + 1
+
+    return jax.lax.fori_loop(0, context.steps_of(tile), load, step)

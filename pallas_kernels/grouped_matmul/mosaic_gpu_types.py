@@ -1,0 +1,149 @@
+"""What the parts of the Hopper kernel of grouped products share: sizes, references, one tile.
+
+Called by `mosaic_gpu.py`, which fills `Tiles` and `Operands`, and by the kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
+
+MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+
+Ref = Any
+Epilogue = Callable[..., jax.Array]
+
+
+class Tiles(NamedTuple):
+    """Sizes of one call of the kernel.
+
+    Attributes:
+      rows: of a row tile, wgmma's N: a multiple of 8, at most 256.
+      out: output columns of a tile, of each of the weights: a multiple of 64 for every consumer.
+      inner: values of d_in a step; a row of them has at most 128 bytes, or a multiple.
+      stages: steps that fit into the ring.
+      consumers: warpgroups that multiply.
+      band: row tiles that are worked on together.
+    """
+
+    rows: int
+    out: int
+    inner: int
+    stages: int
+    consumers: int
+    band: int
+
+    @property
+    def consumer_out(self) -> int:
+        """Output columns of one consumer, wgmma's M."""
+        return self.out // self.consumers
+
+    @property
+    def store_rows(self) -> int:
+        """Rows of a tile that are stored at once."""
+        return min(self.rows, MOST_STORED_ROWS)
+
+
+def shared_memory(tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int) -> tuple[int, int]:
+    """Bytes of the buffers besides the ring, and of one stage of it."""
+    fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.out * 2
+    stage = (weights * tiles.out * weight_bytes + tiles.rows * row_bytes) * tiles.inner
+    return fixed, stage
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one call multiplies; a pytree whose leaves the kernel gets as references.
+
+    Attributes:
+      rows: [rows, d_in], sorted by group.
+      weights: one array [groups, d_out, d_in], or two (gate and up).
+      row_scales: FP32 [rows + tiles.rows] or None: every result is multiplied by its row's.
+      channel_scales: for each of the weights FP32 [groups, d_out rounded up to a whole number of
+        tiles], or empty: every result is multiplied by its channel's.
+      block_scales: for each of the weights FP32 [groups, blocks of d_out, blocks of d_in], or
+        empty: the sum over one block is multiplied by its block's.
+      block: sizes of these blocks, (of d_out, of d_in).
+    """
+
+    rows: Any
+    weights: tuple[Any, ...]
+    row_scales: Any = None
+    channel_scales: tuple[Any, ...] = ()
+    block_scales: tuple[Any, ...] = ()
+    block: tuple[int, int] = (0, 0)
+
+
+jax.tree_util.register_dataclass(
+    Operands,
+    ["rows", "weights", "row_scales", "channel_scales", "block_scales"],
+    ["block"],
+)
+
+
+class Tile(NamedTuple):
+    """One row tile: see `TileList`."""
+
+    group: jax.Array
+    block: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+    def part(self, first: int, rows: int) -> "Tile":
+        """Its `rows` rows from row `first` on."""
+        begin, end = (jnp.clip(edge - first, 0, rows) for edge in (self.begin, self.end))
+        return Tile(self.group, self.block + first // BLOCK_ROWS, begin, end)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Shared memory of a CTA.
+
+    Attributes:
+      weights: for each of the weights [stages, tiles.out, tiles.inner].
+      rows: [stages, tiles.rows, tiles.inner].
+      output: [consumers, tiles.store_rows, tiles.consumer_out].
+      edge: [consumers, BLOCK_ROWS, tiles.consumer_out], not swizzled.
+      converted: [consumers, tiles.consumer_out, tiles.inner]; only if interpreted.
+      full: barriers [stages]: a stage is loaded.
+      empty: barriers [stages]: every consumer is done with a stage.
+    """
+
+    weights: tuple[Ref, ...]
+    rows: Ref
+    output: Ref
+    edge: Ref
+    converted: Ref | None
+    full: Ref
+    empty: Ref
+
+
+jax.tree_util.register_dataclass(
+    Scratch, ["weights", "rows", "output", "edge", "converted", "full", "empty"], []
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every part of the kernel needs, static numbers and references."""
+
+    tiles: Tiles
+    groups: int
+    out_tiles: int
+    inner_steps: int
+    operands: Operands
+    tile_list: TileList
+    output: Ref
+    scratch: Scratch
+
+    def steps_of(self, tile: Tile) -> jax.Array:
+        """Steps of the ring that a tile takes; padding rows need no products."""
+        return jnp.where(tile.group < self.groups, self.inner_steps, 0)
+
+    def stage_of(self, step: jax.Array) -> jax.Array:
+        """The buffers of a step."""
+        return jax.lax.rem(step, self.tiles.stages)

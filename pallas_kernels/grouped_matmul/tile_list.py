@@ -1,0 +1,48 @@
+"""Which rows every row tile of a grouped product covers: data, computed by XLA before the kernel.
+
+Called by the GPU kernel. No tile spans two groups. Tiles begin at a multiple of `BLOCK_ROWS`, as
+the swizzled blocks that TMA copies do, so that the first tile of a group may begin with some rows
+of the group before it, which it leaves alone.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+BLOCK_ROWS = 8
+
+
+class TileList(NamedTuple):
+    """Row tiles in the order of the rows; of the array's fixed length, the first `total` exist.
+
+    Attributes:
+      tiles: [4, bound]: of every tile its group, its first row divided by `BLOCK_ROWS`, and the
+        range of its rows that belong to the group, counted from its first row. The group of tiles
+        of padding rows is the number of groups.
+      total: [1].
+    """
+
+    tiles: Int32[Array, "4 bound"]
+    total: Int32[Array, " 1"]
+
+
+def list_tiles(group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int) -> TileList:
+    """Cut the rows of every group into tiles of `tile_rows`, and the padding rows after them."""
+    padding = rows - jnp.sum(group_sizes, keepdims=True)
+    sizes = jnp.concatenate([group_sizes, padding])
+    row_end = jnp.cumsum(sizes)
+    first = (row_end - sizes) // BLOCK_ROWS * BLOCK_ROWS  # row of a group's first tile
+    tiles_of_group = jnp.where(sizes > 0, -(-(row_end - first) // tile_rows), 0)
+    tile_end = jnp.cumsum(tiles_of_group)
+    # A group that is not empty has at most BLOCK_ROWS - 1 foreign rows, and one tile not full.
+    used = min(sizes.shape[0], rows)
+    bound = (rows + used * (tile_rows + BLOCK_ROWS - 2)) // tile_rows
+    index = jnp.arange(bound, dtype=jnp.int32)
+    past = tile_end[None, :] <= index[:, None]  # [bound, groups + 1]: the groups before the tile's
+    group = jnp.minimum(jnp.sum(past, axis=1, dtype=jnp.int32), sizes.shape[0] - 1)
+    number = index - (tile_end - tiles_of_group)[group]  # of the tile, within its group
+    start = first[group] + number * tile_rows
+    begin = jnp.maximum((row_end - sizes)[group] - start, 0)
+    end = jnp.minimum(row_end[group] - start, tile_rows)
+    return TileList(jnp.stack([group, start // BLOCK_ROWS, begin, end]), tile_end[-1:])
