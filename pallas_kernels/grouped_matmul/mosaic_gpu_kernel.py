@@ -97,7 +97,7 @@ def grouped_product(
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(operands, tile_list)
 
