@@ -39,6 +39,10 @@ def grouped_matmul(
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target)
+    if target.backend == "mosaic_gpu":
+        from pallas_kernels.grouped_matmul import mosaic_gpu
+
+        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target)
     return reference.grouped_matmul(rows, weights, group_sizes)
 
 
@@ -72,6 +76,12 @@ def grouped_swiglu(
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_swiglu(
+            rows, gate_weights, up_weights, down_weights, group_sizes, target
+        )
+    if target.backend == "mosaic_gpu":
+        from pallas_kernels.grouped_matmul import mosaic_gpu
+
+        return mosaic_gpu.grouped_swiglu(
             rows, gate_weights, up_weights, down_weights, group_sizes, target
         )
     return reference.grouped_swiglu(rows, gate_weights, up_weights, down_weights, group_sizes)
