@@ -55,7 +55,7 @@ def compute_tile(
     for first in range(0, tiles.rows, tiles.store_rows):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = result[:, first : first + tiles.store_rows]
-        plgpu.store(scratch.output.at[consumer].transpose((1, 0)), part)
+        scratch.output.at[consumer].transpose((1, 0))[...] = part
         plgpu.commit_smem()
         _store(context, consumer, tile.part(first, tiles.store_rows), column)
     return step

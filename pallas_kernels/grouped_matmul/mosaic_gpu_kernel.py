@@ -79,6 +79,8 @@ def grouped_product(
         @pl.when(warpgroup == tiles.consumers)
         def _load() -> None:
             _for_each_tile(context, lambda *arguments: _load_tile(context, *arguments))
+            for stage in range(tiles.stages):  # no arrival is left unseen
+                plgpu.barrier_wait(scratch.empty.at[stage])
 
         @pl.when(warpgroup < tiles.consumers)
         def _compute() -> None:

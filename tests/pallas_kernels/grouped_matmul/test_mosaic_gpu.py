@@ -12,4 +12,9 @@ TARGET = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
 
 
 class TestMosaicGpu(GroupedMatmulSuite):
+    """Two output tiles, the second one half empty; rows in several tiles that begin anywhere."""
+
     target = TARGET
+    rows = 46
+    d_out = 192
+    counts = (0, 1, 17)
