@@ -76,7 +76,7 @@ def _products(
     def run(accumulators: list[Ref]) -> tuple[Products, jax.Array]:
         def multiply(index: jax.Array, step: jax.Array) -> jax.Array:
             stage = context.stage_of(step)
-            plgpu.barrier_wait(context.scratch.full.at[stage])
+            wait_until_loaded(context, stage)
             for number, accumulator in enumerate(accumulators):
                 _multiply(context, consumer, accumulator, number, stage)
             plgpu.wgmma_wait(late * len(accumulators))
@@ -106,7 +106,7 @@ def _products_of_blocks(
         # Loaded before anything is waited for, so that the loads' latency is hidden.
         block = jax.lax.div(index * tiles.inner, block_in)
         scales = [scales[tile.group, column_block, block] for scales in operands.block_scales]
-        plgpu.barrier_wait(context.scratch.full.at[stage])
+        wait_until_loaded(context, stage)
         added = []
         # One after the other: registers suffice for one sum beside the totals.
         for number, (total, scale) in enumerate(zip(totals, scales, strict=True)):
@@ -152,6 +152,11 @@ def _multiply(
             plgpu.commit_smem()
             left = scratch.converted.at[consumer]
     plgpu.wgmma(accumulator, left, scratch.rows.at[stage].transpose((1, 0)))
+
+
+def wait_until_loaded(context: Context, stage: jax.Array) -> None:
+    """Until the copies into the buffers of a stage have arrived."""
+    plgpu.barrier_wait(context.scratch.full.at[stage])
 
 
 def _release(context: Context, step: jax.Array) -> None:

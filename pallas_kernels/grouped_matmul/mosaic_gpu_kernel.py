@@ -80,7 +80,7 @@ def grouped_product(
         def _load() -> None:
             _for_each_tile(context, lambda *arguments: _load_tile(context, *arguments))
             for stage in range(tiles.stages):  # no arrival is left unseen
-                plgpu.barrier_wait(scratch.empty.at[stage])
+                wait_until_free(context, stage)
 
         @pl.when(warpgroup < tiles.consumers)
         def _compute() -> None:
@@ -164,7 +164,7 @@ def _load_tile(context: Context, step: jax.Array, tile: Tile, out_tile: jax.Arra
     def load(index: jax.Array, step: jax.Array) -> jax.Array:
         stage = context.stage_of(step)
         full = scratch.full.at[stage]
-        plgpu.barrier_wait(scratch.empty.at[stage])
+        wait_until_free(context, stage)
         inner = pl.ds(index * tiles.inner, tiles.inner)
         for source, target in zip(operands.weights, scratch.weights, strict=True):
             plgpu.copy_gmem_to_smem(
@@ -174,3 +174,8 @@ def _load_tile(context: Context, step: jax.Array, tile: Tile, out_tile: jax.Arra
         return step + 1
 
     return jax.lax.fori_loop(0, context.steps_of(tile), load, step)
+
+
+def wait_until_free(context: Context, stage: Any) -> None:
+    """Until all consumers are done with the buffers of a stage."""
+    plgpu.barrier_wait(context.scratch.empty.at[stage])

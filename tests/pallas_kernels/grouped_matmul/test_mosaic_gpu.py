@@ -5,16 +5,118 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+# Where the race detector keeps what it found, in the versions that do not raise.
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
+
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_gpu_consumer, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
+from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 
 TARGET = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
+H200 = Target("mosaic_gpu", "NVIDIA H200")
 
 
 class TestMosaicGpu(GroupedMatmulSuite):
-    """Two output tiles, the second one half empty; rows in several tiles that begin anywhere."""
+    """Two output tiles, the second one half empty; row tiles of 16, which begin anywhere."""
 
     target = TARGET
     rows = 46
     d_out = 192
-    counts = (0, 1, 17)
+    counts = (0, 9)
+
+
+def race_is_reported(rows, weights, sizes):
+    try:
+        jax.block_until_ready(mosaic_gpu.grouped_matmul(rows, weights, sizes, TARGET))
+        return interpreter.get_races().races_found
+    except Exception as error:
+        return "race" in str(error).lower()
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    ("module", "wait"),
+    [(mosaic_gpu_kernel, "wait_until_free"), (mosaic_gpu_consumer, "wait_until_loaded")],
+)
+def test_a_dropped_wait_is_noticed(module, wait, monkeypatch):
+    """The producer would overwrite what is in use, the consumers read what has not arrived."""
+    arguments = (
+        jnp.ones((8, 256), jnp.bfloat16),
+        jnp.ones((2, 64, 256), jnp.bfloat16),
+        jnp.asarray([3, 4], jnp.int32),
+    )
+    assert not race_is_reported(*arguments)
+    monkeypatch.setattr(module, wait, lambda context, stage: None)
+    assert race_is_reported(*arguments)
+
+
+class TestRowsInFloat16:
+    def test_literal(self):
+        rows = jnp.asarray([[1.0, -0.75], [3e38, 1.0], [0.0, 0.0], [2.0**-120, 0.0]], jnp.bfloat16)
+        values, scales = mosaic_gpu._as_float16(rows)
+        np.testing.assert_array_equal(scales, [2.0**-14, 2.0**113, 2.0**-114, 2.0**-114])
+        expected = [[2.0**14, -0.75 * 2.0**14], [28928, 0], [0, 0], [2.0**-6, 0]]
+        np.testing.assert_array_equal(values.astype(jnp.float32), expected)
+
+    def test_only_the_smallest_numbers_change(self):
+        rng = np.random.default_rng(0)
+        rows = rng.normal(size=(9, 64)) * np.exp2(rng.integers(-30, 30, (9, 1)))
+        rows = jnp.asarray(rows * np.exp2(rng.integers(-12, 1, (9, 64))), jnp.bfloat16)
+        values, scales = mosaic_gpu._as_float16(rows)
+        product = values.astype(jnp.float32) * scales[:, None]
+        np.testing.assert_array_equal(product, rows.astype(jnp.float32))
+
+    def test_what_is_not_finite_stays_in_its_row(self):
+        rows = jnp.asarray([[jnp.nan, 1.0], [jnp.inf, 1.0], [1.0, 2.0]], jnp.bfloat16)
+        values, scales = mosaic_gpu._as_float16(rows)
+        product = np.asarray(values.astype(jnp.float32) * scales[:, None])
+        assert np.isnan(product[0, 0])
+        assert not np.isfinite(product[1, 0])
+        np.testing.assert_array_equal(product[2], [1, 2])
+
+
+def quantised(dtype, shape, block):
+    counts = [
+        1 if not size else -(-axis // size) for axis, size in zip(shape[1:], block, strict=True)
+    ]
+    return QuantArray(
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct((shape[0], *counts), jnp.float32),
+        block,
+    )
+
+
+def tiles_for(rows, *weights):
+    found = []
+    jax.eval_shape(lambda *traced: found.append(pick_tiles(rows, traced, 24, H200)), *weights)
+    return found[0]
+
+
+class TestPickTiles:
+    """The sizes of Step-3's experts on one of 8 + 8 devices."""
+
+    up = (24, 640, 7168)
+
+    @pytest.mark.parametrize(
+        ("rows", "row_tile"), [(8, 16), (192, 32), (384, 32), (768, 64), (3072, 256), (24576, 256)]
+    )
+    def test_row_tile_follows_the_average_group(self, rows, row_tile):
+        weights = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        assert tiles_for(rows, weights).rows == row_tile
+
+    def test_stages_fill_the_shared_memory(self):
+        """16 bits: 48 KiB a stage beside 34 KiB for output; FP8: 24 KiB and less output."""
+        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        assert tiles_for(24576, floats)[:4] == (256, 128, 64, 4)
+        assert tiles_for(24576, floats, floats)[:4] == (128, 128, 64, 4)
+        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
+        assert tiles_for(24576, fp8)[:4] == (96, 128, 128, 5)
+        assert tiles_for(24576, fp8, fp8)[:4] == (64, 128, 128, 4)
+
+    def test_every_device_kind_has_multiprocessors(self):
+        kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]
+        processors = [mosaic_gpu._processors(Target("mosaic_gpu", kind)) for kind in kinds]
+        assert processors == [132, 132, 114, 78, 132]
