@@ -9,6 +9,9 @@ Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype,
 FP8 values are multiplied by the rows as they are, and the FP32 sums over a block of d_in by its
 scales, before they are added up. For INT8 every row is quantised to INT8 too (`quantize_rows`),
 sums are int32, and the product of both scales is what they are multiplied by.
+
+On Hopper GPUs the reference, which is slow there, runs what their kernel does not cover: FP32 rows,
+widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
 """
 
 import jax.numpy as jnp

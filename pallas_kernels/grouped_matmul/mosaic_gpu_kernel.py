@@ -63,7 +63,9 @@ def grouped_product(
     """
     groups, d_out, d_in = operands.weights[0].shape
 
-    def body(operands: Operands, tile_list: TileList, output: Ref, scratch: Scratch) -> None:
+    def grouped_kernel(
+        operands: Operands, tile_list: TileList, output: Ref, scratch: Scratch
+    ) -> None:
         context = Context(
             tiles,
             groups,
@@ -91,7 +93,7 @@ def grouped_product(
             wait_for_stores()
 
     kernel = plgpu.kernel(
-        body,
+        grouped_kernel,
         out_type=jax.ShapeDtypeStruct((operands.rows.shape[0], d_out), out_dtype),
         scratch_types=[_scratch_types(operands, out_dtype, tiles, interpret is not None)],  # type: ignore[list-item]
         grid=(processors,),

@@ -1,0 +1,186 @@
+"""Compiles the Hopper kernels for an H200 that is not there: registers, spills, shared memory.
+
+`python -m pallas_kernels.gpu_resources [--op OP] [--case NAME] [--json]` compiles what an op's
+`gpu_cases.py` names, on any machine that has JAX's CUDA wheels (`pip install "jax[cuda13]"`).
+Nothing is timed: it shows that the kernels compile, and that nothing of theirs lies in slow memory.
+Called by the tests, too. Knows nothing of the ops.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import mmap
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+OPS = ("attention", "grouped_matmul")
+"""Those that have `gpu_cases.py`."""
+DEVICE = b"NVIDIA H200 141GB HBM3e"
+"""As XLA's CUDA plugin names it, in the description of the device that it carries along."""
+
+
+class Case(NamedTuple):
+    """A call of an op at one size, as `op/gpu_cases.py` has them: `cases()`."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    """Trees of `jax.ShapeDtypeStruct`."""
+
+
+class Resources(NamedTuple):
+    """What one kernel of a case takes."""
+
+    case: str
+    kernel: str
+    registers: int
+    """Of a thread; 255 are the most."""
+    spilled_bytes: int
+    """Of a thread, written to local memory."""
+    shared_memory: int
+    """Bytes of a block of threads; 232448 are the most."""
+
+
+def plugin() -> Path | None:
+    """XLA's CUDA plugin, if it is installed."""
+    for package in ("xla_cuda13", "xla_cuda12"):
+        try:
+            found = importlib.util.find_spec(f"jax_plugins.{package}")
+        except ModuleNotFoundError:
+            return None
+        if found is not None and found.origin is not None:
+            return Path(found.origin).parent / "xla_cuda_plugin.so"
+    return None
+
+
+def cases(op: str) -> list[Case]:
+    """What an op wants to have compiled."""
+    found: list[Case] = importlib.import_module(f"pallas_kernels.{op}.gpu_cases").cases()
+    return found
+
+
+def prepare(folder: str) -> None:
+    """Have every kernel that this process compiles leave its report in the folder.
+
+    To be called before JAX has looked for devices.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    os.environ |= {
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_TO": folder,
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_RESOURCES": "1",
+    }
+
+
+def compile_case(case: Case, folder: str) -> list[Resources]:
+    """Compile for one H200, in a process that is prepared.
+
+    Raises:
+      RuntimeError: there is no CUDA plugin, or it does not know the device, or the case has no
+        kernel.
+    """
+    library = plugin()
+    if library is None:
+        raise RuntimeError('there is no CUDA plugin: pip install "jax[cuda13]"')
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="1x1x1",
+        topology="1x1x1",
+        target_config=_description(library),
+    )
+    mesh = Mesh([topology.devices[0]], ("device",))
+    here = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), case.arguments
+    )
+    before = set(Path(folder).iterdir())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(case.function).lower(*arguments).compile()
+    reports = sorted(set(Path(folder).iterdir()) - before)
+    found = list(_read(case.name, reports))
+    if not found:
+        raise RuntimeError(f"{case.name}: no kernel was compiled")
+    return found
+
+
+def _description(library: Path) -> str:
+    """The text in the library that describes the device."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        place = data.find(DEVICE)
+        if place < 0:
+            raise RuntimeError(f"{library} does not know {DEVICE.decode()}")
+        return data[data.rfind(b"\0", 0, place) + 1 : data.find(b"\0", place)].decode()
+
+
+def _read(case: str, reports: list[Path]) -> Iterator[Resources]:
+    """The numbers in what ptxas and Mosaic say of every kernel.
+
+    Code that this process has compiled before is not compiled again, and has no report of ptxas.
+    """
+    assembler, memory = _by_kernel(reports, ".ptxas"), _by_kernel(reports, ".resources.txt")
+    for kernel, texts in assembler.items():
+        for text, shared in zip(texts, memory[kernel], strict=True):
+            yield Resources(
+                case,
+                kernel,
+                _number(r"Used (\d+) registers", text),
+                _number(r"(\d+) bytes spill stores", text),
+                _number(r"smem_scratch_bytes=(\d+)", shared),
+            )
+
+
+def _by_kernel(reports: list[Path], suffix: str) -> dict[str, list[str]]:
+    """The texts of these files, `KERNEL_NUMBER.suffix`, in the order of their numbers."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for path in reports:
+        if path.name.endswith(suffix):
+            kernel, _, number = path.name.removesuffix(suffix).rpartition("_")
+            found.setdefault(kernel, []).append((int(number), path.read_text()))
+    return {kernel: [text for _, text in sorted(texts)] for kernel, texts in found.items()}
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern} in: {text}")
+    return int(found.group(1))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gpu_resources")
+    parser.add_argument("--op", action="append", choices=OPS)
+    parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--json", action="store_true", help="a line for every kernel")
+    arguments = parser.parse_args()
+    if plugin() is None:
+        sys.exit('there is no CUDA plugin: pip install "jax[cuda13]"')
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        if not arguments.json:
+            print(f"{'case':36} {'kernel':26} {'registers':>9} {'spilled':>7} {'shared':>7}")
+        for op in arguments.op or OPS:
+            for case in cases(op):
+                if arguments.case and case.name not in arguments.case:
+                    continue
+                for found in compile_case(case, folder):
+                    if arguments.json:
+                        print(json.dumps(found._asdict()), flush=True)
+                        continue
+                    numbers = f"{found.registers:9} {found.spilled_bytes:7} {found.shared_memory:7}"
+                    print(f"{found.case:36} {found.kernel:26} {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Expert layers of real models to be compiled for Hopper: called by `gpu_resources.py`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu_resources import Case
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.shapes import SHAPES
+from pallas_kernels.quantize import QuantArray
+
+FORMATS: dict[str, tuple[Any, tuple[int, int] | None]] = {
+    "bf16": (jnp.bfloat16, None),
+    "int8": (jnp.int8, (1, 0)),
+    "fp8": (jnp.float8_e4m3fn, (1, 0)),
+    "fp8_block": (jnp.float8_e4m3fn, (128, 128)),
+}
+"""Dtype and block (of d_out, of d_in; 0: the whole axis) by name."""
+
+# Few rows an expert (the smallest tiles), a decode step, and prefill (the largest tiles).
+TOKENS = {"step3_2a2f": (128, 512, 16384), "deepseek_v3_ep32": (16384,)}
+CALLS = [
+    *((name, format, tokens) for name in TOKENS for format in FORMATS for tokens in TOKENS[name]),
+    ("step3", "fp8_block", 2048),
+    ("step3_2a2f_shared", "bf16", 2048),
+    ("qwen3_235b", "fp8", 512),
+    ("qwen3_235b_ep8", "int8", 16384),
+]
+"""Expert layer, format of its weights, tokens of the step."""
+
+
+def cases() -> list[Case]:
+    """Both kernels of an expert layer: gate and up, then down."""
+    return [_case(*call) for call in CALLS]
+
+
+def _case(name: str, format: str, tokens: int) -> Case:
+    shape = SHAPES[name]
+    up = _weights(format, shape.groups, shape.d_ff, shape.d_model)
+    down = _weights(format, shape.groups, shape.d_model, shape.d_ff)
+    rows = jax.ShapeDtypeStruct((shape.rows(tokens), shape.d_model), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+
+    return Case(f"{name} {format} {tokens}", grouped_swiglu, (rows, up, up, down, sizes))
+
+
+def _weights(format: str, groups: int, d_out: int, d_in: int) -> jax.ShapeDtypeStruct | QuantArray:
+    dtype, block = FORMATS[format]
+    values = jax.ShapeDtypeStruct((groups, d_out, d_in), dtype)
+    if block is None:
+        return values
+    blocks = [-(-axis // (size or axis)) for axis, size in zip((d_out, d_in), block, strict=True)]
+    return QuantArray(values, jax.ShapeDtypeStruct((groups, *blocks), jnp.float32), block)
