@@ -16,8 +16,6 @@ def test_measures_every_way_as_a_multiple_of_cat():
     assert [m.name for m in part.measures if m.limit == 2.5] == ["1A1F ÷ cat", "colocated ÷ cat"]
     assert [m.name for m in part.measures if m.limit == 2.0] == ["convert ÷ load"]
     rounds = {way: len(seconds) for way, seconds in part.details["seconds"].items()}
-    assert rounds == {
-        **{"cat": 8, "cp, sync": 2},
-        **{"1A1F": 2, "colocated": 2, "convert": 2, "converted, 1A1F": 2},
-    }
+    expected = {"cat": 8, "cp, sync": 2, "1A1F": 2, "colocated": 2, "convert": 2}
+    assert rounds == expected | {"converted, 1A1F": 2}
     assert all(m.value > 0 for m in part.measures)
