@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
 from pallas_kernels.quantize import EIGHT_BITS
+from pallas_kernels.target import current_target
 
 
 def write_rows(
@@ -134,6 +135,8 @@ def paged_attention(
 
     Raises:
       ValueError: the shapes, dtypes or options do not fit together.
+      NotImplementedError: the kernels of this device cannot take the pages' format or page size;
+        the message says what to use instead.
     """
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
@@ -153,11 +156,31 @@ def paged_attention(
         raise ValueError(f"window is {window}, needs at least 0")
     _check_tokens(tokens, page_table, sequence_of_token, position)
     width = v_width if v_pages is None else v_pages.shape[3]
-    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
-    output, lse = reference.paged_attention(
-        queries, cache, page_table, sequence_of_token, position, scale=scale, window=window
-    )
-    return (output, lse) if with_lse else output
+    where = (page_table, sequence_of_token, position)
+    target = current_target()
+    lse: Array | None
+    if target.backend == "mosaic_tpu":
+        from pallas_kernels.attention import mosaic_tpu
+
+        output, lse = mosaic_tpu.paged_attention(
+            queries,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            *where,
+            scale=scale,
+            window=window,
+            v_width=width,
+            with_lse=with_lse,
+            target=target,
+        )
+    else:
+        cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
+        output, lse = reference.paged_attention(
+            queries, cache, *where, scale=scale, window=window
+        )
+    return (output, lse) if lse is not None and with_lse else output
 
 
 def chunk_attention(

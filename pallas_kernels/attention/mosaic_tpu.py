@@ -1,0 +1,241 @@
+"""Paged attention on a TPU core (Mosaic), one kernel for decode, short multi-query and prefill.
+
+Called by `api.py`, which has checked the arguments; `reference.py` says what is computed. The batch
+comes as work items (`work_items.py`), which one core walks in order; pages stay in HBM, and the
+kernel fetches them itself, a block of several pages at a time, `AHEAD` blocks before they are
+multiplied, across the boundaries of items.
+
+A block takes two stages: *score* multiplies queries and keys and finds the rows' largest scores,
+*mix* takes the exponentials and multiplies them with the values. A round scores block b and mixes
+block b - 1: two chains of instructions that do not wait for each other, so that the compiler fills
+the one's latencies with the other. Only blocks that hold something that some query does not see are
+masked. FP8 and INT8 are converted to the queries' dtype, and the scales of keys multiply scores,
+those of values probabilities.
+
+There is no splitting of one sequence's keys over several programs: one core has all the bandwidth
+that there is.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int32, Num
+
+from pallas_kernels.attention.mosaic_tpu_kernel import (
+    BUFFERS,
+    Copied,
+    Items,
+    Kernel,
+    Plan,
+    Pool,
+    State,
+)
+from pallas_kernels.attention.tiles import tpu_tiles
+from pallas_kernels.attention.work_items import work_items
+from pallas_kernels.target import Target
+
+VMEM_BYTES = 56 * 2**20
+"""What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
+
+SMEM_BYTES = 768 * 2**10
+"""What the page table and the items may take of the scalar memory of 1 MiB."""
+
+
+def paged_attention(
+    queries: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Num[Array, "pages kv_heads page_size v_width"] | None,
+    k_scales: Float32[Array, "pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "pages kv_heads page_size"] | None,
+    page_table: Int32[Array, "sequences pages_per_sequence"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    scale: float,
+    window: int,
+    v_width: int,
+    with_lse: bool,
+    target: Target,
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
+    """`api.paged_attention` on a TPU.
+
+    Raises:
+      NotImplementedError: a format, page size or page table that this generation or kernel cannot
+        take; the message says what to use instead.
+    """
+    arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
+    for array in arrays:
+        _check_format(array, target.device_kind)
+    tokens, q_heads, head_dim = queries.shape
+    sequences, pages_per_sequence = page_table.shape
+    pool, kv_heads, page_size, _ = k_pages.shape
+    wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
+    dtype = jnp.float32 if wide else queries.dtype
+    sublanes = 32 // jnp.dtype(queries.dtype).itemsize
+    group = -(-q_heads // kv_heads // sublanes) * sublanes
+    tiles = tpu_tiles(target.device_kind)
+    tile = max(1, tiles.tile_rows // group)
+    # As many tokens as sequences: decode, whose items have one token each.
+    single = tokens <= sequences
+    plan = Plan(
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        v_width=v_width,
+        page_size=page_size,
+        pages_per_block=min(max(1, tiles.block_tokens // page_size), pages_per_sequence),
+        pages_per_sequence=pages_per_sequence,
+        pool=pool,
+        tile=1 if single else tile,
+        item_tokens=1 if single else max(tile, tiles.item_tokens // tile * tile),
+        window=window,
+        scale=scale * math.log2(math.e),
+        dtype=dtype,
+    )
+    items = _items(plan, page_table, sequence_of_token, position)
+    smem = 4 * sum(array.size for array in items)
+    if smem > SMEM_BYTES:
+        raise NotImplementedError(
+            f"page_table {page_table.shape} and {tokens} tokens take {smem} bytes of scalar "
+            f"memory, at most {SMEM_BYTES} fit: use larger pages (page_size is {page_size})"
+        )
+    # [tokens, kv_heads, group, head_dim]
+    grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+    padding = group - grouped.shape[2]
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    scales = [array for array in (k_scales, v_scales) if array is not None]
+    call = _call(plan, grouped, arrays, [k_scales, v_scales], with_lse, target.interpret)
+    output, *lse = call(*items, grouped, *arrays, *scales)
+    # What the kernel does not write may hold anything.
+    real = (position >= 0)[:, None, None]
+    heads = q_heads // kv_heads
+    output = jnp.where(real[..., None], output[:, :, :heads], 0).reshape(tokens, q_heads, v_width)
+    if not with_lse:
+        return output, None
+    return output, jnp.where(real, lse[0][:, :, :heads], -jnp.inf).reshape(tokens, q_heads)
+
+
+def _check_format(pages: Array, device_kind: str) -> None:
+    """What the device cannot read."""
+    fp8 = pages.dtype in (jnp.float8_e4m3fn, jnp.uint8)
+    if fp8 and "7" not in device_kind:
+        raise NotImplementedError(
+            f"{device_kind} has no float8_e4m3fn: use int8 for the KV cache instead of fp8"
+        )
+    rows = 32 // pages.dtype.itemsize
+    if pages.shape[2] % rows:
+        raise NotImplementedError(
+            f"pages of {pages.shape[2]} tokens in {pages.dtype}: a TPU's tile has {rows} rows, use "
+            f"a page_size that is a multiple of it (128 or 256 are fast)"
+        )
+
+
+def _items(
+    plan: Plan, page_table: Array, sequence_of_token: Array, position: Array
+) -> tuple[Array, ...]:
+    """The fields of `Items`, how many there are, and the flat page table."""
+    items = work_items(
+        sequence_of_token,
+        position,
+        sequences=page_table.shape[0],
+        largest=plan.item_tokens,
+    )
+    end = jnp.minimum(items.kv_length, plan.pages_per_sequence * plan.page_size)
+    start = jnp.zeros_like(end)
+    if plan.window:
+        before_last = (items.count - 1) * items.stride
+        start = jnp.maximum(items.kv_length - before_last - plan.window, 0) // plan.page_size
+        start = jnp.minimum(start, plan.pages_per_sequence - 1)
+    pages = -(-end // plan.page_size) - start
+    return (
+        items.first,
+        items.count,
+        items.kv_length,
+        items.stride,
+        items.sequence * plan.pages_per_sequence + start,
+        start * plan.page_size,
+        pages,
+        items.total,
+        page_table.reshape(-1),
+    )
+
+
+def _call(
+    plan: Plan,
+    queries: Array,
+    pages: list[Array],
+    scales: list[Array | None],
+    with_lse: bool,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """The kernel, as a function of items, total, table, queries, pages and the scales there are."""
+    heads, group, block = plan.kv_heads, plan.group, plan.block
+    tiles, rows = plan.item_tokens // plan.tile, plan.tile * group
+    scaled = [array is not None for array in scales]
+    tokens = queries.shape[0]
+    out_shapes = [jax.ShapeDtypeStruct((tokens, heads, group, plan.v_width), queries.dtype)]
+    if with_lse:
+        out_shapes.append(jax.ShapeDtypeStruct((tokens, heads, group), jnp.float32))
+    vmem = pltpu.VMEM
+    scratch: list[Any] = [vmem((BUFFERS, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
+    scratch += [vmem((BUFFERS, heads, block, array.shape[3]), array.dtype) for array in pages]
+    scale_block = (BUFFERS, plan.pages_per_block, heads, plan.page_size)
+    scratch += [vmem(scale_block, jnp.float32) for has in scaled if has]
+    scratch += [vmem((2, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
+    widths = State(block, 1, 1, 1, plan.v_width)
+    scratch += [vmem((tiles, heads, rows, width), jnp.float32) for width in widths]
+    scratch += [pltpu.SemaphoreType.DMA((count,)) for count in (BUFFERS, BUFFERS, 2)]
+
+    def kernel(*refs: Any) -> None:
+        at = iter(refs)
+        items = Items(*(next(at) for _ in Items._fields))
+        total, table, query_ref = next(at), next(at), next(at)
+        page_refs = [next(at) for _ in pages]
+        scale_refs = [next(at) if has else None for has in scaled]
+        outputs = [next(at) for _ in out_shapes]
+        query_buffer = next(at)
+        buffers = [next(at) for _ in pages]
+        scale_buffers = [next(at) if has else None for has in scaled]
+        pools = [
+            Pool(*parts)
+            for parts in zip(page_refs, buffers, scale_refs, scale_buffers, strict=False)
+        ]
+        output_buffers = [next(at) for _ in out_shapes]
+        state = State(*(next(at) for _ in State._fields))
+        Kernel(
+            plan,
+            items,
+            total,
+            table,
+            Copied(query_ref, query_buffer),
+            pools,
+            [Copied(*pair) for pair in zip(outputs, output_buffers, strict=True)],
+            state,
+            *at,
+        ).run()
+
+    arguments = 1 + len(pages) + sum(scaled)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        name="paged_attention",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(Items._fields) + 2,
+            grid=(1,),
+            in_specs=[anywhere] * arguments,
+            out_specs=[anywhere] * len(out_shapes),
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shapes,
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=VMEM_BYTES,
+            # Ids of pages are clamped, everything else is where it is by construction.
+            disable_bounds_checks=True,
+        ),
+        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+    )

@@ -1,0 +1,35 @@
+"""How the attention kernels cut their work, by kind of device: found by static counts or measured.
+
+Called by the kernels. A kind that has no row takes the default of its backend.
+"""
+
+from typing import NamedTuple
+
+
+class TpuTiles(NamedTuple):
+    """Of the Mosaic TPU kernel.
+
+    Attributes:
+      block_tokens: KV tokens that are fetched and attended to at a time, of all heads.
+      tile_rows: query rows (tokens × query heads of a KV head) that are multiplied at a time.
+      item_tokens: query tokens that read a sequence's keys and values together, at most.
+    """
+
+    block_tokens: int = 2048
+    tile_rows: int = 256
+    item_tokens: int = 16
+
+
+TPU_DEFAULT = TpuTiles()
+
+TPU: dict[str, TpuTiles] = {
+    "TPU v5 lite": TpuTiles(),
+    "TPU v6 lite": TpuTiles(),
+    "TPU7x": TpuTiles(),
+}
+"""By static bundle counts (`python -m pallas_kernels.bundles`)."""
+
+
+def tpu_tiles(device_kind: str) -> TpuTiles:
+    """The tiles for a kind of device, as JAX names it."""
+    return TPU.get(device_kind, TPU_DEFAULT)

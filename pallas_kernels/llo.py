@@ -1,0 +1,116 @@
+"""Reads the VLIW bundles of a TPU program from libtpu's dumps: how long is the way round a loop.
+
+Called by `bundles.py`. Knows the text of `*final_bundles.txt` and nothing of kernels.
+
+A bundle is what a core issues in one cycle at best, so that the bundles from the top of a loop to
+its end are a floor of what a round takes. Of the ways through a loop's branches the shortest one
+counts that does a whole round's work: it multiplies matrices, and it starts as many copies.
+"""
+
+import re
+from typing import NamedTuple
+
+BRANCH_DELAY = 4
+"""Bundles after a branch that are issued before it takes place."""
+
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:(?P<depth>[> ]*)\{(?P<text>.*)")
+_BRANCH = re.compile(r"sbr\.rel (?P<condition>\([^)]*\))? ?target = \$region(?P<target>\d+)")
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_MATMUL = re.compile(r"\bvmatmul")
+_COPY = re.compile(r"\bdma\.(?:hbm_to_vmem|general|strided|hbm_to_smem|local)")
+
+
+class Bundle(NamedTuple):
+    """One bundle; its index in the program is its address."""
+
+    matmuls: int
+    copies: int
+    """Copies started."""
+    target: int | None
+    """Region to which it branches."""
+    always: bool
+    """The branch has no condition."""
+    regions: frozenset[int]
+    """Regions that begin here."""
+    header: bool
+    """A loop begins here."""
+
+
+class Round(NamedTuple):
+    """The way round a loop."""
+
+    bundles: int
+    matmuls: int
+    copies: int
+
+
+def parse(text: str) -> list[Bundle]:
+    """The bundles of one program.
+
+    Raises:
+      ValueError: addresses do not follow each other, so that this is not such a dump.
+    """
+    bundles: list[Bundle] = []
+    for line in text.splitlines():
+        match = _BUNDLE.match(line)
+        if match is None:
+            continue
+        if int(match[1], 16) != len(bundles):
+            raise ValueError(f"bundle {match[1]} follows bundle {len(bundles) - 1:#x}")
+        body = match["text"]
+        branch = _BRANCH.search(body)
+        bundles.append(
+            Bundle(
+                matmuls=len(_MATMUL.findall(body)),
+                copies=len(_COPY.findall(body)),
+                target=int(branch["target"]) if branch else None,
+                always=branch is not None and branch["condition"] is None,
+                regions=frozenset(map(int, _REGION.findall(body))),
+                header=bool(re.match(r"\s*\S+\s+L[BH]", line)),
+            )
+        )
+    return bundles
+
+
+def shortest_round(bundles: list[Bundle], copies: int) -> Round:
+    """The shortest way round the innermost loop that multiplies and starts this many copies.
+
+    Raises:
+      ValueError: no loop has such a way.
+    """
+    start_of = {region: at for at, bundle in enumerate(bundles) for region in bundle.regions}
+    loops = []
+    for at, bundle in enumerate(bundles):
+        back = None if bundle.target is None else start_of.get(bundle.target)
+        if back is not None and back <= at and bundles[back].header:
+            loops.append((back, at + BRANCH_DELAY))
+    found = [way for loop in loops if (way := _round(bundles, start_of, *loop, copies))]
+    if not found:
+        raise ValueError(f"of {len(loops)} loops none multiplies and starts {copies} copies")
+    return min(found)
+
+
+def _round(
+    bundles: list[Bundle], start_of: dict[int, int], first: int, last: int, copies: int
+) -> Round | None:
+    """The shortest way from `first` to `last`, forwards, that does enough."""
+    # Fewest bundles so far, by the copies and whether there was a matmul; ways only lead forwards.
+    ways: dict[int, dict[tuple[int, bool], tuple[int, int]]] = {first: {(0, False): (0, 0)}}
+    for at in range(first, last + 1):
+        bundle = bundles[at]
+        leaps = []
+        branch = bundles[at - BRANCH_DELAY] if at - BRANCH_DELAY >= first else None
+        if branch is not None and branch.target is not None:
+            target = start_of.get(branch.target)
+            if target is not None and at < target <= last:
+                leaps.append(target)
+        if branch is None or not branch.always or not leaps:
+            leaps.append(at + 1)
+        for (started, multiplied), (count, matmuls) in ways.pop(at, {}).items():
+            key = (min(copies, started + bundle.copies), multiplied or bundle.matmuls > 0)
+            value = (count + 1, matmuls + bundle.matmuls)
+            for leap in leaps:
+                there = ways.setdefault(leap, {})
+                there[key] = min(value, there.get(key, value))
+    done = ways.get(last + 1, {}).get((copies, True))
+    return None if done is None else Round(done[0], done[1], copies)
