@@ -4,14 +4,12 @@ Called by `bundles.py`. Knows the text of `*final_bundles.txt` and nothing of ke
 
 A bundle is what a core issues in one cycle at best, so that the bundles from the top of a loop to
 its end are a floor of what a round takes. Of the ways through a loop's branches the shortest one
-counts that does a whole round's work: it multiplies matrices, and it starts as many copies.
+counts that does a whole round's work: it starts as many copies, and it multiplies as many matrices
+as the longest stretch without branches.
 """
 
 import re
 from typing import NamedTuple
-
-BRANCH_DELAY = 4
-"""Bundles after a branch that are issued before it takes place."""
 
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:(?P<depth>[> ]*)\{(?P<text>.*)")
 _BRANCH = re.compile(r"sbr\.rel (?P<condition>\([^)]*\))? ?target = \$region(?P<target>\d+)")
@@ -72,8 +70,11 @@ def parse(text: str) -> list[Bundle]:
     return bundles
 
 
-def shortest_round(bundles: list[Bundle], copies: int) -> Round:
-    """The shortest way round the innermost loop that multiplies and starts this many copies.
+def shortest_round(bundles: list[Bundle], copies: int, delay: int) -> Round:
+    """The shortest way round a loop that multiplies and starts this many copies.
+
+    Args:
+      delay: bundles after a branch that are issued before it takes place.
 
     Raises:
       ValueError: no loop has such a way.
@@ -83,34 +84,48 @@ def shortest_round(bundles: list[Bundle], copies: int) -> Round:
     for at, bundle in enumerate(bundles):
         back = None if bundle.target is None else start_of.get(bundle.target)
         if back is not None and back <= at and bundles[back].header:
-            loops.append((back, at + BRANCH_DELAY))
-    found = [way for loop in loops if (way := _round(bundles, start_of, *loop, copies))]
+            loops.append((back, at + delay))
+    found = [way for loop in loops if (way := _round(bundles, start_of, *loop, copies, delay))]
     if not found:
         raise ValueError(f"of {len(loops)} loops none multiplies and starts {copies} copies")
     return min(found)
 
 
 def _round(
-    bundles: list[Bundle], start_of: dict[int, int], first: int, last: int, copies: int
+    bundles: list[Bundle],
+    start_of: dict[int, int],
+    first: int,
+    last: int,
+    copies: int,
+    delay: int,
 ) -> Round | None:
     """The shortest way from `first` to `last`, forwards, that does enough."""
-    # Fewest bundles so far, by the copies and whether there was a matmul; ways only lead forwards.
-    ways: dict[int, dict[tuple[int, bool], tuple[int, int]]] = {first: {(0, False): (0, 0)}}
+    stretches, length = [0], 0
+    for bundle in bundles[first : last + 1]:
+        length = 0 if bundle.regions or bundle.target is not None else length + bundle.matmuls
+        stretches.append(length)
+    enough = max(stretches)
+    if not enough:
+        return None
+    # Fewest bundles so far, by the copies and matmuls on the way; ways only lead forwards.
+    ways: dict[int, dict[tuple[int, int], int]] = {first: {(0, 0): 0}}
     for at in range(first, last + 1):
         bundle = bundles[at]
         leaps = []
-        branch = bundles[at - BRANCH_DELAY] if at - BRANCH_DELAY >= first else None
+        branch = bundles[at - delay] if at - delay >= first else None
         if branch is not None and branch.target is not None:
             target = start_of.get(branch.target)
             if target is not None and at < target <= last:
                 leaps.append(target)
         if branch is None or not branch.always or not leaps:
             leaps.append(at + 1)
-        for (started, multiplied), (count, matmuls) in ways.pop(at, {}).items():
-            key = (min(copies, started + bundle.copies), multiplied or bundle.matmuls > 0)
-            value = (count + 1, matmuls + bundle.matmuls)
+        for (started, multiplied), count in ways.pop(at, {}).items():
+            key = (
+                min(copies, started + bundle.copies),
+                min(enough, multiplied + bundle.matmuls),
+            )
             for leap in leaps:
                 there = ways.setdefault(leap, {})
-                there[key] = min(value, there.get(key, value))
-    done = ways.get(last + 1, {}).get((copies, True))
-    return None if done is None else Round(done[0], done[1], copies)
+                there[key] = min(count + 1, there.get(key, count + 1))
+    done = ways.get(last + 1, {}).get((copies, enough))
+    return None if done is None else Round(done, enough, copies)

@@ -177,9 +177,7 @@ def paged_attention(
         )
     else:
         cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
-        output, lse = reference.paged_attention(
-            queries, cache, *where, scale=scale, window=window
-        )
+        output, lse = reference.paged_attention(queries, cache, *where, scale=scale, window=window)
     return (output, lse) if lse is not None and with_lse else output
 
 

@@ -153,38 +153,48 @@ class Kernel:
 
     def fetch(self, producer: Producer) -> Producer:
         """Starts the copies of a block, and of an item's queries before its first one."""
+        there = producer.item < self.total[0]
 
-        def start(producer: Producer) -> Producer:
-            item, row, left, step = producer
-            slot = step & (BUFFERS - 1)
-            pl.when(left == self.items.pages[item])(functools.partial(self.fetch_queries, item))
-            ready = jnp.minimum(left, self.plan.pages_per_block)
-
-            def page(index: Any, carry: None) -> None:
-                number = jnp.clip(self.table[row + index], 0, self.plan.pool - 1)
-                for copy in self.page_copies(number, slot, index):
-                    copy.start()
-
-            def whole() -> None:
-                for index in range(self.plan.pages_per_block):
-                    page(index, None)
-
-            def part() -> None:
-                lax.fori_loop(0, ready, page, None)
-
-            pl.when(ready == self.plan.pages_per_block)(whole)
-            pl.when(ready < self.plan.pages_per_block)(part)
-            following = jnp.minimum(item + 1, self.items.first.shape[0] - 1)
-            done = left <= self.plan.pages_per_block
-            return Producer(
-                jnp.where(done, item + 1, item),
-                jnp.where(done, self.items.row[following], row + self.plan.pages_per_block),
-                jnp.where(done, self.items.pages[following], left - self.plan.pages_per_block),
-                step + 1,
+        def start() -> None:
+            self.fetch_first_queries(producer)
+            ready = jnp.minimum(producer.left, self.plan.pages_per_block)
+            pl.when(ready == self.plan.pages_per_block)(lambda: self.fetch_block(producer))
+            pl.when(ready < self.plan.pages_per_block)(
+                lambda: lax.fori_loop(
+                    0, ready, lambda index, carry: self.fetch_page(producer, index), None
+                )
             )
 
-        there = producer.item < self.total[0]
-        return lax.cond(there, start, lambda producer: producer, producer)
+        pl.when(there)(start)
+        return self.advance(producer, there)
+
+    def fetch_first_queries(self, producer: Producer) -> None:
+        """Starts the copies of an item's queries, if its first block is the next one."""
+        new = producer.left == self.items.pages[producer.item]
+        pl.when(new)(lambda: self.fetch_queries(producer.item))
+
+    def fetch_block(self, producer: Producer) -> None:
+        """Starts the copies of a whole block, without branches: other work can go beside it."""
+        for index in range(self.plan.pages_per_block):
+            self.fetch_page(producer, index)
+
+    def fetch_page(self, producer: Producer, index: Any) -> None:
+        number = jnp.clip(self.table[producer.row + index], 0, self.plan.pool - 1)
+        for copy in self.page_copies(number, producer.step & (BUFFERS - 1), index):
+            copy.start()
+
+    def advance(self, producer: Producer, there: Any) -> Producer:
+        """The block after this one, if this one is `there`."""
+        item, row, left, step = producer
+        following = jnp.minimum(item + 1, self.items.first.shape[0] - 1)
+        done = there & (left <= self.plan.pages_per_block)
+        taken = jnp.where(there, self.plan.pages_per_block, 0)
+        return Producer(
+            jnp.where(done, item + 1, item),
+            jnp.where(done, self.items.row[following], row + taken),
+            jnp.where(done, self.items.pages[following], left - taken),
+            jnp.where(there, step + 1, step),
+        )
 
     def page_copies(self, number: Any, slot: Any, index: Any) -> Iterator[Any]:
         """Of page `number` to place `index` of a buffer."""
@@ -199,23 +209,22 @@ class Kernel:
                     pool.scales.at[number], pool.scale_buffer.at[slot, index], self.arrived.at[slot]
                 )
 
-    def await_block(self, slot: Any, pages: Any) -> None:
-        """Waits for the copies of a block of so many pages."""
+    def await_block(self, slot: Any) -> None:
+        """Waits for the copies of a whole block: semaphores count bytes, one wait is enough."""
+        for pool in self.pools:
+            for buffer in (pool.buffer, pool.scale_buffer):
+                if buffer is not None:
+                    there = buffer.at[slot]
+                    pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
 
-        def whole() -> None:
-            # A semaphore counts bytes, so that one wait does for all of them.
-            for pool in self.pools:
-                for buffer in (pool.buffer, pool.scale_buffer):
-                    if buffer is not None:
-                        there = buffer.at[slot]
-                        pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
+    def await_pages(self, slot: Any, pages: Any) -> None:
+        """Waits for the copies of so many pages of a block."""
 
         def page(index: Any, carry: None) -> None:
             for copy in self.page_copies(0, slot, index):
                 copy.wait()
 
-        pl.when(pages == self.plan.pages_per_block)(whole)
-        pl.when(pages < self.plan.pages_per_block)(lambda: lax.fori_loop(0, pages, page, None))
+        lax.fori_loop(0, pages, page, None)
 
     def fetch_queries(self, item: Any) -> None:
         """Starts the copies of an item's queries."""
@@ -254,23 +263,28 @@ class Kernel:
 
         def a_round(number: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
             step, producer = carry
-            scores = number < blocks
             slot, before = step & (BUFFERS - 1), (step - 1) & (BUFFERS - 1)
-
-            def receive(producer: Producer) -> Producer:
-                producer = self.fetch(producer)
-                ready = jnp.minimum(pages - number * plan.pages_per_block, plan.pages_per_block)
-                self.await_block(slot, ready)
-                return producer
-
-            producer = lax.cond(scores, receive, lambda producer: producer, producer)
             base = place + number * plan.block
-            # Both blocks hold nothing that has to be masked.
+            scores = number < blocks
+            # This block and the one before hold nothing that has to be masked.
             clear = (number > clear_from) & (number < clear_to)
+            whole = producer.left >= plan.pages_per_block
+            there = scores & (producer.item < self.total[0])
+            steady = clear & there & whole
 
             def both(*tile: Any) -> None:
                 self.mix(*tile, before, None)
                 self.score(*tile, slot, None)
+
+            def steadily() -> None:
+                self.fetch_first_queries(producer)
+                self.await_block(slot)
+                self.each_tile(item, both, lambda: self.fetch_block(producer))
+
+            def receive() -> None:
+                self.fetch(producer)
+                ready = jnp.minimum(pages - number * plan.pages_per_block, plan.pages_per_block)
+                self.await_pages(slot, ready)
 
             def mix(*tile: Any) -> None:
                 self.mix(*tile, before, Mask(item, base - plan.block))
@@ -278,28 +292,42 @@ class Kernel:
             def score(*tile: Any) -> None:
                 self.score(*tile, slot, Mask(item, base))
 
-            pl.when(clear)(lambda: self.each_tile(item, both))
+            pl.when(steady)(steadily)
+            other = jnp.logical_not(steady)
+            pl.when(other & scores)(receive)
+            pl.when(other & clear)(lambda: self.each_tile(item, both))
             masked = jnp.logical_not(clear)
             pl.when(masked & (number > 0))(lambda: self.each_tile(item, mix))
             pl.when(masked & scores)(lambda: self.each_tile(item, score))
-            return jnp.where(scores, step + 1, step), producer
+            return jnp.where(scores, step + 1, step), self.advance(producer, there)
 
         step, producer = lax.fori_loop(0, blocks + 1, a_round, carry)
         self.write(item)
         return step, producer
 
-    def each_tile(self, item: Any, do: Callable[[Any, Any, int], None]) -> None:
-        """For each of an item's tiles: do(item, its number, its tokens)."""
-        count = self.items.count[item]
-        if self.plan.item_tokens == 1:
+    def each_tile(
+        self,
+        item: Any,
+        do: Callable[[Any, Any, int], None],
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        """For each of an item's tiles: do(item, its number, its tokens); `beside` once."""
+        count, tile = self.items.count[item], self.plan.tile
+
+        def one() -> None:
             do(item, 0, 1)
+            beside()
+
+        def several() -> None:
+            beside()
+            tiles = lax.div(count + (tile - 1), tile)
+            lax.fori_loop(0, tiles, lambda number, carry: do(item, number, tile), None)
+
+        if self.plan.item_tokens == 1:
+            one()
             return
-        tile = self.plan.tile
-        tiles = lax.div(count + (tile - 1), tile)
-        pl.when(count == 1)(lambda: do(item, 0, 1))
-        pl.when(count > 1)(
-            lambda: lax.fori_loop(0, tiles, lambda number, carry: do(item, number, tile), None)
-        )
+        pl.when(count == 1)(one)
+        pl.when(count > 1)(several)
 
     def score(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
         """Scores of a tile and the block in a slot, and the rows' largest."""
