@@ -42,6 +42,10 @@ from pallas_kernels.target import Target
 VMEM_BYTES = 56 * 2**20
 """What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
 
+LANES = 128
+"""The last dimension of a tile. XLA keeps pages of another width with the tokens last instead, so
+that the kernel takes those with the last two dimensions swapped, which moves nothing."""
+
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
 
@@ -70,7 +74,7 @@ def paged_attention(
     """
     arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
     for array in arrays:
-        _check_format(array, target.device_kind)
+        _check_format(array, target)
     tokens, q_heads, head_dim = queries.shape
     sequences, pages_per_sequence = page_table.shape
     pool, kv_heads, page_size, _ = k_pages.shape
@@ -80,6 +84,7 @@ def paged_attention(
     group = -(-q_heads // kv_heads // sublanes) * sublanes
     tiles = tpu_tiles(target.device_kind)
     tile = max(1, tiles.tile_rows // group)
+    item_tokens = max(tile, tiles.item_rows // (kv_heads * group) // tile * tile)
     # As many tokens as sequences: decode, whose items have one token each.
     single = tokens <= sequences
     plan = Plan(
@@ -92,7 +97,7 @@ def paged_attention(
         pages_per_sequence=pages_per_sequence,
         pool=pool,
         tile=1 if single else tile,
-        item_tokens=1 if single else max(tile, tiles.item_tokens // tile * tile),
+        item_tokens=1 if single else item_tokens,
         window=window,
         scale=scale * math.log2(math.e),
         dtype=dtype,
@@ -109,8 +114,13 @@ def paged_attention(
     padding = group - grouped.shape[2]
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = [array for array in (k_scales, v_scales) if array is not None]
-    call = _call(plan, grouped, arrays, [k_scales, v_scales], with_lse, target.interpret)
-    output, *lse = call(*items, grouped, *arrays, *scales)
+    swapped = [array.shape[3] % LANES != 0 for array in arrays]
+    stored = [
+        jnp.swapaxes(array, 2, 3) if swap else array
+        for array, swap in zip(arrays, swapped, strict=True)
+    ]
+    call = _call(plan, grouped, stored, swapped, [k_scales, v_scales], with_lse, target.interpret)
+    output, *lse = call(*items, grouped, *stored, *scales)
     # What the kernel does not write may hold anything.
     real = (position >= 0)[:, None, None]
     heads = q_heads // kv_heads
@@ -120,18 +130,21 @@ def paged_attention(
     return output, jnp.where(real, lse[0][:, :, :heads], -jnp.inf).reshape(tokens, q_heads)
 
 
-def _check_format(pages: Array, device_kind: str) -> None:
-    """What the device cannot read."""
-    fp8 = pages.dtype in (jnp.float8_e4m3fn, jnp.uint8)
-    if fp8 and "7" not in device_kind:
+def _check_format(pages: Array, target: Target) -> None:
+    """What the device cannot read, or only after XLA has copied the whole pool."""
+    eight_bits = pages.dtype.itemsize == 1
+    if eight_bits and pages.dtype != jnp.int8 and "7" not in target.device_kind:
         raise NotImplementedError(
-            f"{device_kind} has no float8_e4m3fn: use int8 for the KV cache instead of fp8"
+            f"{target.device_kind} has no float8_e4m3fn: use int8 for the KV cache instead of fp8"
         )
-    rows = 32 // pages.dtype.itemsize
-    if pages.shape[2] % rows:
+    if target.interpret:
+        return  # which has no tiles
+    page_size, width = pages.shape[2:]
+    rows = LANES if eight_bits or width % LANES else 32 // pages.dtype.itemsize
+    if page_size % rows:
         raise NotImplementedError(
-            f"pages of {pages.shape[2]} tokens in {pages.dtype}: a TPU's tile has {rows} rows, use "
-            f"a page_size that is a multiple of it (128 or 256 are fast)"
+            f"pages of {page_size} tokens, {pages.dtype}, width {width}: on a TPU use a page_size "
+            f"that is a multiple of {rows} (and 128 or 256 for speed)"
         )
 
 
@@ -169,6 +182,7 @@ def _call(
     plan: Plan,
     queries: Array,
     pages: list[Array],
+    swapped: list[bool],
     scales: list[Array | None],
     with_lse: bool,
     interpret: bool,
@@ -183,7 +197,9 @@ def _call(
         out_shapes.append(jax.ShapeDtypeStruct((tokens, heads, group), jnp.float32))
     vmem = pltpu.VMEM
     scratch: list[Any] = [vmem((BUFFERS, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
-    scratch += [vmem((BUFFERS, heads, block, array.shape[3]), array.dtype) for array in pages]
+    for array, swap in zip(pages, swapped, strict=True):
+        place = (array.shape[2], block) if swap else (block, array.shape[3])
+        scratch.append(vmem((BUFFERS, heads, *place), array.dtype))
     scale_block = (BUFFERS, plan.pages_per_block, heads, plan.page_size)
     scratch += [vmem(scale_block, jnp.float32) for has in scaled if has]
     scratch += [vmem((2, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
@@ -203,7 +219,7 @@ def _call(
         scale_buffers = [next(at) if has else None for has in scaled]
         pools = [
             Pool(*parts)
-            for parts in zip(page_refs, buffers, scale_refs, scale_buffers, strict=False)
+            for parts in zip(page_refs, buffers, scale_refs, scale_buffers, swapped, strict=False)
         ]
         output_buffers = [next(at) for _ in out_shapes]
         state = State(*(next(at) for _ in State._fields))

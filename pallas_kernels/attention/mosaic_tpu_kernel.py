@@ -58,9 +58,10 @@ class Pool(NamedTuple):
     """One array of pages: where it lies, and the buffers its blocks go to."""
 
     pages: Any  # [pages, kv_heads, page_size, width] in HBM
-    buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM
+    buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM; in both the last two may be swapped
     scales: Any  # [pages, kv_heads, page_size] in HBM; None without scales
     scale_buffer: Any  # [BUFFERS, pages_per_block, kv_heads, page_size] in VMEM
+    swapped: bool
 
 
 class Copied(NamedTuple):
@@ -201,8 +202,13 @@ class Kernel:
         size = self.plan.page_size
         rows = pl.ds(pl.multiple_of(index * size, size), size)
         for pool in self.pools:
+            place = (
+                (slot, slice(None), slice(None), rows)
+                if pool.swapped
+                else (slot, slice(None), rows)
+            )
             yield pltpu.make_async_copy(
-                pool.pages.at[number], pool.buffer.at[slot, :, rows], self.arrived.at[slot]
+                pool.pages.at[number], pool.buffer.at[place], self.arrived.at[slot]
             )
             if pool.scales is not None:
                 yield pltpu.make_async_copy(
@@ -266,11 +272,10 @@ class Kernel:
             slot, before = step & (BUFFERS - 1), (step - 1) & (BUFFERS - 1)
             base = place + number * plan.block
             scores = number < blocks
-            # This block and the one before hold nothing that has to be masked.
-            clear = (number > clear_from) & (number < clear_to)
-            whole = producer.left >= plan.pages_per_block
             there = scores & (producer.item < self.total[0])
-            steady = clear & there & whole
+            # This block and the one before hold nothing to mask, and a whole block is to fetch.
+            steady = (number > clear_from) & (number < clear_to)
+            steady &= there & (producer.left >= plan.pages_per_block)
 
             def both(*tile: Any) -> None:
                 self.mix(*tile, before, None)
@@ -295,10 +300,8 @@ class Kernel:
             pl.when(steady)(steadily)
             other = jnp.logical_not(steady)
             pl.when(other & scores)(receive)
-            pl.when(other & clear)(lambda: self.each_tile(item, both))
-            masked = jnp.logical_not(clear)
-            pl.when(masked & (number > 0))(lambda: self.each_tile(item, mix))
-            pl.when(masked & scores)(lambda: self.each_tile(item, score))
+            pl.when(other & (number > 0))(lambda: self.each_tile(item, mix))
+            pl.when(other & scores)(lambda: self.each_tile(item, score))
             return jnp.where(scores, step + 1, step), self.advance(producer, there)
 
         step, producer = lax.fori_loop(0, blocks + 1, a_round, carry)
@@ -336,7 +339,9 @@ class Kernel:
         for head in range(plan.kv_heads):
             which = pl.ds(tile * plan.tile, tokens)
             queries = self.queries.buffer[item_slot, which, head].reshape(rows, plan.head_dim)
-            scores = _product(queries.astype(plan.dtype), self.keys(slot, head), 1)
+            keys = _converted(self.pools[0].buffer[slot, head], plan.dtype)
+            # [rows, block]
+            scores = _product(queries.astype(plan.dtype), keys, 0 if self.pools[0].swapped else 1)
             if self.pools[0].scales is not None:
                 scores *= self.scale_row(self.pools[0], slot, head) * plan.scale
             else:
@@ -358,27 +363,23 @@ class Kernel:
             state.largest[at] = largest
             state.total[at] = state.total[at] * fade + jnp.sum(weights, axis=1, keepdims=True)
             values = self.values(slot, head)
+            tokens_axis = 1 if self.pools[-1].swapped else 0
             if mask is not None:
-                values = jnp.where(self.seen(mask, values.shape, 0), values, jnp.zeros_like(values))
+                seen = self.seen(mask, values.shape, tokens_axis)
+                values = jnp.where(seen, values, jnp.zeros_like(values))
             if self.pools[-1].scales is not None:
                 scales = self.scale_row(self.pools[-1], slot, head)
                 if mask is not None:
                     scales = jnp.where(self.seen(mask, scales.shape, 1), scales, 0.0)
                 weights *= scales
-            mixed = _product(weights.astype(plan.dtype), values, 0)
+            mixed = _product(weights.astype(plan.dtype), values, tokens_axis)
             state.mixed[at] = state.mixed[at] * fade + mixed
 
-    def keys(self, slot: Any, head: int) -> Array:
-        """Keys of a block, [block, head_dim]."""
-        return _converted(self.pools[0].buffer[slot, head], self.plan.dtype)
-
     def values(self, slot: Any, head: int) -> Array:
-        """Values of a block, [block, v_width]."""
-        if len(self.pools) == 1:
-            return _converted(
-                self.pools[0].buffer[slot, head, :, : self.plan.v_width], self.plan.dtype
-            )
-        return _converted(self.pools[1].buffer[slot, head], self.plan.dtype)
+        """Values of a block, [block, v_width] or swapped."""
+        pool, width = self.pools[-1], slice(self.plan.v_width)
+        which = (width, slice(None)) if pool.swapped else (slice(None), width)
+        return _converted(pool.buffer[(slot, head, *which)], self.plan.dtype)
 
     def scale_row(self, pool: Pool, slot: Any, head: int) -> Array:
         """Scales of a block, [1, block]."""
@@ -468,7 +469,7 @@ def _converted(stored: Array, dtype: Any) -> Array:
 
 
 def _product(left: Array, right: Array, axis: int) -> Array:
-    """left · rightᵀ (axis 1) or left · right (axis 0), FP32."""
+    """left · right (axis 0 of `right` is summed over) or left · rightᵀ (axis 1), FP32."""
     return lax.dot_general(
         left,
         right,

@@ -12,12 +12,12 @@ class TpuTiles(NamedTuple):
     Attributes:
       block_tokens: KV tokens that are fetched and attended to at a time, of all heads.
       tile_rows: query rows (tokens × query heads of a KV head) that are multiplied at a time.
-      item_tokens: query tokens that read a sequence's keys and values together, at most.
+      item_rows: query rows of all KV heads that read a sequence's keys and values together.
     """
 
     block_tokens: int = 2048
     tile_rows: int = 256
-    item_tokens: int = 16
+    item_rows: int = 1024
 
 
 TPU_DEFAULT = TpuTiles()

@@ -9,6 +9,7 @@ values: a kernel that takes them together reads those once.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -53,6 +54,14 @@ def work_items(
     token = jnp.arange(tokens, dtype=jnp.int32)
     sequence = jnp.clip(sequence_of_token, 0, sequences - 1)
     real = position >= 0
+    if largest == 1:
+        # A token is an item: as this runs before every layer's attention, it had better be short.
+        count = real.astype(jnp.int32)
+        columns = (1 - count, token, count, jnp.where(real, sequence, 0), (position + 1) * count)
+        _, first, count, sequence, kv_length = jax.lax.sort(columns, num_keys=1, is_stable=True)
+        return WorkItems(
+            first * count, count, sequence, kv_length, jnp.ones_like(count), jnp.sum(count)[None]
+        )
     # The distance from the token before; -1 where that has nothing to do with this one.
     related = real[1:] & real[:-1] & (sequence[1:] == sequence[:-1])
     step = jnp.where(related, position[1:] - position[:-1], -1)
