@@ -46,6 +46,9 @@ LANES = 128
 """The last dimension of a tile. XLA keeps pages of another width with the tokens last instead, so
 that the kernel takes those with the last two dimensions swapped, which moves nothing."""
 
+INTERPRETER = pltpu.InterpretParams(detect_races=True)
+"""For tests on a CPU. Copies happen when they are waited for."""
+
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
 
@@ -253,5 +256,5 @@ def _call(
             # Ids of pages are clamped, everything else is where it is by construction.
             disable_bounds_checks=True,
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=INTERPRETER if interpret else False,
     )

@@ -1,0 +1,125 @@
+"""Compiles kernels for TPUs that are not there: do they compile, what memory do they take.
+
+Called by `bundles.py` and by the tests. `python -m pallas_kernels.aot OP GENERATION [CASE ...]`
+compiles the cases that an op's `cases.py` names, and prints a line of JSON for each. It needs
+libtpu, which reads its settings when it is loaded: `environment()` has them, for a process of its
+own. Knows nothing of the ops.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class Generation(NamedTuple):
+    """A TPU generation; rates of one core, which is what JAX calls a device."""
+
+    topology: str
+    device_kind: str
+    hertz: float
+    """Bundles a second, at most."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    branch_delay: int
+    """Bundles after a branch that are issued before it takes place."""
+
+    def bytes_per_bundle(self) -> float:
+        """What the memory delivers while one bundle is issued."""
+        return self.memory_bandwidth / self.hertz
+
+
+GENERATIONS = {
+    "v5e": Generation("v5e:2x2", "TPU v5 lite", 1.5e9, 819e9, 4),
+    "v6e": Generation("v6e:2x2", "TPU v6 lite", 1.75e9, 1640e9, 4),
+    "v7x": Generation("tpu7x:2x2x1", "TPU7x", 2.2e9, 3690e9, 1),
+}
+"""Bandwidths as published (v7x: half a chip's). Clocks are the published peak of BF16 products
+divided by what the matrix units do in a cycle."""
+
+
+class Case(NamedTuple):
+    """A call of an op at one size, as `op/cases.py` has them: `cases(generation)`."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    """Trees of `jax.ShapeDtypeStruct`."""
+    kernel: str
+    """Name of the Pallas call that is looked at."""
+    unit: str
+    """What a kernel walks over, for instance a KV token."""
+    units: int
+    """In a round of its inner loop."""
+    copies: int
+    """That a round starts."""
+    bytes_per_unit: float
+    """From HBM."""
+
+
+def environment(flags: str = "") -> dict[str, str]:
+    """Variables for a process that compiles for TPUs, several of which may run at a time."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": flags,
+    }
+
+
+def cases(op: str, generation: str) -> list[Case]:
+    """What an op wants to have compiled for a generation."""
+    module = importlib.import_module(f"pallas_kernels.{op}.cases")
+    found: list[Case] = module.cases(generation)
+    return found
+
+
+def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
+    """Compiles for one core; the process must have been started in `environment()`."""
+    topology = topologies.get_topology_desc(generation.topology, platform="tpu")
+    mesh = Mesh([topology.devices[0]], ("core",))
+    here = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), case.arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(case.function).lower(*arguments)
+    return lowered.compile()
+
+
+def compile_all(op: str, generation: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Name, seconds and temporary bytes of every case (or of those named)."""
+    for case in cases(op, generation):
+        if names and case.name not in names:
+            continue
+        start = time.perf_counter()
+        memory = compile_case(case, GENERATIONS[generation]).memory_analysis()
+        yield {
+            "case": case.name,
+            "generation": generation,
+            "seconds": round(time.perf_counter() - start, 1),
+            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+        }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.aot")
+    parser.add_argument("op")
+    parser.add_argument("generation", choices=GENERATIONS)
+    parser.add_argument("names", nargs="*", metavar="case")
+    arguments = parser.parse_args()
+    os.environ.update(environment(os.environ.get("LIBTPU_INIT_ARGS", "")))
+    for result in compile_all(arguments.op, arguments.generation, arguments.names):
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

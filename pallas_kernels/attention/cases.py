@@ -1,0 +1,67 @@
+"""Decode steps of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.aot import GENERATIONS, Case
+from pallas_kernels.attention.api import paged_attention
+from pallas_kernels.attention.shapes import SHAPES, AttentionShape
+from pallas_kernels.attention.tiles import tpu_tiles
+
+SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
+
+FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
+"""Of keys and values; FP8 as its bits, as the cache has them."""
+
+
+def cases(generation: str) -> list[Case]:
+    """The named shapes in BF16 and in the generation's format of 8 bits."""
+    formats = ("bf16", "fp8" if generation == "v7x" else "int8")
+    return [decode(name, kv_format, generation) for name in SHAPES for kv_format in formats]
+
+
+def decode(name: str, kv_format: str, generation: str) -> Case:
+    """One decode step: `SEQUENCES` sequences of `KV_LENGTH` tokens, a query each."""
+    shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
+    pages_per_sequence = KV_LENGTH // PAGE_SIZE
+    place = (SEQUENCES * pages_per_sequence, shape.kv_heads, PAGE_SIZE)
+    arrays = 1 if shape.shared else 2
+    widths = [shape.head_dim, shape.v_width][:arrays]
+    pages = [jax.ShapeDtypeStruct((*place, width), dtype) for width in widths]
+    scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * (arrays if dtype.itemsize == 1 else 0)
+    queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
+    where = (
+        jax.ShapeDtypeStruct((SEQUENCES, pages_per_sequence), jnp.int32),
+        jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
+        jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
+    )
+    units = tpu_tiles(GENERATIONS[generation].device_kind).block_tokens
+    return Case(
+        name=f"{name} {kv_format}",
+        function=functools.partial(_attend, shape),
+        arguments=(queries, pages, scales, where),
+        kernel="paged_attention",
+        unit="KV token",
+        units=units,
+        copies=units // PAGE_SIZE * (arrays + len(scales)),
+        bytes_per_unit=shape.kv_elements() * dtype.itemsize + 4 * shape.kv_heads * len(scales),
+    )
+
+
+def _attend(
+    shape: AttentionShape, queries: Array, pages: list[Array], scales: list[Array], where: Any
+) -> Array:
+    return paged_attention(
+        queries,
+        pages[0],
+        None if shape.shared else pages[1],
+        *where,
+        scale=shape.head_dim**-0.5,
+        v_width=shape.v_width if shape.shared else 0,
+        k_scales=scales[0] if scales else None,
+        v_scales=scales[1] if len(scales) > 1 else None,
+    )

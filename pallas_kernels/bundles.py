@@ -1,0 +1,120 @@
+"""How fast TPU kernels can be at best: bundles a unit of work in the inner loop, and the DMA floor.
+
+`python -m pallas_kernels.bundles [--op OP] [--generation GENERATION] [--case NAME] [--json]`
+compiles the cases of every op (`aot.py`) with libtpu's dumps on and reads those (`llo.py`). No TPU
+is needed, and nothing is timed: a bundle takes a cycle at best, so that a kernel whose bundles are
+below its DMA floor can be as fast as the memory, and one above it cannot.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pallas_kernels import aot, llo
+
+OPS = ("attention",)
+"""Those that have `cases.py`."""
+
+COMPILE_SECONDS = 600
+
+
+class Floor(NamedTuple):
+    """What one case can reach."""
+
+    op: str
+    case: str
+    generation: str
+    unit: str
+    bundles: float
+    """A unit of work, in the steady state of the inner loop."""
+    memory: float
+    """Bundles that pass while the memory delivers a unit."""
+
+    def ratio(self) -> float:
+        """Above 1 the core is what limits."""
+        return self.bundles / self.memory
+
+
+def measure(op: str, case: aot.Case, generation: str) -> Floor:
+    """Compiles a case in a process of its own and reads what was dumped.
+
+    Raises:
+      RuntimeError: it does not compile, or there is no dump of the kernel.
+    """
+    about = aot.GENERATIONS[generation]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        command = [sys.executable, "-m", "pallas_kernels.aot", op, generation, case.name]
+        done = subprocess.run(
+            command,
+            env=aot.environment(flags),
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{op} {case.name} on {generation}: {done.stderr[-2000:]}")
+        dumps = [
+            path
+            for path in Path(folder).glob(f"*{case.kernel}*-final_bundles.txt")
+            if "schedule" not in path.name
+        ]
+        if not dumps:
+            raise RuntimeError(f"{op} {case.name} on {generation}: no dump of {case.kernel}")
+        bundles = llo.parse(max(dumps).read_text())
+    way = llo.shortest_round(bundles, case.copies, about.branch_delay)
+    memory = case.bytes_per_unit / about.bytes_per_bundle()
+    return Floor(op, case.name, generation, case.unit, way.bundles / case.units, memory)
+
+
+def floors(ops: list[str], generations: list[str], names: list[str]) -> Iterator[Floor]:
+    """Of all cases, or of those named."""
+    for op in ops:
+        for generation in generations:
+            for case in aot.cases(op, generation):
+                if not names or case.name in names:
+                    yield measure(op, case, generation)
+
+
+def table(found: list[Floor]) -> str:
+    """For people."""
+    lines = [f"{'op':<15} {'case':<22} {'TPU':<4} {'bundles':>8} {'DMA floor':>10} {'ratio':>6}"]
+    lines += [
+        f"{floor.op:<15} {floor.case:<22} {floor.generation:<4} {floor.bundles:8.3f} "
+        f"{floor.memory:10.3f} {floor.ratio():6.2f}  a {floor.unit}"
+        for floor in found
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bundles")
+    parser.add_argument("--op", choices=OPS, action="append", help="default: all")
+    parser.add_argument("--generation", choices=aot.GENERATIONS, action="append")
+    parser.add_argument("--case", action="append", metavar="NAME", help="default: all")
+    parser.add_argument("--json", action="store_true", help="a line for each case")
+    arguments = parser.parse_args()
+    found = []
+    for floor in floors(
+        arguments.op or list(OPS),
+        arguments.generation or list(aot.GENERATIONS),
+        arguments.case or [],
+    ):
+        found.append(floor)
+        if arguments.json:
+            print(json.dumps(floor._asdict() | {"ratio": floor.ratio()}), flush=True)
+        else:
+            print(f"{len(found)} compiled", end="\r", file=sys.stderr, flush=True)
+    if not arguments.json:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What every backend of `paged_attention` must do, against NumPy: inherit, and say for what target.
+
+Pages hold NaN wherever no token was written, tables have ids outside of the pool wherever no page
+is needed, and the queries of padding tokens are NaN: nothing of that may show.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import paged_attention
+from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.target import Target, use_target
+
+SCALE = 0.3
+PADDING = (0, 0)
+"""Among the chunks of a batch: one padding token."""
+
+
+class Sizes(NamedTuple):
+    """Of heads and cache."""
+
+    q_heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 16
+    v_width: int = 16
+    shared: bool = False
+    cache: str = "float32"
+    """float32, bfloat16, int8 or fp8 (its bits)."""
+    window: int = 0
+
+
+class Case(NamedTuple):
+    """A call and what it should give."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    output: np.ndarray
+    lse: np.ndarray
+
+
+def rows_in_format(rng, shape, cache):
+    """Random rows as a cache keeps them, their scales, and what they stand for, float64."""
+    rows = rng.normal(size=shape).astype(np.float32)
+    if cache in ("float32", "bfloat16"):
+        kept = np.asarray(jnp.asarray(rows, cache))
+        return kept, None, kept.astype(np.float64)
+    flat = jnp.asarray(rows.reshape(-1, shape[-1]))
+    values, scales = (np.asarray(array) for array in quantize_rows(flat, cache))
+    values, scales = values.reshape(shape), scales.reshape(shape[:-1])
+    kept = values.view(np.uint8) if cache == "fp8" else values
+    return kept, scales, values.astype(np.float64) * scales[..., None]
+
+
+def attend(query, keys, values, last, window):
+    """One token's attention: query [q_heads, d], keys and values [length, kv_heads, _]."""
+    first = max(0, last - window + 1) if window else 0
+    seen = slice(first, last + 1)
+    group = query.shape[0] // keys.shape[1]
+    output, lse = [], []
+    for head, row in enumerate(query.astype(np.float64)):
+        scores = SCALE * keys[seen, head // group] @ row
+        weights = np.exp(scores - scores.max())
+        output.append(weights @ values[seen, head // group] / weights.sum())
+        lse.append(scores.max() + np.log(weights.sum()))
+    return np.stack(output), np.asarray(lse)
+
+
+def poison(shape, kept):
+    """NaN, also as the bits of FP8; INT8 has none, but its scales have."""
+    return np.full(shape, 0x7F if kept.dtype.kind in "iu" else np.nan).astype(kept.dtype)
+
+
+def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=np.float32):
+    """Sequences of chunks (length, tokens of the batch), their last tokens; PADDING in between."""
+    rng = np.random.default_rng(seed)
+    sequences = sum(chunk != PADDING for chunk in chunks)
+    pool = sequences * pages_per_sequence + 1
+    free = list(rng.permutation(pool))
+    outside = [-1, -(2**31), pool, 2**31 - 1]
+    table = rng.choice(outside, (sequences, pages_per_sequence))
+    shape = (pages_per_sequence * page_size, sizes.kv_heads)
+    widths = [sizes.head_dim] if sizes.shared else [sizes.head_dim, sizes.v_width]
+    pages, scales = [None] * len(widths), [None] * len(widths)
+    queries, sequence_of_token, position, output, lse = [], [], [], [], []
+
+    def add(sequence, place, query, result):
+        sequence_of_token.append(sequence)
+        position.append(place)
+        queries.append(query)
+        output.append(result[0])
+        lse.append(result[1])
+
+    nothing = np.full((sizes.q_heads, sizes.head_dim), np.nan)
+    zeros = np.zeros((sizes.q_heads, sizes.v_width)), np.full(sizes.q_heads, -np.inf)
+    sequence = 0
+    for chunk in chunks:
+        if chunk == PADDING:
+            add(0, -1, nothing, zeros)
+            continue
+        length, new = chunk
+        used = [free.pop() for _ in range(-(-length // page_size))]
+        table[sequence, : len(used)] = used
+        meanings = []
+        for index, width in enumerate(widths):
+            kept, scale, meaning = rows_in_format(rng, (*shape, width), sizes.cache)
+            meanings.append(meaning)
+            if pages[index] is None:
+                pages[index] = poison((pool, sizes.kv_heads, page_size, width), kept)
+                scales[index] = np.full((pool, sizes.kv_heads, page_size), np.nan, np.float32)
+            for place in range(length):
+                page, row = used[place // page_size], place % page_size
+                pages[index][page, :, row] = kept[place]
+                if scale is not None:
+                    scales[index][page, :, row] = scale[place]
+        values = meanings[0][..., : sizes.v_width] if sizes.shared else meanings[1]
+        for place in range(length - new, length):
+            query = rng.normal(size=nothing.shape)
+            query = np.asarray(jnp.asarray(query, dtype)).astype(np.float64)
+            add(sequence, place, query, attend(query, meanings[0], values, place, sizes.window))
+        sequence += 1
+    eight_bits = sizes.cache in ("int8", "fp8")
+    options = {
+        "scale": SCALE,
+        "window": sizes.window,
+        "v_width": sizes.v_width if sizes.shared else 0,
+        "k_scales": jnp.asarray(scales[0]) if eight_bits else None,
+        "v_scales": jnp.asarray(scales[1]) if eight_bits and not sizes.shared else None,
+        "with_lse": True,
+    }
+    arguments = (
+        jnp.asarray(np.stack(queries), dtype),
+        jnp.asarray(pages[0]),
+        None if sizes.shared else jnp.asarray(pages[1]),
+        *(jnp.asarray(array, jnp.int32) for array in (table, sequence_of_token, position)),
+    )
+    return Case(arguments, options, np.stack(output), np.stack(lse))
+
+
+class PagedAttentionSuite:
+    """The cases: lengths at the edges of pages, and of blocks of two pages; up to five blocks."""
+
+    target: Target
+    page_size: int = 16
+
+    def compiled(self, case: Case) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """The call, for the target."""
+
+        def attend(*arguments):
+            with use_target(self.target):
+                return paged_attention(*arguments, **case.options)
+
+        return jax.jit(attend)
+
+    def check(self, case: Case, tolerance: float = 1e-5) -> None:
+        output, lse = self.compiled(case)(*case.arguments)
+        assert output.dtype == case.arguments[0].dtype
+        assert lse.dtype == jnp.float32
+        output = np.asarray(output, np.float32)
+        np.testing.assert_allclose(output, case.output, rtol=10 * tolerance, atol=tolerance)
+        np.testing.assert_allclose(lse, case.lse, rtol=10 * tolerance, atol=tolerance)
+
+    def case(self, sizes: Sizes, chunks: list[tuple[int, int]], **options: Any) -> Case:
+        return make_case(sizes, chunks, page_size=self.page_size, **options)
+
+    def test_decode_at_the_edges_of_pages_and_blocks(self):
+        page = self.page_size
+        lengths = [1, page - 1, page, page + 1, 9 * page + 3, 2 * page, 2 * page + 1, 10 * page]
+        self.check(self.case(Sizes(), [(length, 1) for length in lengths]))
+
+    def test_chunks_beside_decode_and_padding(self):
+        """Chunks of less and more than an item has, one that starts a sequence; two heads."""
+        page = self.page_size
+        chunks = [(9 * page + 3, 5), PADDING, (2 * page, 1), (11, 11), PADDING, (page + 2, 3)]
+        self.check(self.case(Sizes(kv_heads=2, v_width=24), chunks))
+
+    def test_latent(self):
+        """Values are the first elements of the keys; a draft of two tokens beside decode."""
+        sizes = Sizes(shared=True, head_dim=24, v_width=16)
+        self.check(self.case(sizes, [(self.page_size + 1, 1), (10 * self.page_size, 2)]))
+
+    @pytest.mark.parametrize("window", [9, 120])
+    def test_window(self, window):
+        page = self.page_size
+        chunks = [(10 * page, 1), (9 * page + 1, 6), (2, 1)]
+        self.check(self.case(Sizes(kv_heads=2, window=window), chunks))
+
+    @pytest.mark.parametrize("cache", ["int8", "fp8"])
+    def test_eight_bits(self, cache):
+        chunks = [(9 * self.page_size + 3, 1), (self.page_size, 4)]
+        self.check(self.case(Sizes(kv_heads=2, cache=cache), chunks))
+
+    def test_latent_in_eight_bits(self):
+        sizes = Sizes(shared=True, head_dim=24, cache="fp8")
+        self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING]))
+
+    def test_bfloat16(self):
+        sizes = Sizes(cache="bfloat16")
+        chunks = [(9 * self.page_size, 1), (5, 1)]
+        self.check(self.case(sizes, chunks, dtype=jnp.bfloat16), tolerance=0.01)
+
+    def test_chunk_that_sees_what_was_before_it(self):
+        """All tokens of the chunk at one position, as latent attention asks for its history."""
+        case = self.case(Sizes(), [(self.page_size + 5, 3)])
+        queries, *pages, table, sequence, position = case.arguments
+        position = jnp.full_like(position, position[0])
+        same = jnp.broadcast_to(queries[:1], queries.shape)
+        output, lse = self.compiled(case)(same, *pages, table, sequence, position)
+        for token in range(3):
+            np.testing.assert_allclose(output[token], case.output[0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(lse[token], case.lse[0], rtol=1e-4, atol=1e-5)
+
+    def test_ids_outside_of_the_pool_are_clamped_into_it_and_padding_alone_gives_zeros(self):
+        case = self.case(Sizes(), [(self.page_size + 1, 1)])
+        attend = self.compiled(case)
+        queries, k_pages, v_pages, table, sequence, position = case.arguments
+        pages = [jnp.nan_to_num(array) for array in (k_pages, v_pages)]
+        results = []
+        for ids in ((-7, k_pages.shape[0] + 3), (0, k_pages.shape[0] - 1)):
+            clamped = table.at[0, :2].set(jnp.asarray(ids, jnp.int32))
+            results.append(attend(queries, *pages, clamped, sequence, position)[0])
+        np.testing.assert_array_equal(*results)
+        assert np.isfinite(results[0]).all()
+        output, lse = attend(queries, *pages, table, sequence, jnp.full_like(position, -1))
+        assert not np.asarray(output).any()
+        assert np.isneginf(lse).all()

@@ -1,0 +1,87 @@
+"""The suite for the Mosaic TPU kernel, interpreted, with its races looked for."""
+
+import dataclasses
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention import mosaic_tpu, paged_attention, tiles
+from pallas_kernels.attention.mosaic_tpu_kernel import Kernel
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
+
+TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Blocks of two pages, items of four tokens in tiles of two."""
+    row = tiles.TpuTiles(block_tokens=32, tile_rows=16, item_rows=32)
+    monkeypatch.setitem(tiles.TPU, TINY.device_kind, row)
+
+
+class TestMosaicTpu(PagedAttentionSuite):
+    target = TINY
+
+    @pytest.mark.parametrize("wait", ["await_block", "await_pages", None])
+    def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch):
+        """Copies that happen at once, so that leaving out a wait does not leave out the copy."""
+        at_once = dataclasses.replace(mosaic_tpu.INTERPRETER, dma_execution_mode="eager")
+        monkeypatch.setattr(mosaic_tpu, "INTERPRETER", at_once)
+        case = self.case(Sizes(), [(9 * self.page_size + 3, 1)])
+        if wait is None:
+            self.check(case)
+            return
+        monkeypatch.setattr(Kernel, wait, lambda *arguments: None)
+        with pytest.raises(Exception, match=r"(?i)race"):
+            jax.block_until_ready(self.compiled(case)(*case.arguments))
+
+
+def call(device_kind, dtype, *, page_size=128, width=128, sequences=2, pages_per_sequence=4):
+    """Traces a call for a TPU that is not interpreted."""
+    pages = jax.ShapeDtypeStruct((8, 1, page_size, width), dtype)
+    eight_bits = jnp.dtype(dtype).itemsize == 1
+    scales = jax.ShapeDtypeStruct((8, 1, page_size), jnp.float32) if eight_bits else None
+    integers = [
+        jax.ShapeDtypeStruct(shape, jnp.int32)
+        for shape in ((sequences, pages_per_sequence), (2,), (2,))
+    ]
+    queries = jax.ShapeDtypeStruct((2, 4, width), jnp.bfloat16)
+
+    def attend(queries, pages, scales, *where):
+        return inspect.unwrap(paged_attention)(
+            queries, pages, pages, *where, scale=1.0, k_scales=scales, v_scales=scales
+        )
+
+    with use_target(Target("mosaic_tpu", device_kind)):
+        return jax.eval_shape(attend, queries, pages, scales, *integers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("TPU v5 lite", jnp.uint8), "TPU v5 lite has no float8_e4m3fn: use int8"),
+        (("TPU v6 lite", jnp.float8_e4m3fn), "TPU v6 lite has no float8_e4m3fn: use int8"),
+        (("TPU v6 lite", jnp.int8, 64), "pages of 64 tokens, int8, .* a multiple of 128"),
+        (("TPU7x", jnp.bfloat16, 8), "pages of 8 tokens, bfloat16, .* a multiple of 16"),
+        (("TPU7x", jnp.bfloat16, 64, 576), "width 576: .* a multiple of 128"),
+    ],
+)
+def test_what_a_generation_cannot_read(arguments, message):
+    device_kind, dtype, *rest = arguments
+    sizes = dict(zip(("page_size", "width"), rest, strict=False))
+    with pytest.raises(NotImplementedError, match=message):
+        call(device_kind, dtype, **sizes)
+
+
+def test_a_page_table_that_does_not_fit_into_scalar_memory():
+    message = re.escape(f"at most {mosaic_tpu.SMEM_BYTES} fit: use larger pages (page_size is 128)")
+    with pytest.raises(NotImplementedError, match=message):
+        call("TPU v6 lite", jnp.bfloat16, sequences=256, pages_per_sequence=1024)
+
+
+def test_it_traces_for_a_tpu():
+    assert call("TPU v5 lite", jnp.int8).shape == (2, 4, 128)
