@@ -52,12 +52,21 @@ class Case(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     """Trees of `jax.ShapeDtypeStruct`."""
+    donated: tuple[int, ...] = ()
+    """Arguments whose memory the results take."""
+    loop: "Loop | None" = None
+    """None: there is no kernel to look into."""
+
+
+class Loop(NamedTuple):
+    """What a round of a kernel's inner loop does."""
+
     kernel: str
-    """Name of the Pallas call that is looked at."""
+    """Name of the Pallas call."""
     unit: str
-    """What a kernel walks over, for instance a KV token."""
+    """What it walks over, for instance a KV token."""
     units: int
-    """In a round of its inner loop."""
+    """In a round."""
     copies: int
     """That a round starts."""
     bytes_per_unit: float
@@ -90,7 +99,7 @@ def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), case.arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(case.function).lower(*arguments)
+        lowered = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments)
     return lowered.compile()
 
 

@@ -40,7 +40,7 @@ class Floor(NamedTuple):
         return self.bundles / self.memory
 
 
-def measure(op: str, case: aot.Case, generation: str) -> Floor:
+def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
     """Compiles a case in a process of its own and reads what was dumped.
 
     Raises:
@@ -49,7 +49,7 @@ def measure(op: str, case: aot.Case, generation: str) -> Floor:
     about = aot.GENERATIONS[generation]
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        command = [sys.executable, "-m", "pallas_kernels.aot", op, generation, case.name]
+        command = [sys.executable, "-m", "pallas_kernels.aot", op, generation, case]
         done = subprocess.run(
             command,
             env=aot.environment(flags),
@@ -59,18 +59,18 @@ def measure(op: str, case: aot.Case, generation: str) -> Floor:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{op} {case.name} on {generation}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{op} {case} on {generation}: {done.stderr[-2000:]}")
         dumps = [
             path
-            for path in Path(folder).glob(f"*{case.kernel}*-final_bundles.txt")
+            for path in Path(folder).glob(f"*{loop.kernel}*-final_bundles.txt")
             if "schedule" not in path.name
         ]
         if not dumps:
-            raise RuntimeError(f"{op} {case.name} on {generation}: no dump of {case.kernel}")
+            raise RuntimeError(f"{op} {case} on {generation}: no dump of {loop.kernel}")
         bundles = llo.parse(max(dumps).read_text())
-    way = llo.shortest_round(bundles, case.copies, about.branch_delay)
-    memory = case.bytes_per_unit / about.bytes_per_bundle()
-    return Floor(op, case.name, generation, case.unit, way.bundles / case.units, memory)
+    way = llo.shortest_round(bundles, loop.copies, about.branch_delay)
+    memory = loop.bytes_per_unit / about.bytes_per_bundle()
+    return Floor(op, case, generation, loop.unit, way.bundles / loop.units, memory)
 
 
 def floors(ops: list[str], generations: list[str], names: list[str]) -> Iterator[Floor]:
@@ -78,8 +78,8 @@ def floors(ops: list[str], generations: list[str], names: list[str]) -> Iterator
     for op in ops:
         for generation in generations:
             for case in aot.cases(op, generation):
-                if not names or case.name in names:
-                    yield measure(op, case, generation)
+                if case.loop is not None and (not names or case.name in names):
+                    yield measure(op, case.name, case.loop, generation)
 
 
 def table(found: list[Floor]) -> str:

@@ -54,7 +54,17 @@ def write_rows(
                 f"pages[0] has {pages[0].shape[:3]}"
             )
     _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
-    return reference.write_rows(pages, rows, page_table, sequence_of_token, position)
+    where = (page_table, sequence_of_token, position)
+    if current_target().backend != "mosaic_tpu":
+        return reference.write_rows(pages, rows, *where)
+    from pallas_kernels.attention import write_tpu
+
+    return tuple(
+        write_tpu.write_rows(array, new, *where)
+        if write_tpu.is_swapped(array)
+        else reference.write_rows((array,), (new,), *where)[0]
+        for array, new in zip(pages, rows, strict=True)
+    )
 
 
 @overload

@@ -7,12 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.aot import GENERATIONS, Case
-from pallas_kernels.attention.api import paged_attention
+from pallas_kernels.aot import GENERATIONS, Case, Loop
+from pallas_kernels.attention.api import paged_attention, write_rows
 from pallas_kernels.attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.attention.tiles import tpu_tiles
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
+
+WHERE = (
+    jax.ShapeDtypeStruct((SEQUENCES, KV_LENGTH // PAGE_SIZE), jnp.int32),
+    jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
+    jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
+)
+"""Page table, sequences and positions."""
 
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
 """Of keys and values; FP8 as its bits, as the cache has them."""
@@ -21,35 +28,54 @@ FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
 def cases(generation: str) -> list[Case]:
     """The named shapes in BF16 and in the generation's format of 8 bits."""
     formats = ("bf16", "fp8" if generation == "v7x" else "int8")
-    return [decode(name, kv_format, generation) for name in SHAPES for kv_format in formats]
+    return [
+        case(name, kv_format, generation)
+        for name in SHAPES
+        for kv_format in formats
+        for case in (_decode, _write)
+    ]
 
 
-def decode(name: str, kv_format: str, generation: str) -> Case:
+def _decode(name: str, kv_format: str, generation: str) -> Case:
     """One decode step: `SEQUENCES` sequences of `KV_LENGTH` tokens, a query each."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
-    pages_per_sequence = KV_LENGTH // PAGE_SIZE
-    place = (SEQUENCES * pages_per_sequence, shape.kv_heads, PAGE_SIZE)
-    arrays = 1 if shape.shared else 2
-    widths = [shape.head_dim, shape.v_width][:arrays]
-    pages = [jax.ShapeDtypeStruct((*place, width), dtype) for width in widths]
-    scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * (arrays if dtype.itemsize == 1 else 0)
+    pages, scales = _cache(shape, dtype)
     queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
-    where = (
-        jax.ShapeDtypeStruct((SEQUENCES, pages_per_sequence), jnp.int32),
-        jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
-        jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
-    )
     units = tpu_tiles(GENERATIONS[generation].device_kind).block_tokens
     return Case(
         name=f"{name} {kv_format}",
         function=functools.partial(_attend, shape),
-        arguments=(queries, pages, scales, where),
-        kernel="paged_attention",
-        unit="KV token",
-        units=units,
-        copies=units // PAGE_SIZE * (arrays + len(scales)),
-        bytes_per_unit=shape.kv_elements() * dtype.itemsize + 4 * shape.kv_heads * len(scales),
+        arguments=(queries, pages, scales, WHERE),
+        loop=Loop(
+            kernel="paged_attention",
+            unit="KV token",
+            units=units,
+            copies=units // PAGE_SIZE * (len(pages) + len(scales)),
+            bytes_per_unit=shape.kv_elements() * dtype.itemsize + 4 * shape.kv_heads * len(scales),
+        ),
     )
+
+
+def _write(name: str, kv_format: str, generation: str) -> Case:
+    """Writing the keys and values of that step."""
+    pages, scales = _cache(SHAPES[name], jnp.dtype(FORMATS[kv_format]))
+    arrays = (*pages, *scales)
+    rows = tuple(
+        jax.ShapeDtypeStruct((SEQUENCES, array.shape[1], *array.shape[3:]), array.dtype)
+        for array in arrays
+    )
+    return Case(f"{name} {kv_format} write", write_rows, (arrays, rows, *WHERE), donated=(0,))
+
+
+def _cache(
+    shape: AttentionShape, dtype: jnp.dtype
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    """Pages of keys and values, and scales."""
+    place = (SEQUENCES * KV_LENGTH // PAGE_SIZE, shape.kv_heads, PAGE_SIZE)
+    widths = [shape.head_dim] if shape.shared else [shape.head_dim, shape.v_width]
+    scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * len(widths)
+    pages = [jax.ShapeDtypeStruct((*place, width), dtype) for width in widths]
+    return pages, scales if dtype.itemsize == 1 else []
 
 
 def _attend(

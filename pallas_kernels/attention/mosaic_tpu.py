@@ -12,6 +12,10 @@ the one's latencies with the other. Only blocks that hold something that some qu
 masked. FP8 and INT8 are converted to the queries' dtype, and the scales of keys multiply scores,
 those of values probabilities.
 
+XLA keeps pages whose width is no multiple of 128 (latents) with the tokens last. The kernel takes
+those with the last two dimensions swapped, which moves nothing; anything else would have the pool
+copied before every call.
+
 There is no splitting of one sequence's keys over several programs: one core has all the bandwidth
 that there is.
 """
@@ -37,14 +41,11 @@ from pallas_kernels.attention.mosaic_tpu_kernel import (
 )
 from pallas_kernels.attention.tiles import tpu_tiles
 from pallas_kernels.attention.work_items import work_items
+from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.target import Target
 
 VMEM_BYTES = 56 * 2**20
 """What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
-
-LANES = 128
-"""The last dimension of a tile. XLA keeps pages of another width with the tokens last instead, so
-that the kernel takes those with the last two dimensions swapped, which moves nothing."""
 
 INTERPRETER = pltpu.InterpretParams(detect_races=True)
 """For tests on a CPU. Copies happen when they are waited for."""
@@ -117,7 +118,7 @@ def paged_attention(
     padding = group - grouped.shape[2]
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = [array for array in (k_scales, v_scales) if array is not None]
-    swapped = [array.shape[3] % LANES != 0 for array in arrays]
+    swapped = [is_swapped(array) for array in arrays]
     stored = [
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
@@ -143,7 +144,7 @@ def _check_format(pages: Array, target: Target) -> None:
     if target.interpret:
         return  # which has no tiles
     page_size, width = pages.shape[2:]
-    rows = LANES if eight_bits or width % LANES else 32 // pages.dtype.itemsize
+    rows = LANES if eight_bits or is_swapped(pages) else 32 // pages.dtype.itemsize
     if page_size % rows:
         raise NotImplementedError(
             f"pages of {page_size} tokens, {pages.dtype}, width {width}: on a TPU use a page_size "

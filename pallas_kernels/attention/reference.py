@@ -28,7 +28,7 @@ def write_rows(
     position: Int32[Array, " tokens"],
 ) -> tuple[Num[Array, "pages kv_heads page_size ..."], ...]:
     """Scatter to row `position % page_size` of page `position // page_size` of the sequence."""
-    pool, _, page_size = pages[0].shape[:3]
+    pool, kv_heads, page_size = pages[0].shape[:3]
     sequences, pages_per_sequence = page_table.shape
     page_of_sequence = position // page_size
     page = page_table.at[sequence_of_token, page_of_sequence].get(mode="clip")
@@ -40,12 +40,17 @@ def write_rows(
         & (sequence_of_token < sequences)
         & (page >= 0)
     )
-    page = jnp.where(exists, page, pool)
-    row = position % page_size
-    return tuple(
-        as_bits(array).at[page, :, row].set(as_bits(new), mode="drop").view(array.dtype)
-        for array, new in zip(pages, rows, strict=True)
-    )
+    # Pages and heads as one dimension: a scatter over two that stand apart is in place on CPUs,
+    # but copies the pool on TPUs.
+    page = jnp.where(exists, page, pool)[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
+    row = (position % page_size)[:, None]
+
+    def write(array: Array, new: Array) -> Array:
+        flat = as_bits(array).reshape(pool * kv_heads, *array.shape[2:])
+        flat = flat.at[page, row].set(as_bits(new), mode="drop")
+        return flat.reshape(array.shape).view(array.dtype)
+
+    return tuple(write(array, new) for array, new in zip(pages, rows, strict=True))
 
 
 class Cache(NamedTuple):

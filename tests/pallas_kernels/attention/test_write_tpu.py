@@ -1,0 +1,63 @@
+"""Writing page after page, against the scatter of the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.attention import reference, write_rows, write_tpu
+from pallas_kernels.target import Target, use_target
+
+PAGE, POOL, TOKENS, SEQUENCES, COLUMNS = 4, 9, 16, 3, 3
+
+by_pages = jax.jit(write_tpu.write_rows)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_it_is_the_reference(data):
+    """Chunks, padding, tokens beyond the table, ids outside of the pool."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    pages = jnp.asarray(rng.integers(0, 255, (POOL, 2, PAGE, 3)), jnp.uint8)
+    rows = jnp.asarray(rng.normal(size=(TOKENS, 2, 3)), jnp.float8_e4m3fn)
+    table = rng.permutation(POOL).reshape(SEQUENCES, COLUMNS)
+    table[rng.random(table.shape) < 0.2] = data.draw(st.sampled_from([-1, POOL, 2**31 - 1]))
+    sequence, position = [], []
+    for owner in range(SEQUENCES):
+        count = data.draw(st.integers(0, TOKENS // SEQUENCES))
+        start = data.draw(st.integers(0, PAGE * COLUMNS))
+        sequence += [owner] * count
+        position += range(start, start + count)
+    padding = TOKENS - len(sequence)
+    order = rng.permutation(TOKENS) if data.draw(st.booleans()) else np.arange(TOKENS)
+    where = (
+        jnp.asarray(table, jnp.int32),
+        jnp.asarray(np.asarray(sequence + [-1] * padding)[order], jnp.int32),
+        jnp.asarray(np.asarray(position + [-1] * padding)[order], jnp.int32),
+    )
+    (expected,) = reference.write_rows((pages,), (rows,), *where)
+    np.testing.assert_array_equal(by_pages(pages, rows, *where), expected)
+
+
+def test_of_tokens_at_one_place_one_is_written():
+    pages = jnp.zeros((1, 1, PAGE, 1))
+    rows = jnp.asarray([1.0, 2.0]).reshape(2, 1, 1)
+    where = (jnp.zeros((1, 1), jnp.int32), jnp.zeros(2, jnp.int32), jnp.full(2, 1, jnp.int32))
+    written = np.asarray(by_pages(pages, rows, *where))[0, 0, :, 0]
+    assert written[1] in (1, 2)
+    np.testing.assert_array_equal(written[[0, 2, 3]], 0)
+
+
+def test_the_call_takes_it_for_a_tpu():
+    """Of a latent and its scales; a width of 128 goes the common way."""
+    pages = (jnp.zeros((2, 1, PAGE, 3), jnp.int8), jnp.zeros((2, 1, PAGE)))
+    rows = (jnp.full((1, 1, 3), 5, jnp.int8), jnp.full((1, 1), 0.5))
+    where = (jnp.asarray([[1]], jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 2, jnp.int32))
+    with use_target(Target("mosaic_tpu", "TPU v6 lite")):
+        latent, scales = write_rows(pages, rows, *where)
+    assert np.argwhere(np.asarray(latent)[..., 0]).tolist() == [[1, 0, 2]]
+    assert np.argwhere(np.asarray(scales)).tolist() == [[1, 0, 2]]
+    assert write_tpu.is_swapped(pages[0])
+    assert not write_tpu.is_swapped(pages[1])
+    assert not write_tpu.is_swapped(jnp.zeros((1, 1, 1, 256)))
