@@ -277,9 +277,9 @@ class Kernel:
             steady = (number > clear_from) & (number < clear_to)
             steady &= there & (producer.left >= plan.pages_per_block)
 
-            def both(*tile: Any) -> None:
-                self.mix(*tile, before, None)
-                self.score(*tile, slot, None)
+            def both(tile: Any, tokens: int) -> None:
+                self.mix(item, tile, tokens, before, None)
+                self.score(item, tile, tokens, slot, None)
 
             def steadily() -> None:
                 self.fetch_first_queries(producer)
@@ -291,11 +291,11 @@ class Kernel:
                 ready = jnp.minimum(pages - number * plan.pages_per_block, plan.pages_per_block)
                 self.await_pages(slot, ready)
 
-            def mix(*tile: Any) -> None:
-                self.mix(*tile, before, Mask(item, base - plan.block))
+            def mix(tile: Any, tokens: int) -> None:
+                self.mix(item, tile, tokens, before, Mask(item, base - plan.block))
 
-            def score(*tile: Any) -> None:
-                self.score(*tile, slot, Mask(item, base))
+            def score(tile: Any, tokens: int) -> None:
+                self.score(item, tile, tokens, slot, Mask(item, base))
 
             pl.when(steady)(steadily)
             other = jnp.logical_not(steady)
@@ -311,20 +311,20 @@ class Kernel:
     def each_tile(
         self,
         item: Any,
-        do: Callable[[Any, Any, int], None],
+        do: Callable[[Any, int], None],
         beside: Callable[[], None] = lambda: None,
     ) -> None:
-        """For each of an item's tiles: do(item, its number, its tokens); `beside` once."""
+        """For each of an item's tiles: do(its number, its tokens); `beside` once."""
         count, tile = self.items.count[item], self.plan.tile
 
         def one() -> None:
-            do(item, 0, 1)
+            do(0, 1)
             beside()
 
         def several() -> None:
             beside()
             tiles = lax.div(count + (tile - 1), tile)
-            lax.fori_loop(0, tiles, lambda number, carry: do(item, number, tile), None)
+            lax.fori_loop(0, tiles, lambda number, carry: do(number, tile), None)
 
         if self.plan.item_tokens == 1:
             one()
@@ -413,7 +413,7 @@ class Kernel:
     def write(self, item: Any) -> None:
         """Divides by the totals, and starts the copies of an item's results."""
         pl.when(item >= 2)(lambda: self.await_written(item - 2))
-        self.each_tile(item, self.finish)
+        self.each_tile(item, functools.partial(self.finish, item))
 
         def start(token: Any) -> None:
             for copy in self.output_copies(item, token):

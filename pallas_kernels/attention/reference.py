@@ -39,6 +39,7 @@ def write_rows(
         & (sequence_of_token >= 0)
         & (sequence_of_token < sequences)
         & (page >= 0)
+        & (page < pool)
     )
     # Pages and heads as one dimension: a scatter over two that stand apart is in place on CPUs,
     # but copies the pool on TPUs.

@@ -22,7 +22,7 @@ class WorkItems(NamedTuple):
 
     first: Int32[Array, " tokens"]
     """Index in the batch of the item's first token."""
-    count: Int32[Array, " tokens"]
+    count: Int32[Array, " tokens"]  # type: ignore[assignment]  # hides a method of tuples
     """Tokens of the item; 0 from `total` on."""
     sequence: Int32[Array, " tokens"]
     """Row of the page table, inside it."""
