@@ -1,0 +1,40 @@
+"""The table of floors, and one kernel measured."""
+
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.bundles import OPS, Floor, floors, table
+
+
+def test_table():
+    found = [
+        Floor("attention", "step3 bf16", "v5e", "KV token", 0.5, 2.0),
+        Floor("attention", "step3 fp8", "v7x", "KV token", 0.45, 0.3),
+    ]
+    assert table(found).splitlines() == [
+        "op              case                   TPU   bundles  DMA floor  ratio",
+        "attention       step3 bf16             v5e     0.500      2.000   0.25  a KV token",
+        "attention       step3 fp8              v7x     0.450      0.300   1.50  a KV token",
+    ]
+
+
+def test_bytes_a_bundle():
+    """Gigabytes a second by gigahertz."""
+    assert aot.GENERATIONS["v5e"].bytes_per_bundle() == pytest.approx(546)
+    assert aot.GENERATIONS["v6e"].bytes_per_bundle() == pytest.approx(937.14, abs=0.01)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("generation", aot.GENERATIONS)
+def test_every_op_has_cases(op, generation):
+    assert any(case.loop for case in aot.cases(op, generation))
+
+
+@pytest.mark.tpu_aot
+def test_fp8_attention_of_step3_is_near_the_memory():
+    """A change that breaks the interleaving of the two stages shows here."""
+    pytest.importorskip("libtpu")
+    (floor,) = floors(["attention"], ["v7x"], ["step3 fp8"])
+    # Keys, values and a scale of each: 520 bytes.
+    assert floor.memory == pytest.approx(520 / (3690 / 2.2))
+    assert floor.ratio() <= 1.6
