@@ -82,15 +82,15 @@ def floors(ops: list[str], generations: list[str], names: list[str]) -> Iterator
                     yield measure(op, case.name, case.loop, generation)
 
 
-def table(found: list[Floor]) -> str:
-    """For people."""
-    lines = [f"{'op':<15} {'case':<22} {'TPU':<4} {'bundles':>8} {'DMA floor':>10} {'ratio':>6}"]
-    lines += [
+HEADER = f"{'op':<15} {'case':<22} {'TPU':<4} {'bundles':>8} {'DMA floor':>10} {'ratio':>6}"
+
+
+def line(floor: Floor) -> str:
+    """One row of the table, for people."""
+    return (
         f"{floor.op:<15} {floor.case:<22} {floor.generation:<4} {floor.bundles:8.3f} "
         f"{floor.memory:10.3f} {floor.ratio():6.2f}  a {floor.unit}"
-        for floor in found
-    ]
-    return "\n".join(lines)
+    )
 
 
 def main() -> None:
@@ -101,19 +101,17 @@ def main() -> None:
     parser.add_argument("--case", action="append", metavar="NAME", help="default: all")
     parser.add_argument("--json", action="store_true", help="a line for each case")
     arguments = parser.parse_args()
-    found = []
+    if not arguments.json:
+        print(HEADER)
     for floor in floors(
         arguments.op or list(OPS),
         arguments.generation or list(aot.GENERATIONS),
         arguments.case or [],
     ):
-        found.append(floor)
         if arguments.json:
             print(json.dumps(floor._asdict() | {"ratio": floor.ratio()}), flush=True)
         else:
-            print(f"{len(found)} compiled", end="\r", file=sys.stderr, flush=True)
-    if not arguments.json:
-        print(table(found))
+            print(line(floor), flush=True)
 
 
 if __name__ == "__main__":

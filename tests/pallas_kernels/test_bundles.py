@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import aot
-from pallas_kernels.bundles import OPS, Floor, floors, table
+from pallas_kernels.bundles import HEADER, OPS, Floor, floors, line
 
 
 def test_table():
@@ -11,7 +11,7 @@ def test_table():
         Floor("attention", "step3 bf16", "v5e", "KV token", 0.5, 2.0),
         Floor("attention", "step3 fp8", "v7x", "KV token", 0.45, 0.3),
     ]
-    assert table(found).splitlines() == [
+    assert [HEADER, *map(line, found)] == [
         "op              case                   TPU   bundles  DMA floor  ratio",
         "attention       step3 bf16             v5e     0.500      2.000   0.25  a KV token",
         "attention       step3 fp8              v7x     0.450      0.300   1.50  a KV token",
