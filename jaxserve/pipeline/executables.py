@@ -5,7 +5,8 @@ what runs on its own devices.
 """
 
 import concurrent.futures
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -46,36 +47,62 @@ def compile_all[Key](
     return done
 
 
+class ProgramKey(NamedTuple):
+    """One program of a deployment."""
+
+    name: Literal["enter", "attend", "leave", "ffn"]
+    kind: LayerKind | FFNKind | None
+    bucket: Bucket
+    """`leave` and `ffn` do not depend on its pages: theirs are 1."""
+
+
+def afd_programs(programs: AFDPrograms, buckets: Sequence[Bucket]) -> dict[ProgramKey, Program]:
+    """Everything that steps of these buckets run."""
+    first = programs.config.kind(0)
+    later = {programs.config.kind(layer): None for layer in range(1, programs.config.layers)}
+    wanted: dict[ProgramKey, Program] = {}
+    for bucket in buckets:
+        tokens = Bucket(bucket.tokens, 1)
+        wanted[ProgramKey("enter", first, bucket)] = programs.enter(bucket, first)
+        for kind in later:
+            wanted[ProgramKey("attend", kind, bucket)] = programs.attend(bucket, kind)
+        wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
+        for ffn in programs.formats:
+            wanted[ProgramKey("ffn", ffn, tokens)] = programs.ffn(bucket, ffn)
+    return wanted
+
+
+def colocated_programs(
+    programs: ColocatedPrograms, buckets: Sequence[Bucket]
+) -> dict[Bucket, Program]:
+    """One program a bucket."""
+    return {bucket: programs.step(bucket) for bucket in buckets}
+
+
 def afd_executables(
     programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind
 ) -> dict[Bucket, AFDExecutables]:
     """Compiles all buckets. `ffn`, `leave` and transports are shared by buckets of equal tokens."""
+    compiled = compile_all(afd_programs(programs, buckets))
     first = programs.config.kind(0)
     later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
-    wanted: dict[object, Program] = {}
-    for bucket in buckets:
-        wanted["enter", bucket] = programs.enter(bucket, first)
-        for kind in later:
-            wanted["attend", kind, bucket] = programs.attend(bucket, kind)
-        wanted["leave", bucket.tokens] = programs.leave(bucket)
-        for ffn in programs.formats:
-            wanted["ffn", ffn, bucket.tokens] = programs.ffn(bucket, ffn)
-    compiled = compile_all(wanted)
     transports = {
         tokens: _transports(programs, Bucket(tokens, 1), transport)
         for tokens in sorted({bucket.tokens for bucket in buckets})
     }
-    return {
-        bucket: AFDExecutables(
-            enter=compiled["enter", bucket],
-            attend={kind: compiled["attend", kind, bucket] for kind in later},
-            leave=compiled["leave", bucket.tokens],
-            ffn={kind: compiled["ffn", kind, bucket.tokens] for kind in programs.formats},
+
+    def bind(bucket: Bucket) -> AFDExecutables:
+        tokens = Bucket(bucket.tokens, 1)
+        return AFDExecutables(
+            enter=compiled[ProgramKey("enter", first, bucket)],
+            attend={kind: compiled[ProgramKey("attend", kind, bucket)] for kind in later},
+            leave=compiled[ProgramKey("leave", None, tokens)],
+            ffn={kind: compiled[ProgramKey("ffn", kind, tokens)] for kind in programs.formats},
             dispatch=transports[bucket.tokens][0],
             combine=transports[bucket.tokens][1],
         )
-        for bucket in buckets
-    }
+
+    return {bucket: bind(bucket) for bucket in buckets}
 
 
 def _transports(
@@ -108,4 +135,4 @@ def colocated_executables(
     programs: ColocatedPrograms, buckets: list[Bucket]
 ) -> dict[Bucket, jax.stages.Compiled | None]:
     """One program a bucket."""
-    return compile_all({bucket: programs.step(bucket) for bucket in buckets})
+    return compile_all(colocated_programs(programs, buckets))

@@ -1,6 +1,7 @@
 """Draws measured spans: a Perfetto trace, an SVG of a few steady steps, and words.
 
-Called by the entry points with the merged spans of all processes (`--timeline DIR`). It knows spans
+Called by the entry points with the merged spans of all processes (`--timeline DIR`), and by
+`plan simulate` with simulated ones. It knows spans
 and nothing of how they came about.
 """
 
@@ -36,12 +37,13 @@ _LABELLED_WIDTH = 13.0
 """Pixels a row's median bar needs for its bars to carry their layer."""
 
 
-def write(directory: str | Path, spans: Sequence[Span]) -> Summary:
+def write(directory: str | Path, spans: Sequence[Span], how: str = "as measured") -> Summary:
     """Writes timeline.perfetto.json, timeline.svg and timeline.json; returns the steady summary.
 
     Args:
       directory: created if it is missing; files of these names are replaced.
       spans: merged spans of all processes.
+      how: what the picture's title says of them.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def write(directory: str | Path, spans: Sequence[Span]) -> Summary:
     raw = {"steady": steady, "whole": summarise(spans), "spans": spans}
     (directory / "timeline.json").write_bytes(msgspec.json.encode(raw))
     (directory / "timeline.perfetto.json").write_bytes(msgspec.json.encode(perfetto(spans)))
-    (directory / "timeline.svg").write_text(svg(spans, steady), encoding="utf-8")
+    (directory / "timeline.svg").write_text(svg(spans, steady, how), encoding="utf-8")
     return steady
 
 
@@ -106,7 +108,7 @@ def _metadata(kind: str, pid: int, tid: int, **args: object) -> dict[str, object
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def svg(spans: Sequence[Span], summary: Summary) -> str:
+def svg(spans: Sequence[Span], summary: Summary, how: str = "as measured") -> str:
     """A picture of the summary's window: a row a side and link direction, colour by lane."""
     begin, finish = summary.start_ns, max(summary.end_ns, summary.start_ns + 1)
     shown = [span for span in spans if span.end_ns > begin and span.start_ns < finish]
@@ -116,7 +118,7 @@ def svg(spans: Sequence[Span], summary: Summary) -> str:
     tops = [_TOP + sum(heights[:row]) + _GAP * row for row in range(len(_ROWS))]
     bottom = tops[-1] + heights[-1]
 
-    parts = [_header(bottom + 64), *_legend(summary, lanes)]
+    parts = [_header(bottom + 64), *_legend(summary, lanes, how)]
     for (stage, label), top, height in zip(_ROWS, tops, heights, strict=True):
         parts += _track(label, summary.stages[stage], top, height)
     parts += _axis((finish - begin) / 1e6, bottom)
@@ -140,10 +142,10 @@ def _header(height: int) -> str:
     )
 
 
-def _legend(summary: Summary, lanes: Sequence[int]) -> list[str]:
+def _legend(summary: Summary, lanes: Sequence[int], how: str) -> list[str]:
     title = (
         f"{_count(summary.steps, 'step')} on {_count(summary.lanes, 'lane')} in "
-        f"{_duration(summary.milliseconds)}, as measured"
+        f"{_duration(summary.milliseconds)}, {how}"
     )
     fractions = (
         f"attention {summary.attention_busy:.1%} busy · ffn {summary.ffn_busy:.1%} busy · "
