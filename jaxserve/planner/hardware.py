@@ -44,6 +44,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """GB/s of a host, one way, over all its network cards."""
     sources: dict[str, str]
     """Where each figure is from."""
+    device_kinds: list[str] = []
+    """What JAX calls such devices."""
+    jax_devices: Count = 1
+    """How many devices JAX makes of one: TPU v7x has two cores a chip."""
 
     def flops(self, number_format: str) -> float:
         """FLOP/s of matrices in this format; without hardware for it, at the rate of BF16."""

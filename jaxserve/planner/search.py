@@ -300,20 +300,33 @@ class Searcher:
 
     def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, Stage]:
         calculator = self._calculator
-        assumed = calculator.assumed
         a, f = self._attention[layout.attention], self._ffn[layout.ffn]
-        joined = layout.attention == layout.ffn and layout.devices <= a.link_devices
-        bandwidth = (a.link, f.link) if joined else (a.network, f.network)
         tokens = layout.dp * batch
-        copies = -(-layout.ffn_devices // f.link_devices) if assumed.broadcast else 1
-        rows = copies * batch / layout.tp, copies * tokens / layout.ffn_devices
+        dispatch, combine = crossings(calculator, layout, a, f, batch)
         return {
-            "dispatch": calculator.cross(bandwidth, *rows, calculator.dispatch_bytes()),
+            "dispatch": dispatch,
             "ffn": calculator.ffn(group, f, tokens, layout.ep, layout.ffn_tp).stage(
-                assumed.overlap
+                calculator.assumed.overlap
             ),
-            "combine": calculator.cross(bandwidth, *rows, calculator.combine_bytes()),
+            "combine": combine,
         }
+
+
+def crossings(
+    calculator: Calculator, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
+) -> tuple[Stage, Stage]:
+    """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles."""
+    joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
+    bandwidth = (attention.link, ffn.link) if joined else (attention.network, ffn.network)
+    copies = -(-layout.ffn_devices // ffn.link_devices) if calculator.assumed.broadcast else 1
+    rows = copies * batch / layout.tp, copies * layout.dp * batch / layout.ffn_devices
+    there = calculator.cross(bandwidth, *rows, calculator.dispatch_bytes())
+    back = calculator.cross(bandwidth, *rows, calculator.combine_bytes())
+    correct = calculator.measured.correct
+    return (
+        Stage(correct("dispatch", attention.name, there.seconds), there.bound),
+        Stage(correct("combine", ffn.name, back.seconds), back.bound),
+    )
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:

@@ -1,14 +1,17 @@
 """How long the stages of a layer take, and what a device holds: rooflines of this engine's layouts.
 
-Called by `search.py`. Times are of one lane and one layer. A kernel takes as long as its bytes or
-its FLOPs, whichever is longer, at the shares of the peak in `Assumptions`; a stage has a constant
-on top. Nothing here knows of instances, prices or targets.
+Called by `search.py` and `stage_times.py`. Times are of one lane and one layer. A kernel takes as
+long as its bytes or its FLOPs, whichever is longer, at the shares of the peak in `Assumptions`; a
+stage has a constant on top. Nothing here knows of instances, prices or targets.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
+from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.cost import attention_flops
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
@@ -108,8 +111,10 @@ class Calculator(NamedTuple):
     """Mean tokens of a running sequence."""
     formats: Formats
     assumed: Assumptions
+    measured: Calibration = NOTHING
+    """What was measured of the stages, which corrects the rooflines."""
 
-    def _work(self, hardware: Hardware, kernels: list[tuple[float, float, str]]) -> Stage:
+    def _work(self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]) -> Stage:
         """Kernels of (bytes, FLOPs, format), one after the other, and the stage's constant."""
         parts = {"overhead": self.assumed.stage_seconds, "memory": 0.0, "compute": 0.0}
         for size, flops, number_format in kernels:
@@ -120,25 +125,60 @@ class Calculator(NamedTuple):
 
     def attend(self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int) -> Stage:
         """A layer's attention: `batch` sequences of a DP group over `tp` devices."""
+        seen = self._cached_tokens(group)
+        read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
+        stage = self._work(hardware, self._attend_kernels(group, tp, batch, read, batch * seen))
+        seconds, bound = stage
+        if tp > 1:
+            moving = self._sum_over(hardware, tp, batch)
+            seconds, bound = seconds + moving, "network" if moving > seconds else bound
+        return Stage(self.measured.correct("attend", hardware.name, seconds), bound)
+
+    def attend_seconds(
+        self,
+        group: AttentionLayers,
+        hardware: Hardware,
+        tp: int,
+        tokens: Any,
+        read: Any,
+        pairs: Any,
+    ) -> Any:
+        """`attend` of many DP groups with batches of their own.
+
+        Args:
+          tokens: NumPy array, one entry a DP group: rows of the batch.
+          read: cached tokens that are read; of lightning attention, states read and written.
+          pairs: a query's token with a token that it attends to, all of them.
+        """
+        seconds = self.assumed.stage_seconds
+        for size, flops, number_format in self._attend_kernels(group, tp, tokens, read, pairs):
+            reading = size / hardware.bandwidth / self.assumed.memory
+            computing = flops / hardware.flops(number_format) / self.assumed.compute
+            seconds = seconds + np.maximum(reading, computing)
+        if tp > 1:
+            seconds = seconds + self._sum_over(hardware, tp, tokens)
+        return self.measured.correct("attend", hardware.name, seconds)
+
+    def _attend_kernels(
+        self, group: AttentionLayers, tp: int, tokens: Any, read: Any, pairs: Any
+    ) -> list[tuple[Any, Any, str]]:
+        """Attention and the linear maps, as (bytes, FLOPs, format); `tokens` and so on are numbers
+        or arrays."""
         split, whole = group.split_parameters(self.model.d_model)
-        parameters = split / tp + whole
-        weights = self._linear_bytes(group, tp)
-        cache = batch * self.cache_row(group, tp) * self._cached_tokens(group)
-        if group.kind == "lightning":  # the state is read and written
-            cache *= 2
-        stage = self._work(
-            hardware,
-            [
-                (cache, batch * attention_flops(group, self.context) / tp, self.formats.attention),
-                (weights, 2 * batch * parameters, self.formats.linear),
-            ],
-        )
-        if tp == 1:
-            return stage
-        rows = 2 * (tp - 1) / tp * batch * self.model.d_model * 2
-        moving = self.assumed.collective_seconds + self._over(rows, hardware.link)
-        seconds = stage.seconds + moving
-        return Stage(seconds, "network" if moving > stage.seconds else stage.bound)
+        flops = attention_flops(group, 1) / tp
+        return [
+            (self.cache_row(group, tp) * read, flops * pairs, self.formats.attention),
+            (
+                self._linear_bytes(group, tp),
+                2 * tokens * (split / tp + whole),
+                self.formats.linear,
+            ),
+        ]
+
+    def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
+        """Seconds to sum the output's rows over the devices of a DP group."""
+        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * 2
+        return self.assumed.collective_seconds + self._over(rows, hardware.link)
 
     def cross(
         self, bandwidths: tuple[float, float], sent: float, received: float, row_bytes: float
@@ -156,8 +196,20 @@ class Calculator(NamedTuple):
         latency = self.assumed.crossing_seconds
         return Stage(latency + moving, "network" if moving > latency else "overhead")
 
-    def ffn(self, group: FFNLayers, hardware: Hardware, tokens: int, ep: int, tp: int) -> FFNStage:
-        """A layer's FFN over `ep` × `tp` devices; the dense part is cut over all of them."""
+    def ffn(
+        self,
+        group: FFNLayers,
+        hardware: Hardware,
+        tokens: int,
+        ep: int,
+        tp: int,
+        busiest: float | None = None,
+    ) -> FFNStage:
+        """A layer's FFN over `ep` × `tp` devices; the dense part is cut over all of them.
+
+        Args:
+          busiest: tokens of the busiest device over the mean; None: `Assumptions.imbalance`.
+        """
         d_model, devices = self.model.d_model, ep * tp
         size = SIZE[self.formats.weights]
         read, flops = 0.0, 0.0
@@ -165,7 +217,8 @@ class Calculator(NamedTuple):
             held = -(-group.experts // ep)
             met = held * (1 - (1 - group.top_k / group.experts) ** tokens)
             expert = 3 * d_model * group.expert_d_ff / tp
-            busiest = self.assumed.imbalance if ep > 1 else 1.0
+            if busiest is None:
+                busiest = self.assumed.imbalance if ep > 1 else 1.0
             rows = busiest * tokens * group.top_k * held / group.experts
             read += met * expert * size
             flops += 2 * rows * expert
@@ -173,6 +226,7 @@ class Calculator(NamedTuple):
         read += shared * size
         flops += 2 * tokens * shared
         work = self._work(hardware, [(read, flops, self.formats.linear)])
+        work = Stage(self.measured.correct("ffn", hardware.name, work.seconds), work.bound)
         there, back = self._collectives(group, hardware, tokens, ep, tp)
         return FFNStage(there, work, back)
 
@@ -266,7 +320,7 @@ class Calculator(NamedTuple):
             total += group.layers * 3 * self.model.d_model * width
         return total * SIZE[self.formats.weights]
 
-    def _over(self, size: float, bandwidth: float) -> float:
+    def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network
 
 

@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.pipeline.timeline import Span
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.measurements import (
+    calibration,
+    hardware_of,
+    joined,
+    predicted,
+    read_calibration,
+    read_measurements,
+    read_spans,
+    steady_spans,
+)
+from jaxserve.planner.models import load_model
+from jaxserve.planner.stages import Assumptions, Calculator, Formats
+
+ATTEND = {
+    "device_kind": "NVIDIA H200",
+    "op": "attend",
+    "model": "step3",
+    "batch": 64,
+    "context": 8192,
+    "format": "fp8",
+    "seconds": 150e-6,
+}
+
+
+def write(path: Path, *points: dict) -> Path:
+    path.write_text(json.dumps(points), encoding="utf-8")
+    return path
+
+
+def test_the_form_that_a_bench_writes(tmp_path):
+    (found,) = read_measurements(write(tmp_path / "bench.json", ATTEND))
+    assert (found.op, found.batch, found.seconds) == ("attend", 64, 150e-6)
+    assert (found.dp, found.tp, found.ep, found.ffn_tp) == (1, 1, 1, 1)
+    hardware, seconds = predicted(found)
+    assert hardware == load_hardware("h200")
+    step3 = Calculator(load_model("step3"), 8192, Formats(), Assumptions())
+    assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
+
+
+@pytest.mark.parametrize("op", ["attend", "dispatch", "ffn", "combine"])
+def test_every_stage_can_be_predicted(tmp_path, op):
+    (found,) = read_measurements(write(tmp_path / "a.json", {**ATTEND, "op": op, "dp": 2, "ep": 2}))
+    assert predicted(found)[1] > 0
+
+
+def test_later_measurements_of_the_same_replace_earlier_ones(tmp_path):
+    old = read_measurements(write(tmp_path / "old.json", ATTEND, {**ATTEND, "batch": 8}))
+    new = read_measurements(write(tmp_path / "new.json", {**ATTEND, "seconds": 1.0}))
+    assert [(one.batch, one.seconds) for one in joined([old, new])] == [(64, 1.0), (8, 150e-6)]
+
+
+def test_a_calibrated_prediction_is_the_measurement(tmp_path):
+    points = [ATTEND, {**ATTEND, "context": 32768, "seconds": 300e-6}]
+    path = write(tmp_path / "bench.json", *points)
+    found = read_calibration(path)
+    for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
+        hardware, _ = predicted(point)
+        model = load_model("step3")
+        formats = Formats(dispatch="bfloat16")
+        corrected = Calculator(model, point.context, formats, Assumptions(), found)
+        seconds = corrected.attend(model.attention[0], hardware, 64, 1).seconds
+        assert seconds == pytest.approx(measured)
+        other = corrected.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
+        plain = corrected._replace(measured=calibration([]))
+        assert other == plain.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
+
+
+def test_without_a_file_nothing_is_corrected():
+    assert read_calibration(None).fits == {}
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ({"seconds": 0.0}, r"\[0\].seconds = 0.0 is not above 0"),
+        ({"op": "gemm"}, r"Invalid enum value 'gemm'"),
+        ({"speed": 3}, "unknown field `speed`"),
+        ({"batch": -1}, r"\[0\].batch = -1"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, point, message):
+    with pytest.raises(ConfigError, match=message):
+        read_measurements(write(tmp_path / "bench.json", {**ATTEND, **point}))
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_measurements(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"timeline.json: No such file"):
+        read_spans(tmp_path)
+    (tmp_path / "timeline.json").write_text('{"spans": []}')
+    with pytest.raises(ConfigError, match="no spans"):
+        read_spans(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("TPU v6 lite", "v6e"), ("TPU7x", "v7x"), ("NVIDIA H200", "h200"), ("H20", "h20")],
+)
+def test_hardware_by_what_jax_calls_it(kind, name):
+    assert hardware_of(kind) == load_hardware(name)
+
+
+def test_hardware_that_nobody_knows():
+    with pytest.raises(ConfigError, match=r"hardware 'TPU v9' is not known.* Known: 910b, a800"):
+        hardware_of("TPU v9")
+
+
+def test_the_first_and_the_last_step_are_not_typical():
+    spans = [
+        Span("attend", 0, 0, step, at, at + 10, 0, at)
+        for step, at in enumerate((0, 1000, 1020, 1040, 1060, 5000))
+    ]
+    assert {span.step for span in steady_spans(spans)} <= {1, 2, 3, 4}
