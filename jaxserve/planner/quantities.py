@@ -2,30 +2,33 @@
 
 import re
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.calibration import StageName
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stages import Assumptions
 
 
-def seconds(text: str) -> float:
-    """`50ms`, `0.05s`; a bare number is milliseconds.
+def seconds(text: str, option: str = "--tpot") -> float:
+    """`50ms`, `200us`, `0.05s`; a bare number is milliseconds.
 
     Raises:
       ConfigError: it is something else, or not above 0.
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(ms|us|s|)\s*", text)
     try:
-        value = float(match[1]) * (1.0 if match[2] == "s" else 1e-3) if match else 0.0
+        value = float(match[1]) * {"s": 1.0, "us": 1e-6}.get(match[2], 1e-3) if match else 0.0
     except ValueError:
         value = 0.0
     if value <= 0:
-        raise ConfigError(f"--tpot {text!r}: expected a time above 0, as in 50ms")
+        raise ConfigError(f"{option} {text!r}: expected a time above 0, as in 50ms")
     return value
 
 
-def tokens(text: str) -> int:
+def tokens(text: str, option: str = "--context") -> int:
     """`8192`, `8K` (8 × 1024).
 
     Raises:
@@ -34,7 +37,7 @@ def tokens(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+)\s*([kK]?)\s*", text)
     value = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if not 0 < value <= 2**24:
-        raise ConfigError(f"--context {text!r}: expected a number of tokens, as in 8192 or 8K")
+        raise ConfigError(f"{option} {text!r}: expected a number of tokens, as in 8192 or 8K")
     return value
 
 
@@ -55,6 +58,42 @@ def prices(items: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"--price {item!r}: expected name=USD an hour, as in h100=1.9")
         found[name.strip().lower()] = price
     return found
+
+
+def jitter(items: Sequence[str], stall: str) -> Jitter:
+    """`0.05` for every stage, `combine=0.3` for one; a stall as `0.001:1ms`.
+
+    Raises:
+      ConfigError: an unknown stage, a spread that is not in [0, 10], or no such stall.
+    """
+    spread: dict[StageName, float] = {}
+    names = get_args(StageName)
+    for item in items:
+        name, equals, text = item.rpartition("=")
+        value = _number(text)
+        if (equals and name not in names) or value is None or not 0 <= value <= 10:
+            raise ConfigError(
+                f"--jitter {item!r}: expected a spread from 0 to 10, of all stages or of one of "
+                f"{', '.join(names)}, as in 0.05 or combine=0.3"
+            )
+        for stage in (name,) if equals else names:
+            spread[stage] = value
+    if not stall:
+        return Jitter(spread=spread)
+    probability, colon, duration = stall.partition(":")
+    chance = _number(probability)
+    if not colon or chance is None or not 0 <= chance <= 1:
+        raise ConfigError(f"--stall {stall!r}: expected probability:time, as in 0.001:1ms")
+    return Jitter(
+        spread=spread, stall_probability=chance, stall_seconds=seconds(duration, "--stall")
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 PAPER = Assumptions(overlap=1.0, broadcast=True)

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from jaxserve.planner.tables import Cell, Table
+
+
+def json_text(tree: object) -> str:
+    """What `--json` prints."""
+    return msgspec.json.format(msgspec.json.encode(tree)).decode()
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,300 @@
+"""When every stage of every lane runs, device by device: the clockwork of a simulation.
+
+Called by `simulate.py`. `Disaggregated` follows the order of `pipeline/schedule.py`, in which the
+driver enqueues, so no event queue is needed: a stage starts when its input is there, its devices
+are free (they work in the order of enqueueing) and the host has enqueued it. A lane here is any
+lane of any domain; lane i belongs to domain i mod domains.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxserve.pipeline.schedule import Rotation
+from jaxserve.pipeline.timeline import Span, Stage
+from jaxserve.planner.calibration import StageName
+from jaxserve.planner.stage_times import StepTimes
+
+LinkMode = Literal["duplex", "shared", "sender"]
+"""`duplex`: each direction is a link of its own; `shared`: both directions take turns; `sender`: a
+message keeps its sender busy until it has arrived."""
+
+Disturb = Callable[[StageName, np.ndarray], np.ndarray]
+"""Seconds of a stage on devices of their own → the same with noise."""
+
+Note = Callable[[Span], None]
+
+
+class Busy(NamedTuple):
+    """Seconds so far, of the mean device of a role or direction; attention of the mean domain."""
+
+    attention: float
+    ffn: float
+    dispatch: float
+    combine: float
+
+
+class _Lane:
+    """Where a lane stands; arrays have an entry a DP group."""
+
+    def __init__(self, groups: int):
+        self.times: StepTimes
+        self.number = 0
+        self.ready = np.zeros(groups)
+        """When the attention devices have what they need, or have sent it."""
+        self.on_ffn = 0.0
+        """When the ffn role has what it needs, or has its result."""
+
+
+class Disaggregated:
+    """Attention and FFN on submeshes of their own.
+
+    Args:
+      layers, lanes, groups: of the model, of a domain, DP groups of a domain.
+      domains: attention meshes, served by one ffn mesh.
+      note: gets every stage as a span, from the first device's start to the last one's end.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        lanes: int,
+        groups: int,
+        domains: int = 1,
+        link: LinkMode = "duplex",
+        disturb: Disturb = lambda stage, seconds: seconds,
+        note: Note | None = None,
+    ):
+        self._layers, self._domains, self._link = layers, domains, link
+        self._disturb, self._note = disturb, note
+        self._rotation = Rotation(layers, lanes * domains)
+        self._lanes = [_Lane(groups) for _ in range(lanes * domains)]
+        self._attention_free = [np.zeros(groups) for _ in range(domains)]
+        self._link_free = [[np.zeros(groups) for _ in range(domains)] for _ in range(2)]
+        self._side_free = [0.0, 0.0]  # the ffn role's end of the link, by direction
+        self._ffn_free = 0.0
+        self._busy = np.zeros(4)
+
+    @property
+    def active(self) -> bool:
+        """Whether a lane is inside a step."""
+        return bool(self._rotation.active)
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        """Lanes that could begin a step."""
+        inside = set(self._rotation.active)
+        return [lane for lane in range(len(self._lanes)) if lane not in inside]
+
+    @property
+    def busy(self) -> Busy:
+        """What was done so far."""
+        return Busy(*map(float, self._busy))
+
+    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
+        """A step enters at `now`, the host's time."""
+        self._rotation.begin(lane)
+        state = self._lanes[lane]
+        state.times, state.number = times, number
+        state.ready = np.maximum(state.ready, now)
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs on until a lane leaves: (lane, when its last device had sampled).
+
+        Args:
+          now: the host's time, at which all of it is enqueued.
+        """
+        runs: dict[str, Callable[[int, int, float], float]] = {
+            "attend": self._attend,
+            "dispatch": self._dispatch,
+            "ffn": self._ffn,
+            "combine": self._combine,
+            "leave": self._leave,
+        }
+        for turn in self._rotation.turns:
+            for stage in turn:
+                end = runs[stage.name](stage.lane, stage.layer, now)
+            if stage.name == "leave":
+                return stage.lane, end
+        raise AssertionError("the rotation has no end")
+
+    def _attend(self, index: int, layer: int, now: float) -> float:
+        lane, domain = self._lanes[index], index % self._domains
+        start = np.maximum(np.maximum(lane.ready, self._attention_free[domain]), now)
+        seconds = self._disturb("attend", lane.times.attend[layer])
+        return self._on_attention(lane, index, layer, start, seconds)
+
+    def _leave(self, index: int, layer: int, now: float) -> float:
+        lane, domain = self._lanes[index], index % self._domains
+        start = np.maximum(np.maximum(lane.ready, self._attention_free[domain]), now)
+        return self._on_attention(lane, index, layer, start, np.full_like(start, lane.times.leave))
+
+    def _on_attention(
+        self, lane: _Lane, index: int, layer: int, start: np.ndarray, seconds: np.ndarray
+    ) -> float:
+        end = start + seconds
+        self._attention_free[index % self._domains] = end
+        lane.ready = end
+        self._busy[0] += seconds.mean() / self._domains
+        return self._span("attend", index, layer, float(start.min()), float(end.max()))
+
+    def _dispatch(self, index: int, layer: int, now: float) -> float:
+        lane, domain = self._lanes[index], index % self._domains
+        free = self._link_free[0]
+        start = lane.ready if self._link == "sender" else np.maximum(lane.ready, free[domain])
+        seconds = self._disturb("dispatch", np.full_like(start, lane.times.dispatch))
+        end = start + seconds
+        self._taken(0, domain, end)
+        if self._link == "sender":
+            self._attention_free[domain] = end
+        # The ffn role takes one message at a time in; it arrives with its last device's part.
+        side = self._side_free[0] + lane.times.dispatch if self._domains > 1 else 0.0
+        arrived = max(float(end.max()), side)
+        self._side_free[0] = arrived
+        lane.ready = end
+        lane.on_ffn = arrived
+        self._busy[2] += seconds.mean()
+        return self._span("dispatch", index, layer, float(start.min()), arrived)
+
+    def _ffn(self, index: int, layer: int, now: float) -> float:
+        lane = self._lanes[index]
+        start = max(lane.on_ffn, self._ffn_free, now)
+        seconds = float(self._disturb("ffn", np.array([lane.times.ffn[layer]]))[0])
+        self._ffn_free = lane.on_ffn = start + seconds
+        self._busy[1] += seconds
+        return self._span("ffn", index, layer, start, self._ffn_free)
+
+    def _combine(self, index: int, layer: int, now: float) -> float:
+        lane, domain = self._lanes[index], index % self._domains
+        free = self._link_free[1]
+        start = np.full_like(lane.ready, lane.on_ffn)
+        if self._link == "sender":
+            start = np.maximum(start, self._ffn_free)
+        else:
+            start = np.maximum(start, free[domain])
+        if self._domains > 1:
+            start = np.maximum(start, self._side_free[1])
+            self._side_free[1] = float(start.max()) + lane.times.combine
+        seconds = self._disturb("combine", np.full_like(start, lane.times.combine))
+        end = start + seconds
+        self._taken(1, domain, end)
+        if self._link == "sender":
+            self._ffn_free = float(end.max())
+        lane.ready = end
+        self._busy[3] += seconds.mean()
+        return self._span("combine", index, layer, float(start.min()), float(end.max()))
+
+    def _taken(self, direction: int, domain: int, end: np.ndarray) -> None:
+        for other in (0, 1) if self._link == "shared" else (direction,):
+            self._link_free[other][domain] = end
+
+    def _span(self, stage: Stage, lane: int, layer: int, start: float, end: float) -> float:
+        if self._note is not None:
+            number = self._lanes[lane].number
+            side = self._domains if stage in ("dispatch", "ffn") else lane % self._domains
+            begin = round(start * 1e9)
+            self._note(Span(stage, lane, layer, number, begin, round(end * 1e9), side, begin))
+        return end
+
+
+class Seen(NamedTuple):
+    """How long a collective takes as a device sees it, waiting for the others included."""
+
+    mean: float
+    least: float
+    most: float
+
+
+class Colocated:
+    """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
+    that wait for the last device.
+
+    Args:
+      layers, lanes, groups, disturb, note: as of `Disaggregated`; experts are divided over the DP
+        groups, and each disturbs its ffn stage by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        lanes: int,
+        groups: int,
+        disturb: Disturb = lambda stage, seconds: seconds,
+        note: Note | None = None,
+    ):
+        self._layers, self._disturb, self._note = layers, disturb, note
+        self._free = np.zeros(groups)
+        self._begun: list[tuple[int, int, StepTimes]] = []
+        self._all_lanes = range(lanes)
+        self._busy = np.zeros(4)
+        self._seen: dict[Stage, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
+
+    @property
+    def active(self) -> bool:
+        """Whether a step waits."""
+        return bool(self._begun)
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        """Lanes that could begin a step."""
+        begun = {lane for lane, _, _ in self._begun}
+        return [lane for lane in self._all_lanes if lane not in begun]
+
+    @property
+    def busy(self) -> Busy:
+        """What was done so far; of collectives the part without waiting."""
+        return Busy(*map(float, self._busy))
+
+    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
+        """A step enters."""
+        self._begun.append((lane, number, times))
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs the step that waited longest: (lane, when its last device had sampled)."""
+        lane, number, times = self._begun.pop(0)
+        at = np.maximum(self._free, now)
+        for layer in range(self._layers):
+            at = self._work("attend", lane, number, layer, at, times.attend[layer])
+            at = self._exchange("dispatch", lane, number, layer, at, times.dispatch)
+            at = self._work("ffn", lane, number, layer, at, np.full_like(at, times.ffn[layer]))
+            at = self._exchange("combine", lane, number, layer, at, times.combine)
+        at = at + times.leave
+        self._busy[0] += times.leave
+        self._free = at
+        self._tell("attend", lane, number, self._layers, at - times.leave, at)
+        return lane, float(at.max())
+
+    def seen(self, stage: Stage) -> Seen:
+        """Of a collective, over all layers, steps and devices."""
+        means, least, most = zip(*self._seen[stage], strict=True)
+        return Seen(float(np.mean(means)), min(least), max(most))
+
+    def _work(
+        self, stage: StageName, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
+    ) -> np.ndarray:
+        seconds = self._disturb(stage, work)
+        self._busy[0 if stage == "attend" else 1] += seconds.mean()
+        self._tell(stage, lane, number, layer, at, at + seconds)
+        return at + seconds
+
+    def _exchange(
+        self, stage: StageName, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
+    ) -> np.ndarray:
+        moving = self._disturb(stage, np.full_like(at, seconds))
+        end = np.full_like(at, (at + moving).max())
+        waited = end - at
+        self._seen[stage].append((float(waited.mean()), float(waited.min()), float(waited.max())))
+        self._busy[2 if stage == "dispatch" else 3] += seconds
+        self._tell(stage, lane, number, layer, at, end)
+        return end
+
+    def _tell(
+        self, stage: Stage, lane: int, number: int, layer: int, at: np.ndarray, end: np.ndarray
+    ) -> None:
+        if self._note is not None:
+            begin = round(float(at.min()) * 1e9)
+            last = round(float(end.max()) * 1e9)
+            self._note(Span(stage, lane, layer, number, begin, last, 0, begin))

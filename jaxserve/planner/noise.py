@@ -1,0 +1,89 @@
+"""What is not the same every time: durations, lengths, arrivals, and how experts are chosen.
+
+Called by `simulate.py` and `stage_times.py`. Everything is drawn from one seeded generator.
+"""
+
+import msgspec
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.calibration import StageName
+
+
+class Jitter(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage's duration over its undisturbed one: lognormal with mean 1, and rare stalls."""
+
+    spread: dict[StageName, float] = {}
+    """Standard deviation over the mean, by stage."""
+    stall_probability: float = 0.0
+    """Of every stage and device."""
+    stall_seconds: float = 0.0
+
+    def draw(
+        self, random: np.random.Generator, stage: StageName, seconds: np.ndarray
+    ) -> np.ndarray:
+        """Durations of `seconds`, disturbed; each entry is a device of its own."""
+        sigma = self.spread.get(stage, 0.0)
+        if sigma:
+            variance = np.log1p(sigma * sigma)
+            seconds = seconds * random.lognormal(-variance / 2, variance**0.5, seconds.shape)
+        if self.stall_probability:
+            stalls = random.random(seconds.shape) < self.stall_probability
+            seconds = seconds + self.stall_seconds * stalls
+        return seconds
+
+
+class ExpertLoads:
+    """How many tokens the busiest ffn device gets, over the mean.
+
+    Every layer's experts have a popularity of their own, lognormal with this spread, drawn once;
+    every step's choices are drawn from it.
+
+    Args:
+      ranks: devices that the experts are divided over (ep).
+      skew: standard deviation of the popularity over its mean; 0: all alike, chance alone decides.
+    """
+
+    def __init__(
+        self,
+        random: np.random.Generator,
+        *,
+        layers: int,
+        experts: int,
+        top_k: int,
+        ranks: int,
+        skew: float,
+    ):
+        if experts % ranks:
+            raise ConfigError(f"{experts} experts do not divide over ep = {ranks}")
+        variance = np.log1p(skew * skew)
+        weights = random.lognormal(0.0, variance**0.5, (layers, experts))
+        self._popularity = weights / weights.sum(axis=1, keepdims=True)
+        self._random, self._top_k, self._ranks = random, top_k, ranks
+
+    def busiest(self, layer: int, tokens: int) -> float:
+        """Of one step of `tokens` tokens."""
+        counts = self._random.multinomial(tokens * self._top_k, self._popularity[layer])
+        loads = counts.reshape(self._ranks, -1).sum(axis=1)
+        return float(loads.max() / max(loads.mean(), 1e-9))
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of prompts and outputs: lognormal around a mean."""
+
+    prompt: int
+    output: int
+    spread: float = 0.0
+    """Standard deviation over the mean, of both."""
+    longest: int
+    """Prompt and output together are cut to this."""
+
+    def draw(self, random: np.random.Generator) -> tuple[int, int]:
+        """(prompt, output) of one request, at least one token each."""
+        prompt, output = float(self.prompt), float(self.output)
+        if self.spread:
+            variance = np.log1p(self.spread**2)
+            factors = random.lognormal(-variance / 2, variance**0.5, 2)
+            prompt, output = prompt * factors[0], output * factors[1]
+        p = min(max(1, round(prompt)), self.longest - 1)
+        return p, min(max(1, round(output)), self.longest - p)

@@ -1,0 +1,140 @@
+"""A deployment on hardware, ready to be simulated or predicted.
+
+Called by `plan.py simulate`, `calibrate`, `verify` and by `paper_systems.py`. It turns the keys of
+`config/deployment.py` into the planner's words.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.planner.calibration import NOTHING, Calibration
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.models import CostModel, load_model, model_config
+from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.search import Layout, Mode
+from jaxserve.planner.stage_times import Rooflines
+from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
+
+
+class Roles(NamedTuple):
+    """The hardware of both roles, with the names by which it was asked for."""
+
+    attention: Hardware
+    ffn: Hardware
+    names: tuple[str, str]
+
+
+class Scenario(NamedTuple):
+    """A deployment with everything that its predictions take."""
+
+    deployment: Deployment
+    layout: Layout
+    attention: Calculator
+    ffn: Calculator
+    roles: Roles
+
+    def rooflines(
+        self, *, seed: int = 0, skew: float | None = None, extra: float = 0.0
+    ) -> Rooflines:
+        """Its stage times.
+
+        Args:
+          skew: of the experts' popularity (`ExpertLoads`); None: `Assumptions.imbalance`.
+          extra: seconds on top of every step.
+        """
+        model, loads = self.ffn.model, None
+        moe = model.moe
+        if skew is not None and moe is not None and self.layout.ep > 1:
+            loads = ExpertLoads(
+                np.random.default_rng(seed),
+                layers=model.layers,
+                experts=moe.experts,
+                top_k=moe.top_k,
+                ranks=self.layout.ep,
+                skew=skew,
+            )
+        hardware = self.roles.attention, self.roles.ffn
+        return Rooflines(self.layout, self.attention, self.ffn, hardware, loads, extra)
+
+
+def scenario(
+    deployment: Deployment,
+    model: CostModel,
+    stored: str,
+    roles: Roles,
+    context: int,
+    assumed: Assumptions,
+    measured: Calibration = NOTHING,
+) -> Scenario:
+    """Everything about a deployment.
+
+    Args:
+      stored: format of the checkpoint's matrices, which `weights: auto` takes over.
+      context: mean tokens of a sequence, for predictions that are not given lengths.
+
+    Raises:
+      ConfigError: it has a number format that the planner does not know.
+    """
+    broadcast = deployment.link.route == "broadcast" and deployment.mode == "afd"
+    assumed = msgspec.structs.replace(assumed, broadcast=broadcast or assumed.broadcast)
+
+    def calculator(weights: str) -> Calculator:
+        formats = Formats(
+            weights=_format("weights", _weights(weights, stored, deployment)),
+            cache=_format("cache.format", deployment.cache_format),
+            dispatch=_format("link.dispatch", deployment.dispatch_format),
+        )
+        return Calculator(model, context, formats, assumed, measured)
+
+    return Scenario(
+        deployment,
+        layout_of(deployment, roles.names),
+        calculator(deployment.attention.weights),
+        calculator(deployment.ffn.weights),
+        roles,
+    )
+
+
+def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
+    """The deployment's sharding in the planner's words."""
+    a, f = deployment.attention, deployment.ffn
+    colocated = deployment.mode == "colocated"
+    mode: Mode = "afd" if not colocated else "tp" if a.dp == 1 else "ep"
+    return Layout(
+        mode=mode,
+        attention=names[0],
+        ffn=names[1],
+        dp=a.dp,
+        tp=a.tp,
+        ep=a.dp if colocated else f.ep,
+        ffn_tp=a.tp if colocated else f.tp,
+        lanes=deployment.lanes,
+    )
+
+
+def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, str]:
+    """The deployment's model, and the format of its matrices in the checkpoint.
+
+    Raises:
+      ConfigError: its folder has no description.
+    """
+    config = model_config(Path(deployment.model))
+    return load_model(deployment.model, configs), config.stored if config else "plain"
+
+
+def _weights(wanted: str, stored: str, deployment: Deployment) -> str:
+    if wanted != "auto":
+        return wanted
+    return {"plain": deployment.dtype, "fp8_block": "fp8"}.get(stored, stored)
+
+
+def _format(key: str, name: str) -> Format:
+    formats: dict[str, Format] = {"bfloat16": "bfloat16", "fp8": "fp8", "int8": "int8"}
+    if name not in formats:
+        raise ConfigError(f"{key}: the planner knows {', '.join(formats)}, not {name}")
+    return formats[name]

@@ -1,0 +1,179 @@
+"""How long every stage of a step takes, for the batch that the scheduler put together.
+
+Called by `simulate.py`. `Rooflines` works times out from a deployment and its hardware, `Given`
+repeats those of a paper. Times are of an undisturbed device; noise comes in `noise.py`.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.models import CostModel, FFNLayers
+from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.search import Layout, crossings
+from jaxserve.planner.stages import Calculator, FFNStage
+
+
+class Rows(NamedTuple):
+    """The sequences of one step: NumPy arrays of the same length, an entry a sequence."""
+
+    groups: int
+    """DP groups of the domain."""
+    group: np.ndarray
+    tokens: np.ndarray
+    """Tokens of this step."""
+    length: np.ndarray
+    """Tokens in the cache after it."""
+    padded: int
+    """Tokens of every DP group's message."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one lane's step. Arrays have an entry a DP group."""
+
+    attend: list[np.ndarray]
+    """A layer each."""
+    dispatch: float
+    ffn: list[float]
+    """A layer each. In a colocated deployment the work alone."""
+    combine: float
+    leave: float
+    """Head and sampling."""
+
+
+class StageTimes(Protocol):
+    """What a simulation asks."""
+
+    layers: int
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The times of a step with these sequences."""
+        ...
+
+
+class Given:
+    """The same times whatever the batch: a paper's, or a formula's.
+
+    Args:
+      groups: DP groups of a domain.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        groups: int,
+        attend: float,
+        dispatch: float,
+        ffn: float,
+        combine: float,
+        leave: float = 0.0,
+    ):
+        self.layers = layers
+        self._times = StepTimes(
+            [np.full(groups, attend)] * layers, dispatch, [ffn] * layers, combine, leave
+        )
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The given ones."""
+        return self._times
+
+
+class Rooflines:
+    """Times of a layout on hardware.
+
+    Args:
+      attention, ffn: calculators of the two roles, which may have formats of their own. Their
+        `context` is not looked at: every sequence has its length.
+      experts: how unevenly tokens fall on the ffn devices; None: `Assumptions.imbalance`.
+      extra: seconds on top of every step's head (the scheduler's gap, multi-token prediction).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        attention: Calculator,
+        ffn: Calculator,
+        hardware: tuple[Hardware, Hardware],
+        experts: ExpertLoads | None = None,
+        extra: float = 0.0,
+    ):
+        self.layers = attention.model.layers
+        self._layout, self._attention, self._ffn = layout, attention, ffn
+        self._on_attention, self._on_ffn = hardware
+        self._experts, self._extra = experts, extra
+        self._kinds = layer_kinds(attention.model)
+        if layout.mode == "tp" and layout.dp != 1:
+            raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The times of a step with these sequences."""
+        tokens = np.bincount(rows.group, rows.tokens, rows.groups)
+        attend = [
+            self._attend(index, rows, tokens)
+            for index in range(len(self._attention.model.attention))
+        ]
+        total = int(tokens.sum())
+        busiest = None
+        if self._experts is not None:
+            busiest = [self._experts.busiest(layer, total) for layer in range(self.layers)]
+        ffn, spread, gather = [], 0.0, 0.0
+        for layer, (_, f) in enumerate(self._kinds):
+            group = self._ffn.model.ffn[f]
+            parts = self._ffn_parts(
+                group, total, busiest[layer] if busiest and group.experts else None
+            )
+            if self._layout.mode == "afd":
+                ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
+            else:
+                ffn.append(parts.work.seconds)
+                spread, gather = parts.spread, parts.gather
+        if self._layout.mode == "afd":
+            there, back = crossings(
+                self._ffn, self._layout, self._on_attention, self._on_ffn, rows.padded
+            )
+            spread, gather = there.seconds, back.seconds
+        sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
+        leave = self._attention.head(self._on_attention, sampled, self._layout.tp) + self._extra
+        return StepTimes([attend[a] for a, _ in self._kinds], spread, ffn, gather, leave)
+
+    def _attend(self, index: int, rows: Rows, tokens: np.ndarray) -> np.ndarray:
+        group = self._attention.model.attention[index]
+        if group.kind == "lightning":
+            read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
+        else:
+            read = (
+                np.minimum(rows.length, group.window + rows.tokens - 1)
+                if group.window
+                else rows.length
+            )
+            pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
+            if group.window:
+                pairs = np.minimum(pairs, rows.tokens * group.window)
+        sums = [np.bincount(rows.group, values, rows.groups) for values in (read, pairs)]
+        return np.asarray(
+            self._attention.attend_seconds(
+                group, self._on_attention, self._layout.tp, tokens, *sums
+            )
+        )
+
+    def _ffn_parts(self, group: FFNLayers, tokens: int, busiest: float | None) -> FFNStage:
+        layout = self._layout
+        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ep, layout.ffn_tp, busiest)
+
+
+def layer_kinds(model: CostModel) -> list[tuple[int, int]]:
+    """Of every layer the group of attention layers and of FFN layers that it belongs to.
+
+    FFN groups follow each other in the model's order (dense layers first); attention groups are
+    spread evenly among each other. The description of a model does not say more.
+    """
+    ffn = [index for index, group in enumerate(model.ffn) for _ in range(group.layers)]
+    places = [
+        ((number + 0.5) / group.layers, index)
+        for index, group in enumerate(model.attention)
+        for number in range(group.layers)
+    ]
+    return [(index, f) for (_, index), f in zip(sorted(places), ffn, strict=True)]

@@ -1,0 +1,152 @@
+"""The cycle formulas of the literature, and bounds that hold whatever the times are."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.pipeline.timeline import Span
+from jaxserve.planner.lanes import Colocated, Disaggregated, LinkMode
+from jaxserve.planner.stage_times import Given, Rows, StepTimes
+
+NO_ROWS = Rows(1, *[np.zeros(0, int)] * 3, 0)
+
+
+def run(
+    link: LinkMode,
+    lanes: int,
+    stages: tuple[float, float, float, float],
+    *,
+    layers: int = 10,
+    steps: int = 12,
+    domains: int = 1,
+    leave: float = 0.0,
+) -> tuple[dict[int, list[float]], list[Span]]:
+    """Ends of every lane's steps, and all spans, with the same times everywhere."""
+    attend, dispatch, ffn, combine = stages
+    times = Given(
+        layers=layers,
+        groups=2,
+        attend=attend,
+        dispatch=dispatch,
+        ffn=ffn,
+        combine=combine,
+        leave=leave,
+    ).step(NO_ROWS)
+    spans: list[Span] = []
+    pipeline = Disaggregated(
+        layers=layers, lanes=lanes, groups=2, domains=domains, link=link, note=spans.append
+    )
+    ends: dict[int, list[float]] = {lane: [] for lane in range(lanes * domains)}
+    for number in range(steps * lanes * domains):
+        for lane in pipeline.idle_lanes:
+            pipeline.begin(lane, number, 0.0, times)
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+    return ends, spans
+
+
+def cycle(ends: dict[int, list[float]], layers: int = 10) -> float:
+    """Seconds a layer and lane, once the pipeline is full."""
+    return (ends[0][-1] - ends[0][-2]) / layers / len(ends)
+
+
+class TestCycles:
+    """facts: K = 3: max(t_a, t_f, t_a2f + t_f2a); K = 2: max(t_a + t_a2f, t_f + t_f2a)."""
+
+    @pytest.mark.parametrize(
+        ("stages", "expected"),
+        [((4, 1, 4, 2), 4), ((4, 3, 4, 2), 5), ((6, 1, 4, 2), 6), ((2, 1, 7, 2), 7)],
+    )
+    def test_three_stages(self, stages, expected):
+        assert cycle(run("shared", 3, stages)[0]) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("stages", "expected"), [((4, 1, 3, 2.5), 5.5), ((5, 2, 3, 2.5), 7), ((1, 1, 1, 1), 2)]
+    )
+    def test_two_stages(self, stages, expected):
+        assert cycle(run("sender", 2, stages)[0]) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("link", ["duplex", "shared", "sender"])
+    def test_one_lane_is_the_sum(self, link):
+        ends, _ = run(link, 1, (4, 1, 3, 2.5))
+        assert cycle(ends) == pytest.approx(10.5)
+        assert ends[0][0] == pytest.approx(10 * 10.5)
+
+    def test_a_step_is_the_fill_and_a_cycle_for_every_other_layer_and_lane(self):
+        """MegaScale: (T_a + T_e + 2 T_c) + T_f (m L − 1), for m ≥ 2 (1 + T_c / T_f)."""
+        lanes, layers = 4, 10
+        _, spans = run("duplex", lanes, (4, 1.5, 4, 1.5), layers=layers, steps=1)
+        first_steps = [span for span in spans if span.step == 0]
+        last = max(span.end_ns for span in first_steps if span.stage == "combine")
+        assert last / 1e9 == pytest.approx((4 + 4 + 3) + 4 * (lanes * layers - 1))
+
+    @settings(max_examples=30)
+    @given(
+        stages=st.tuples(*[st.floats(0.1, 10)] * 4),
+        lanes=st.integers(1, 4),
+        link=st.sampled_from(["duplex", "shared", "sender"]),
+    )
+    def test_no_schedule_beats_its_busiest_resource_nor_its_own_stages(self, stages, lanes, link):
+        attend, dispatch, ffn, combine = stages
+        found = cycle(run(link, lanes, stages, steps=5, layers=5)[0], 5)
+        least = {
+            "duplex": max(stages),
+            "shared": max(attend, ffn, dispatch + combine),
+            "sender": max(attend + dispatch, ffn + combine),
+        }[link]
+        assert found >= max(least, sum(stages) / lanes) * (1 - 1e-9)
+        assert found <= sum(stages) * (1 + 1e-9)
+
+
+class TestDomains:
+    def test_three_domains_share_the_experts(self):
+        """xDeepServe: six lanes, attention's 0.7 ms twice a layer set the pace."""
+        stages = (0.7, 0.172, 0.12, 0.193)
+        ends, _ = run("duplex", 2, stages, domains=3, layers=61, steps=6)
+        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(2 * 61 * 0.7)
+
+    def test_too_many_domains_wait_for_the_experts(self):
+        ends, _ = run("duplex", 2, (0.7, 0.1, 0.3, 0.1), domains=3)
+        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(10 * 6 * 0.3)
+
+    def test_the_ffn_role_takes_one_message_at_a_time_in(self):
+        ends, _ = run("duplex", 2, (0.7, 0.4, 0.1, 0.1), domains=3)
+        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(10 * 6 * 0.4)
+
+
+def test_a_late_device_holds_the_others_up_at_the_experts():
+    times = StepTimes([np.array([1.0, 5.0])] * 3, 0.0, [1.0] * 3, 0.0, 0.0)
+    pipeline = Disaggregated(layers=3, lanes=1, groups=2)
+    pipeline.begin(0, 0, 0.0, times)
+    assert pipeline.advance(0.0) == (0, pytest.approx(18.0))
+    assert pipeline.busy.attention == pytest.approx(9.0)  # of the mean device
+    assert pipeline.busy.ffn == pytest.approx(3.0)
+
+
+def test_nothing_starts_before_the_host_has_enqueued_it():
+    times = Given(layers=2, groups=1, attend=1, dispatch=0, ffn=1, combine=0).step(NO_ROWS)
+    pipeline = Disaggregated(layers=2, lanes=1, groups=1)
+    pipeline.begin(0, 0, 7.0, times)
+    assert pipeline.advance(7.0) == (0, 11.0)
+
+
+class TestColocated:
+    def test_a_step_is_the_sum(self):
+        pipeline = Colocated(layers=3, lanes=2, groups=4)
+        times = Given(layers=3, groups=4, attend=2, dispatch=1, ffn=3, combine=1, leave=5).step(
+            NO_ROWS
+        )
+        for lane in pipeline.idle_lanes:
+            pipeline.begin(lane, lane, 0.0, times)
+        assert pipeline.idle_lanes == []
+        assert [pipeline.advance(0.0), pipeline.advance(0.0)] == [(0, 26.0), (1, 52.0)]
+        assert not pipeline.active
+
+    def test_a_collective_waits_for_the_last_and_says_how_long(self):
+        pipeline = Colocated(layers=1, lanes=1, groups=3)
+        times = StepTimes([np.array([1.0, 2.0, 6.0])], 0.5, [1.0], 0.25, 0.0)
+        pipeline.begin(0, 0, 0.0, times)
+        assert pipeline.advance(0.0) == (0, 7.75)
+        assert pipeline.seen("dispatch") == (pytest.approx(3.5), 0.5, 5.5)
+        assert pipeline.seen("combine") == (0.25, 0.25, 0.25)

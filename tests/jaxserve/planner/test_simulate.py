@@ -1,0 +1,179 @@
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import (
+    AttentionRole,
+    Cache,
+    Deployment,
+    FFNRole,
+    SchedulerLimits,
+)
+from jaxserve.errors import ConfigError
+from jaxserve.pipeline import timeline_view
+from jaxserve.pipeline.timeline import steady_window, summarise
+from jaxserve.planner.measurements import read_spans
+from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
+from jaxserve.planner.stage_times import Given
+
+LENGTHS = Lengths(prompt=100, output=60, longest=256)
+
+
+def deployment(
+    dp: int = 4, lanes: int = 3, slots: int = 2, mode: str = "afd", pages: int = 200
+) -> Deployment:
+    tree = {
+        "model": "",
+        "mode": mode,
+        "lanes": lanes,
+        "attention": msgspec.to_builtins(AttentionRole(dp=dp)),
+        "ffn": msgspec.to_builtins(FFNRole(ep=4)),
+        "cache": msgspec.to_builtins(Cache(page_size=16, pages=pages)),
+        "scheduler": msgspec.to_builtins(
+            SchedulerLimits(
+                slots=slots,
+                max_length=256,
+                token_budget=64,
+                token_buckets=[slots, 64],
+                page_buckets=[16],
+            )
+        ),
+    }
+    return msgspec.convert(tree, Deployment)
+
+
+def given(groups: int = 4, leave: float = 0.0, **stages: float) -> Given:
+    times = {"attend": 4e-3, "dispatch": 1e-3, "ffn": 4e-3, "combine": 1e-3} | stages
+    return Given(layers=10, groups=groups, leave=leave, **times)
+
+
+def simulate(
+    made: Deployment | None = None, times: Given | None = None, **asked: object
+) -> tuple[Result, Simulation]:
+    traffic = Traffic(**{"lengths": LENGTHS, **asked.pop("traffic", {})})  # type: ignore[dict-item]
+    conditions = Conditions(**{"steps": 20, "warm_up": 5, **asked})  # type: ignore[arg-type]
+    simulation = Simulation(made or deployment(), times or given(), traffic, conditions)
+    return simulation.run()[0], simulation
+
+
+class TestClosed:
+    def test_the_deterministic_case_is_the_cycle_formula(self):
+        result, _ = simulate()
+        # Three lanes of ten layers at a cycle of 4 ms, and a token of each of 4 x 2 sequences.
+        assert result.tpot is not None
+        assert result.tpot.p50 == pytest.approx(3 * 10 * 4e-3)
+        assert result.tpot.p99 == pytest.approx(result.tpot.p50)
+        assert result.sequences == pytest.approx(4 * 2 * 3, rel=0.05)
+        assert result.tokens_per_second == pytest.approx(24 / 0.12, rel=0.03)
+        assert result.tokens_per_device == pytest.approx(result.tokens_per_second / 8)
+        assert result.attention_busy == pytest.approx(1.0, rel=0.05)
+        assert result.ffn_busy == pytest.approx(1.0, rel=0.05)
+        assert result.bubble == pytest.approx(0.0, abs=0.05)
+        assert result.dispatch_busy == pytest.approx(0.25, rel=0.05)
+
+    def test_accepted_drafts(self):
+        one, two = simulate()[0], simulate(tokens_a_step=1.9)[0]
+        assert one.tpot is not None
+        assert two.tpot is not None
+        assert two.tpot.p50 == pytest.approx(one.tpot.p50 / 1.9)
+        assert two.tokens_per_second == pytest.approx(one.tokens_per_second * 1.9)
+
+    def test_one_lane_leaves_both_sides_idle(self):
+        result, _ = simulate(deployment(lanes=1))
+        assert result.tpot is not None
+        assert result.tpot.p50 == pytest.approx(10 * 10e-3)
+        assert result.attention_busy == pytest.approx(0.4, rel=0.1)
+
+    def test_who_ends_is_followed_by_another(self):
+        result, _ = simulate(steps=60)
+        assert result.finished > 10
+        assert result.sequences == pytest.approx(24, rel=0.1)
+        assert result.context == pytest.approx(130, rel=0.1)
+
+    def test_jitter_costs_and_is_the_same_every_time(self):
+        jitter = Jitter(spread={"attend": 0.2, "ffn": 0.2})
+        first, second = simulate(jitter=jitter)[0], simulate(jitter=jitter)[0]
+        assert first == second
+        assert first.tpot is not None
+        assert 0.12 < first.tpot.mean < 0.24
+        assert simulate(jitter=jitter, seed=1)[0] != first
+
+    def test_a_slow_host_sets_the_pace(self):
+        result, _ = simulate(host_seconds=0.1)
+        assert result.tpot is not None
+        assert result.tpot.p50 == pytest.approx(3 * 0.1, rel=0.05)
+
+    def test_the_schedulers_books_are_in_order(self):
+        _, simulation = simulate(steps=40)
+        for scheduler in simulation._schedulers:
+            scheduler.check_integrity()
+
+
+class TestOpen:
+    def test_few_requests_wait_for_nothing(self):
+        result, _ = simulate(
+            deployment(lanes=1), steps=130, warm_up=0, traffic={"rate": 0.02, "prefill": "here"}
+        )
+        assert result.ttft is not None
+        assert result.tpot is not None
+        # Alone, a prompt of 100 tokens is two chunks of up to 64: two steps of 100 ms.
+        assert result.ttft.p99 == pytest.approx(0.2)
+        assert result.tpot.p99 == pytest.approx(0.1)
+        assert result.finished == 2
+
+    def test_too_many_requests_queue(self):
+        lengths = Lengths(prompt=20, output=20, longest=256)
+        calm, busy = (
+            simulate(
+                steps=60,
+                warm_up=0,
+                traffic={"rate": rate, "prefill": "here", "lengths": lengths},
+            )[0]
+            for rate in (0.5, 50.0)
+        )
+        assert calm.ttft is not None
+        assert busy.ttft is not None
+        assert busy.ttft.p90 > 5 * calm.ttft.p90
+
+    def test_pages_run_out(self):
+        result, _ = simulate(
+            deployment(pages=24), steps=60, traffic={"rate": 50.0, "prefill": "here"}
+        )
+        assert result.preemptions > 0
+
+
+def test_domains_share_the_experts():
+    one, three = simulate()[0], simulate(domains=3)[0]
+    assert one.tpot is not None
+    assert three.tpot is not None
+    assert three.tpot.p50 == pytest.approx(3 * one.tpot.p50, rel=0.01)  # 9 lanes at 4 ms of ffn
+    assert three.ffn_busy == pytest.approx(1.0, rel=0.08)
+    assert three.attention_busy == pytest.approx(1 / 3, rel=0.08)
+    assert three.sequences == pytest.approx(3 * one.sequences, rel=0.05)
+
+
+def test_colocated():
+    made = deployment(mode="colocated", lanes=1)
+    result, _ = simulate(made, given(leave=2e-3))
+    assert result.tpot is not None
+    assert result.tpot.p50 == pytest.approx(0.102)
+    assert result.seen["dispatch"].mean == pytest.approx(1e-3)
+    assert result.tokens_per_device == pytest.approx(result.tokens_per_second / 4)
+    with pytest.raises(ConfigError, match="2 domains in a colocated deployment"):
+        simulate(made, domains=2)
+
+
+def test_the_timeline_has_the_form_of_a_measured_one(tmp_path):
+    traffic = Traffic(lengths=LENGTHS)
+    simulation = Simulation(deployment(), given(), traffic, Conditions(steps=12, keep_steps=4))
+    _, spans = simulation.run()
+    timeline_view.write(tmp_path, spans, "as simulated")
+    assert read_spans(tmp_path) == spans
+    assert "as simulated" in (tmp_path / "timeline.svg").read_text(encoding="utf-8")
+    summary = summarise(spans, steady_window(spans))
+    assert summary.lanes == 3
+    assert summary.stages["attend"].median_ms == pytest.approx(4.0)
+    assert summary.bubble == pytest.approx(0.0, abs=0.03)
+    lanes = {(span.lane, span.step) for span in spans}
+    assert len(lanes) == 3 * 4
+    assert len(spans) == 12 * (4 * 10 + 1)

@@ -1,0 +1,110 @@
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import load_model
+from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.search import Layout, Searcher
+from jaxserve.planner.stage_times import Rooflines, Rows, layer_kinds
+from jaxserve.planner.stages import Assumptions, Calculator, Formats
+
+LAYOUT = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=2, ffn_tp=8, lanes=3)
+
+
+def calculator(model: str = "step3", context: int = 4096) -> Calculator:
+    return Calculator(load_model(model), context, Formats(), Assumptions())
+
+
+def decode(groups: int, batch: int, length: int) -> Rows:
+    """`batch` sequences a group, each at its next token."""
+    rows = groups * batch
+    return Rows(
+        groups,
+        np.repeat(np.arange(groups), batch),
+        np.ones(rows, int),
+        np.full(rows, length),
+        batch,
+    )
+
+
+def rooflines(layout: Layout = LAYOUT, model: str = "step3", **kwargs) -> Rooflines:
+    h800 = load_hardware("h800")
+    made = calculator(model)
+    return Rooflines(layout, made, made, (h800, h800), **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["afd", "ep"])
+def test_equal_sequences_take_what_the_search_says(mode):
+    colocated = {"ep": 16, "ffn_tp": 1, "lanes": 1} if mode == "ep" else {}
+    layout = msgspec.structs.replace(LAYOUT, mode=mode, **colocated)
+    h800 = {"h800": load_hardware("h800")}
+    plan = Searcher(calculator(), h800, h800).evaluate(layout, 64)
+    times = rooflines(layout).step(decode(16, 64, 4096))
+    stages = {name: stage.seconds for name, stage in plan.stages.items()}
+    assert times.attend[30] == pytest.approx(np.full(16, stages["attend"]))
+    assert times.ffn[30] == pytest.approx(stages["ffn"])
+    assert times.dispatch == pytest.approx(stages["dispatch"])
+    assert times.combine == pytest.approx(stages["combine"])
+    assert len(times.attend) == len(times.ffn) == 61
+
+
+@pytest.mark.parametrize("model", ["llama-4-maverick", "minimax-m1", "qwen3-235b-a22b"])
+def test_hybrids_too(model):
+    layout = msgspec.structs.replace(LAYOUT, ep=1)
+    h800 = load_hardware("h800")
+    made = calculator(model, 32768)
+    times = Rooflines(layout, made, made, (h800, h800)).step(decode(16, 8, 32768))
+    expected = {
+        made.attend(group, h800, 8, 1).seconds: group.layers for group in made.model.attention
+    }
+    found = [float(seconds[0]) for seconds in times.attend]
+    for seconds, layers in expected.items():
+        assert sum(one == pytest.approx(seconds) for one in found) == layers
+
+
+def test_longer_sequences_take_a_group_longer():
+    rows = decode(2, 4, 1000)._replace(length=np.array([1000] * 4 + [9000] * 4))
+    attend = rooflines(msgspec.structs.replace(LAYOUT, dp=2)).step(rows).attend[0]
+    even = rooflines(msgspec.structs.replace(LAYOUT, dp=2)).step(decode(2, 4, 5000)).attend[0]
+    assert attend[0] < even[0] < attend[1]
+    assert attend.mean() == pytest.approx(even[0])
+
+
+def test_a_prefill_chunk_attends_to_what_is_before_each_token():
+    rows = Rows(1, np.zeros(1, int), np.array([512]), np.array([2048]), 512)
+    made, h800 = calculator(), load_hardware("h800")
+    layout = msgspec.structs.replace(LAYOUT, dp=1)
+    found = Rooflines(layout, made, made, (h800, h800)).step(rows).attend[0][0]
+    pairs = sum(range(1537, 2049))
+    group = made.model.attention[0]
+    assert found == pytest.approx(made.attend_seconds(group, h800, 1, 512, 2048, pairs))
+
+
+def test_skewed_experts_keep_the_busiest_device_longer():
+    def ffn(skew: float) -> list[float]:
+        loads = ExpertLoads(
+            np.random.default_rng(1), layers=61, experts=48, top_k=3, ranks=16, skew=skew
+        )
+        layout = msgspec.structs.replace(LAYOUT, ep=16, ffn_tp=1)
+        return rooflines(layout, experts=loads).step(decode(16, 1024, 4096)).ffn
+
+    assert np.mean(ffn(1.0)[5:]) > 1.3 * np.mean(ffn(0.0)[5:])
+    assert ffn(1.0)[0] == ffn(0.0)[0]  # a dense layer has no experts
+
+
+def test_what_is_extra():
+    rows = decode(16, 4, 128)
+    more = rooflines(extra=0.005).step(rows).leave - rooflines().step(rows).leave
+    assert more == pytest.approx(0.005)
+
+
+def test_layers_of_groups():
+    llama = load_model("llama-4-maverick")
+    kinds = layer_kinds(llama)
+    assert len(kinds) == 48
+    first = [place for place, (a, _) in enumerate(kinds) if a == 0]
+    assert len(first) == llama.attention[0].layers
+    assert max(np.diff(first)) <= 5  # spread over the layers
+    step3 = layer_kinds(load_model("step3"))
+    assert [f for _, f in step3[:6]] == [0, 0, 0, 0, 0, 1]
