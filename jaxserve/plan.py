@@ -1,8 +1,10 @@
 """`python -m jaxserve.plan`: what a deployment costs, before anything is rented.
 
 `tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's.
-`search` finds the cheapest layouts that meet a time per output token (TPOT). Exit codes: 1 no
-layout meets the target, 2 something asked for is wrong.
+`search` finds the cheapest layouts that meet a time per output token (TPOT). `simulate` runs a
+deployment in simulated time; `calibrate` and `verify` hold predictions against measurements;
+`compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
+something would fail on the pod; 2 something asked for is wrong.
 """
 
 import argparse
@@ -17,9 +19,12 @@ from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.planner import report
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
+from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
+from jaxserve.planner.measure_commands import add_calibrate, add_verify
+from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
 from jaxserve.planner.search import Found, Mode, Plan, Searcher, Target, front
@@ -34,9 +39,10 @@ from jaxserve.planner.search_view import (
     plans_rows,
     plans_text,
 )
+from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.stages import Calculator, Format, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
-from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text
+from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text, json_text
 
 NOTHING = "nothing meets the target"
 
@@ -73,7 +79,7 @@ def _tables(options: argparse.Namespace) -> int:
         title = "Step-3's tables and figures, computed and printed"
         options.html.write_text(report.page(title, sections), encoding="utf-8")
     if options.json:
-        print(_json([as_tree(table) for table in everything]))
+        print(json_text([as_tree(table) for table in everything]))
     else:
         print("\n\n".join(map(compared_text, everything)))
         print(f"\ntables: {agreement(printed)}\nfigures: {agreement(drawn)}")
@@ -101,6 +107,7 @@ def _search(options: argparse.Namespace) -> int:
         tokens(options.context),
         formats,
         assumptions(options.assume),
+        read_calibration(options.calibration, options.configs),
     )
     target = Target(
         tpot=seconds(options.tpot),
@@ -120,7 +127,7 @@ def _search(options: argparse.Namespace) -> int:
     if options.html:
         options.html.write_text(_page(options, results, calculator, target), encoding="utf-8")
     if options.json:
-        print(_json(_tree(results, calculator)))
+        print(json_text(_tree(results, calculator)))
     else:
         _print(results, found.plans[0])
     return 0
@@ -228,10 +235,6 @@ def _write(
     options.write.write_text(text, encoding="utf-8")
 
 
-def _json(tree: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(tree)).decode()
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxserve.plan", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -239,6 +242,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     paper.add_argument("--svg", type=Path, metavar="DIR", help="writes the figures there")
     paper.set_defaults(run=_tables)
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
+    add_simulate(commands.add_parser("simulate", help="a deployment in simulated time"))
+    add_calibrate(commands.add_parser("calibrate", help="measured stages in place of rooflines"))
+    add_verify(commands.add_parser("verify", help="predicted against measured stages"))
+    add_compile(commands.add_parser("compile", help="all programs for a TPU topology, without one"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="for programs")
         command.add_argument("--html", type=Path, metavar="FILE", help="a page with pictures")
@@ -265,6 +272,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--best", type=_count, default=3, help="plans a mode: 3")
     add("--price", nargs="+", default=[], metavar="NAME=USD", help="a device and hour")
     add("--assume", nargs="+", default=[], metavar="NAME=VALUE", help="or `paper`; see the README")
+    add("--calibration", type=Path, metavar="FILE", help="measured stages, from `calibrate`")
     add("--svg", type=Path, metavar="FILE", help="draws the front there")
     add("--write", type=Path, metavar="FILE", help="writes the cheapest plan's deployment there")
     command.set_defaults(run=_search)

@@ -1,0 +1,256 @@
+"""Compiles every program of a deployment for a TPU topology, on a machine without TPUs.
+
+Called by `plan.py compile`, in a process that does nothing else: it tells JAX to use the CPU and
+libtpu not to look for TPUs. Weights and pages are shapes, nothing is allocated. The only module of
+the planner that may know JAX.
+"""
+
+import concurrent.futures
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.capacity import Role, role_bytes
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import Submeshes, cached_sharding
+from jaxserve.model import ModelTemplates
+from jaxserve.pipeline.executables import afd_programs, colocated_programs
+from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program, step_multiple
+from jaxserve.step import Bucket
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
+
+
+class Topology(NamedTuple):
+    """Devices that are not there."""
+
+    name: str
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def device_kind(self) -> str:
+        """As JAX names it."""
+        return str(self.devices[0].device_kind)
+
+
+class CompiledProgram(NamedTuple):
+    """What came of one program. Bytes are of one device."""
+
+    name: str
+    role: Role
+    bucket: Bucket
+    layers: int
+    """Layers of the model that run it."""
+    seconds: float
+    error: str
+    """What the compiler said against it; empty: it compiled."""
+    arguments: int = 0
+    padding: int = 0
+    """Bytes of arguments that only the memory layout's tiles take."""
+    outputs: int = 0
+    """Without those that reuse an argument's memory."""
+    temporaries: int = 0
+    code: int = 0
+    collectives: Mapping[str, int] = {}
+
+
+class RoleMemory(NamedTuple):
+    """A device of a role, in bytes."""
+
+    role: Role
+    devices: int
+    weights: int
+    cache: int
+    padding: int
+    """Tiles of weights and cache, by what the compiler says of their programs."""
+    messages: int
+    """Outputs of the largest program, once a lane."""
+    temporaries: int
+    """Of the program that needs most."""
+    code: int
+    """Of all programs."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        kinds = self.weights, self.cache, self.padding, self.messages, self.temporaries, self.code
+        return sum(kinds)
+
+
+def topology(name: str) -> Topology:
+    """`v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis.
+
+    Raises:
+      ConfigError: libtpu is missing or does not know it.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    generation, colon, chips = name.partition(":")
+    wanted = f"{_ALIASES.get(generation, generation)}:{chips}"
+    form = "expected generation:chips, as in v6e:8x8 or v7x:4x4x4"
+    if not colon or not re.fullmatch(r"[0-9]+(x[0-9]+)*", chips):
+        raise ConfigError(f"--topology {name!r}: {form}")
+    try:
+        found = topologies.get_topology_desc(wanted, platform="tpu")
+    except Exception as error:  # libtpu has several kinds of its own
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        hint = "; libtpu is missing: pip install libtpu" if "libtpu" in said else ""
+        raise ConfigError(f"--topology {name!r}: {said}{hint}; {form}") from None
+    return Topology(name, tuple(found.devices))
+
+
+def compile_deployment(
+    config: ModelConfig,
+    deployment: Deployment,
+    there: Topology,
+    buckets: Sequence[Bucket] = (),
+    *,
+    workers: int = 2,
+    report: Callable[[CompiledProgram], None] = lambda program: None,
+) -> list[CompiledProgram]:
+    """Compiles all programs of both roles, and says of each what came of it.
+
+    Args:
+      buckets: those to compile; none: all of the deployment.
+      workers: compilations at a time.
+      report: called as each is done, in whatever order.
+
+    Raises:
+      ConfigError: the model cannot be cut like that, there are too few devices, or the deployment
+        has no such bucket.
+    """
+    known = deployment_buckets(deployment)
+    for bucket in buckets:
+        if bucket not in known:
+            names = ", ".join(f"{each.tokens}x{each.pages}" for each in known)
+            raise ConfigError(
+                f"--bucket {bucket.tokens}x{bucket.pages}: the deployment has {names}"
+            )
+    meshes = Submeshes(deployment, there.devices)
+    templates = ModelTemplates(config, deployment, meshes)
+    wanted = list(buckets) or known
+    programs: list[tuple[Program, Role, Bucket, int]] = []
+    if deployment.mode == "colocated":
+        whole = ColocatedPrograms(templates, deployment, meshes)
+        for bucket, program in colocated_programs(whole, wanted).items():
+            programs.append((program, "attention", bucket, 1))
+    else:
+        afd = AFDPrograms(templates, deployment, meshes)
+        for key, program in afd_programs(afd, wanted).items():
+            role: Role = "ffn" if key.name == "ffn" else "attention"
+            programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
+    done = []
+    with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
+        futures = [pool.submit(_compile, *each) for each in programs]
+        for future in concurrent.futures.as_completed(futures):
+            done.append(future.result())
+            report(done[-1])
+    order = [(program.name, bucket) for program, _, bucket, _ in programs]
+    return sorted(done, key=lambda one: order.index((one.name, one.bucket)))
+
+
+def deployment_buckets(deployment: Deployment) -> list[Bucket]:
+    """All buckets that a step of the deployment may have."""
+    limits, multiple = deployment.scheduler, step_multiple(deployment)
+    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
+    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
+
+
+def _layers(config: ModelConfig, name: str, kind: object) -> int:
+    """How many layers run a program."""
+    if name in ("enter", "leave"):
+        return 1
+    kinds = [config.kind(layer) for layer in range(config.layers)]
+    if name == "ffn":
+        return [each.ffn for each in kinds].count(kind)  # type: ignore[arg-type]
+    return kinds[1:].count(kind)  # type: ignore[arg-type]
+
+
+def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> CompiledProgram:
+    start = time.perf_counter()
+    try:
+        compiled = program.compile()
+    except Exception as error:  # whatever it is, it is the answer
+        said = " ".join(str(error).split())[:600] or type(error).__name__
+        seconds = time.perf_counter() - start
+        return CompiledProgram(program.name, role, bucket, layers, seconds, said)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    assert memory is not None  # of TPU executables there is one
+    arguments = int(memory.argument_size_in_bytes)
+    return CompiledProgram(
+        program.name,
+        role,
+        bucket,
+        layers,
+        seconds,
+        "",
+        arguments=arguments,
+        padding=max(0, arguments - _argument_bytes(program)),
+        outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        temporaries=int(memory.temp_size_in_bytes),
+        code=int(memory.generated_code_size_in_bytes),
+        collectives=count_collectives(compiled.as_text() or ""),
+    )
+
+
+def _argument_bytes(program: Program) -> int:
+    """What a device's arguments would take without tiles."""
+    total = 0
+    for argument, spec in zip(program.arguments, program.in_specs, strict=True):
+        shard = cached_sharding(program.mesh, spec).shard_shape(argument.shape)
+        size = argument.dtype.itemsize
+        for length in shard:
+            size *= length
+        total += size
+    return total
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """Collectives in an executable's HLO text, by name; an asynchronous one counts once."""
+    return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
+
+
+def memory(
+    config: ModelConfig, deployment: Deployment, programs: Sequence[CompiledProgram]
+) -> list[RoleMemory]:
+    """What the devices of each role hold while serving; programs that failed are not in it."""
+    found = []
+    lanes = deployment.lanes
+    for part in role_bytes(config, deployment):
+        own = [one for one in programs if one.role == part.role and not one.error]
+        # Of every kind of program the bucket that pads most; each of its layers pads alike.
+        padding: dict[str, int] = {}
+        for one in own:
+            padding[one.name] = max(padding.get(one.name, 0), one.padding * one.layers)
+        found.append(
+            RoleMemory(
+                part.role,
+                part.devices,
+                part.weights,
+                part.cache,
+                sum(padding.values()),
+                lanes * max((one.outputs for one in own), default=0),
+                max((one.temporaries for one in own), default=0),
+                sum(one.code for one in own),
+            )
+        )
+    return found

@@ -1,0 +1,199 @@
+"""`plan compile`: its options, and what it shows. Called by `plan.py`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.planner import report
+from jaxserve.planner.deployment_options import add_deployment, read_deployment
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.measurements import hardware_of
+from jaxserve.planner.models import model_config, model_folder
+from jaxserve.planner.text import grid, json_text
+from jaxserve.step import Bucket
+
+if TYPE_CHECKING:
+    from jaxserve.planner.aot import CompiledProgram, RoleMemory
+
+GB = 1e9
+
+
+def add_compile(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    add_deployment(command)
+    add = command.add_argument
+    add("--topology", metavar="NAME", help="as v6e:8x8, v7x:2x2x4")
+    add("--bucket", action="append", default=[], metavar="TOKENSxPAGES", help="without: all")
+    add("--workers", type=int, default=2, help="compilations at a time: 2")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles and shows; 1 if something would fail on the pod."""
+    if options.topology is None:
+        raise ConfigError("--topology is missing, as v6e:8x8")
+    if not 1 <= options.workers <= 256:
+        raise ConfigError(f"--workers {options.workers}: expected 1 to 256")
+    buckets = [_bucket(text) for text in options.bucket]
+    deployment = read_deployment(options)
+    config = model_config(model_folder(deployment.model, options.configs))
+    if config is None:
+        raise ConfigError(f"{deployment.model}: the engine cannot run it, only plan it")
+    from jaxserve.planner import aot  # imports JAX
+
+    there = aot.topology(options.topology)
+    hardware = hardware_of(there.device_kind, options.configs)
+    start = time.perf_counter()
+    programs = aot.compile_deployment(
+        config,
+        deployment,
+        there,
+        buckets,
+        workers=options.workers,
+        report=lambda one: print(_line(one), file=sys.stderr, flush=True),
+    )
+    seconds = time.perf_counter() - start
+    held = aot.memory(config, deployment, programs)
+    problems = failures(deployment, programs, held, hardware)
+    notes = remarks(deployment, hardware, there.device_kind)
+    if options.html:
+        sections = [
+            ("Verdict", report.lines(problems or ["everything compiles and fits"])),
+            ("Programs", report.table(_program_rows(programs))),
+            ("Memory of a device, GB", report.table(_memory_rows(held, deployment, hardware))),
+            ("Notes", report.lines(notes or ["none"])),
+        ]
+        title = f"{options.config.name} for {options.topology}, compiled in {seconds:.0f} s"
+        options.html.write_text(report.page(title, sections), encoding="utf-8")
+    if options.json:
+        print(json_text(_tree(options.topology, seconds, programs, held, problems, notes)))
+    else:
+        print(grid(_program_rows(programs)) + "\n")
+        print(grid(_memory_rows(held, deployment, hardware)) + "\n")
+        print(f"{len(programs)} programs in {seconds:.1f} s, {options.workers} at a time")
+        print("\n".join(f"note: {note}" for note in notes))
+    for problem in problems:
+        print(f"FAILS: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _bucket(text: str) -> Bucket:
+    tokens, _, pages = text.partition("x")
+    if not (tokens.isdecimal() and pages.isdecimal()):
+        raise ConfigError(f"--bucket {text!r}: expected tokens x pages, as in 128x64")
+    return Bucket(int(tokens), int(pages))
+
+
+def _line(one: "CompiledProgram") -> str:
+    said = one.error[:120] if one.error else "compiled"
+    return f"{one.name} {one.bucket.tokens}x{one.bucket.pages}: {said}, {one.seconds:.1f} s"
+
+
+def available(deployment: Deployment, role: str, hardware: Hardware) -> float:
+    """Bytes that a role may use of a device: all, or `memory_gb` if that is less."""
+    size = hardware.memory / hardware.jax_devices
+    wanted: float = getattr(deployment, role).memory_gb * GB
+    return min(wanted or size, size)
+
+
+def failures(
+    deployment: Deployment,
+    programs: Sequence["CompiledProgram"],
+    held: Sequence["RoleMemory"],
+    hardware: Hardware,
+) -> list[str]:
+    """What would go wrong on the pod."""
+    found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
+    for part in held:
+        there = available(deployment, part.role, hardware)
+        if part.total > there:
+            found.append(
+                f"{part.role}: {part.total / GB:.2f} GB on each of {part.devices} devices, which "
+                f"have {there / GB:.2f} GB"
+            )
+    return found
+
+
+def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> list[str]:
+    """What will not fail, and should be known."""
+    found = []
+    formats = {
+        "attention.weights": deployment.attention.weights,
+        "ffn.weights": deployment.ffn.weights,
+    }
+    for key, name in formats.items():
+        if name in ("fp8", "int8") and name not in hardware.teraflops:
+            found.append(f"{key} = {name}: {device_kind} has no such products, they run in BF16")
+    if deployment.link.transport == "ppermute":
+        found.append("link.transport = ppermute: its collective is not compiled here")
+    unset = [role for role in ("attention", "ffn") if not getattr(deployment, role).memory_gb]
+    if unset:
+        size = hardware.memory / hardware.jax_devices / GB
+        found.append(f"{', '.join(unset)}.memory_gb is not set: {size:.1f} GB, the whole device")
+    return found
+
+
+def _size(bucket: Bucket) -> str:
+    return f"{bucket.tokens}x{bucket.pages}"
+
+
+def _program_rows(programs: Sequence["CompiledProgram"]) -> list[list[str]]:
+    rows = [["MB a device", "bucket", "layers", "arguments", "tiles", "outputs", "temporaries"]]
+    rows[0] += ["code", "seconds", "collectives"]
+    for one in programs:
+        sizes = one.arguments, one.padding, one.outputs, one.temporaries, one.code
+        collectives = ", ".join(f"{count} {name}" for name, count in one.collectives.items())
+        rows.append(
+            [
+                one.name,
+                _size(one.bucket),
+                str(one.layers),
+                *(f"{size / 1e6:.1f}" for size in sizes),
+                f"{one.seconds:.1f}",
+                "failed!" if one.error else collectives or "none",
+            ]
+        )
+    return rows
+
+
+def _memory_rows(
+    held: Sequence["RoleMemory"], deployment: Deployment, hardware: Hardware
+) -> list[list[str]]:
+    rows = [["GB a device", "devices", "weights", "KV pages", "tiles", "messages", "temporaries"]]
+    rows[0] += ["code", "sum", "of"]
+    for part in held:
+        there = available(deployment, part.role, hardware)
+        sizes = (
+            *(part.weights, part.cache, part.padding, part.messages, part.temporaries),
+            *(part.code, part.total, there),
+        )
+        over = "!" if part.total > there else ""
+        numbers = [f"{size / GB:.2f}" for size in sizes]
+        rows.append([part.role, str(part.devices), *numbers[:-2], numbers[-2] + over, numbers[-1]])
+    return rows
+
+
+def _tree(
+    topology: str,
+    seconds: float,
+    programs: Sequence["CompiledProgram"],
+    held: Sequence["RoleMemory"],
+    problems: Sequence[str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    return {
+        "topology": topology,
+        "seconds": seconds,
+        "programs": [
+            {**one._asdict(), "bucket": msgspec.to_builtins(one.bucket)} for one in programs
+        ],
+        "memory": [{**part._asdict(), "total": part.total} for part in held],
+        "failures": list(problems),
+        "notes": list(notes),
+    }

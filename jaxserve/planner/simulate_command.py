@@ -1,0 +1,194 @@
+"""`plan simulate`: its options, and what it shows. Called by `plan.py`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.pipeline import timeline_view
+from jaxserve.pipeline.timeline import Span, steady_window, summarise, typical_steps
+from jaxserve.planner import paper_systems, report
+from jaxserve.planner.deployment_options import add_scenario, read_scenario
+from jaxserve.planner.lanes import LinkMode
+from jaxserve.planner.noise import Lengths
+from jaxserve.planner.quantities import jitter, seconds, tokens
+from jaxserve.planner.scenario import Scenario
+from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
+from jaxserve.planner.text import grid, json_text
+
+
+def add_simulate(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    add = command.add_argument
+    add("--paper", action="store_true", help="the papers' systems beside their measurements")
+    add_scenario(command)
+    add("--domains", type=int, default=1, help="attention meshes on one ffn mesh: 1")
+    add("--prompt", default="2K", help="tokens, on the mean: 2K")
+    add("--output", default="512", help="tokens, on the mean: 512")
+    add("--spread", type=float, default=0.0, help="of both, standard deviation over mean: 0")
+    add("--rate", type=float, default=0.0, help="requests a second; 0: every slot always taken")
+    add("--prefill", choices=("here", "elsewhere"), help="here if there is a rate")
+    add("--steps", type=int, default=60, help="of every lane: 60")
+    add("--warm-up", type=int, default=10, help="steps that do not count: 10")
+    add("--link", choices=get_args(LinkMode), default="duplex", help="duplex")
+    add("--jitter", nargs="+", default=[], metavar="[STAGE=]SPREAD", help="of stages' durations")
+    add("--stall", default="", metavar="PROBABILITY:TIME", help="of every stage and device")
+    add("--skew", type=float, help="spread of the experts' popularity; without: a constant")
+    add("--host", default="0.1ms", help="the host's time a step: 0.1ms")
+    add("--acceptance", type=float, default=0.0, help="tokens a step beyond the first: 0")
+    add("--seed", type=int, default=0, help="0")
+    add("--timeline", type=Path, metavar="DIR", help="writes timeline.svg, .json, .perfetto.json")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulates and shows."""
+    if options.paper:
+        return _paper(options)
+    made, traffic, conditions = _asked(options)
+    times = made.rooflines(seed=options.seed, skew=options.skew)
+    result, spans = Simulation(made.deployment, times, traffic, conditions).run()
+    if options.timeline:
+        timeline_view.write(options.timeline, spans, "as simulated")
+    if options.html:
+        options.html.write_text(_page(made, traffic, conditions, result, spans), encoding="utf-8")
+    if options.json:
+        print(json_text(_tree(traffic, conditions, result)))
+    else:
+        print(grid(_rows(result)))
+        if not result.steps:
+            print("nothing was counted: more --steps, or fewer of --warm-up")
+    return 0
+
+
+def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
+    _check(options)
+    prompt, output = tokens(options.prompt, "--prompt"), tokens(options.output, "--output")
+    made = read_scenario(options, prompt + output // 2)
+    longest = made.deployment.scheduler.max_length
+    if prompt + output > longest:
+        raise ConfigError(
+            f"--prompt {prompt} and --output {output} exceed scheduler.max_length = {longest}"
+        )
+    prefill = options.prefill or ("here" if options.rate else "elsewhere")
+    traffic = Traffic(
+        lengths=Lengths(prompt=prompt, output=output, spread=options.spread, longest=longest),
+        rate=options.rate,
+        prefill="here" if prefill == "here" else "elsewhere",
+    )
+    conditions = Conditions(
+        domains=options.domains,
+        steps=options.steps,
+        warm_up=options.warm_up,
+        link=options.link,
+        jitter=jitter(options.jitter, options.stall),
+        host_seconds=seconds(options.host, "--host"),
+        tokens_a_step=1 + options.acceptance,
+        seed=options.seed,
+    )
+    return made, traffic, conditions
+
+
+def _check(options: argparse.Namespace) -> None:
+    limits: dict[str, tuple[float, float]] = {
+        "domains": (1, 64),
+        "spread": (0, 10),
+        "rate": (0, 1e6),
+        "steps": (2, 1e6),
+        "warm_up": (0, options.steps - 1),
+        "skew": (0, 100),
+        "acceptance": (0, 16),
+        "seed": (0, 2**32),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value:g}: expected {low:g} to {high:g}")
+
+
+def _rows(result: Result) -> list[list[str]]:
+    """A quantity a row."""
+    rows = [["", "mean", "p50", "p90", "p99"]]
+    rows += [
+        _times("TTFT ms", result.ttft, 1e3),
+        _times("TPOT ms", result.tpot, 1e3),
+    ]
+    numbers = {
+        "tokens/s": f"{result.tokens_per_second:.0f}",
+        "tokens/s/device": f"{result.tokens_per_device:.1f}",
+        "sequences": f"{result.sequences:.0f}",
+        "context": f"{result.context:.0f}",
+        "requests finished": str(result.finished),
+        "preemptions": str(result.preemptions),
+        "attention busy": f"{result.attention_busy:.1%}",
+        "ffn busy": f"{result.ffn_busy:.1%}",
+        "dispatch busy": f"{result.dispatch_busy:.1%}",
+        "combine busy": f"{result.combine_busy:.1%}",
+        "bubble": f"{result.bubble:.1%}",
+        "simulated s": f"{result.seconds:.3f}",
+    }
+    rows += [[name, text, "", "", ""] for name, text in numbers.items()]
+    for stage, seen in result.seen.items():
+        name = f"{stage} with waiting µs"
+        rows.append([name, f"{seen.mean * 1e6:.0f}", "", "", f"{seen.most * 1e6:.0f} most"])
+    return rows
+
+
+def _times(name: str, found: Percentiles | None, factor: float) -> list[str]:
+    return [name, *(["-"] * 4 if found is None else (f"{value * factor:.2f}" for value in found))]
+
+
+def _tree(traffic: Traffic, conditions: Conditions, result: Result) -> dict[str, Any]:
+    parts = {"traffic": traffic, "conditions": conditions, "result": result}
+    tree = {name: msgspec.to_builtins(part) for name, part in parts.items()}
+    for name in ("ttft", "tpot"):
+        found = getattr(result, name)
+        tree["result"][name] = None if found is None else found._asdict()
+    tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
+    tree["result"]["bubble"] = result.bubble
+    return tree
+
+
+def _page(
+    made: Scenario,
+    traffic: Traffic,
+    conditions: Conditions,
+    result: Result,
+    spans: Sequence[Span],
+) -> str:
+    steady = summarise(spans, steady_window(spans, typical_steps(spans)))
+    layout = made.layout
+    told = [
+        f"{conditions.domains} x {layout.attention_devices} {made.roles.attention.name} for "
+        f"attention (dp {layout.dp}, tp {layout.tp}), {layout.ffn_devices} {made.roles.ffn.name} "
+        f"for the FFN (ep {layout.ep}, tp {layout.ffn_tp}), {layout.lanes} lanes",
+        f"traffic: {msgspec.json.encode(traffic).decode()}",
+        f"conditions: {msgspec.json.encode(conditions).decode()}",
+        f"assumed: {msgspec.json.encode(made.attention.assumed).decode()}",
+    ]
+    return report.page(
+        "A deployment, simulated",
+        [
+            ("What came of it", report.table(_rows(result))),
+            ("The last steps", timeline_view.svg(spans, steady, "as simulated")),
+            ("What went in", report.lines(told)),
+        ],
+    )
+
+
+def _paper(options: argparse.Namespace) -> int:
+    found = paper_systems.compare(options.configs)
+    rows, given = paper_systems.compared_rows(found), paper_systems.inputs(found)
+    if options.html:
+        sections = [("Errors", report.table(rows)), ("Inputs", report.lines(given))]
+        page = report.page("Systems that papers measured, simulated", sections)
+        options.html.write_text(page, encoding="utf-8")
+    if options.json:
+        print(json_text([{**one._asdict(), "error": one.error} for one in found]))
+    else:
+        print("\n".join([grid(rows), "", *given]))
+    return 0

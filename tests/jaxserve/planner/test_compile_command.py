@@ -1,0 +1,88 @@
+"""What `plan compile` makes of the compiler's answers; `test_aot.py` has the real compiler."""
+
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.plan import main
+from jaxserve.planner.aot import CompiledProgram, RoleMemory, count_collectives, deployment_buckets
+from jaxserve.planner.compile_command import available, failures, remarks
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.step import Bucket
+
+STEP3 = ["compile", "--config", "configs/step3-v6e.yaml"]
+GOOD = CompiledProgram("attend_moe", "attention", Bucket(32, 32), 56, 20.0, "")
+HELD = RoleMemory("ffn", 32, int(30e9), 0, int(1e9), int(1e9), int(1e9), 0)
+
+
+def deployment(**changes: object) -> Deployment:
+    return msgspec.structs.replace(Deployment(model=""), **changes)
+
+
+class TestFailures:
+    def test_none(self):
+        assert failures(deployment(), [GOOD], [HELD], load_hardware("v6e")) == []
+
+    def test_too_large_for_the_device(self):
+        part = HELD._replace(cache=int(5e9))
+        (problem,) = failures(deployment(), [GOOD], [part], load_hardware("v6e"))
+        assert problem == "ffn: 38.00 GB on each of 32 devices, which have 34.30 GB"
+
+    def test_too_large_for_what_the_deployment_allows(self):
+        made = deployment(ffn=FFNRole(memory_gb=32.0))
+        (problem,) = failures(made, [GOOD], [HELD], load_hardware("v6e"))
+        assert "which have 32.00 GB" in problem
+
+    def test_what_the_compiler_refused(self):
+        bad = GOOD._replace(error="RESOURCE_EXHAUSTED: 40G of 31G")
+        found = failures(deployment(), [GOOD, bad], [], load_hardware("v6e"))
+        assert found == ["attend_moe 32x32: RESOURCE_EXHAUSTED: 40G of 31G"]
+
+    def test_half_a_chip_has_half_of_its_memory(self):
+        assert available(deployment(), "ffn", load_hardware("v7x")) == pytest.approx(103.05e9)
+
+
+def test_formats_that_the_device_does_not_multiply():
+    made = deployment(
+        attention=AttentionRole(weights="fp8", memory_gb=30), ffn=FFNRole(memory_gb=30)
+    )
+    (note,) = remarks(made, load_hardware("v6e"), "TPU v6 lite")
+    assert note == ("attention.weights = fp8: TPU v6 lite has no such products, they run in BF16")
+    assert remarks(made, load_hardware("v7x"), "TPU7x") == []
+
+
+def test_collectives_are_counted_once():
+    text = """
+  %a = bf16[8,16]{1,0} all-gather(bf16[4,16] %x), dimensions={0}
+  %b = (bf16[4], bf16[8]) all-gather-start(bf16[4] %y), dimensions={0}
+  %c = bf16[8] all-gather-done((bf16[4], bf16[8]) %b)
+  %d = f32[2] reduce-scatter(f32[8] %z), to_apply=%add
+  ROOT %e = f32[2] add(f32[2] %d, f32[2] %d), metadata={op_name="all-reduce"}
+"""
+    assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
+
+
+def test_buckets_are_those_of_the_engine():
+    made = deployment(attention=AttentionRole(dp=2), ffn=FFNRole(ep=3))
+    limits = msgspec.structs.replace(made.scheduler, token_buckets=[8, 128], page_buckets=[16, 64])
+    made = msgspec.structs.replace(made, scheduler=limits)
+    # Rows of 2 DP groups in equal shares for 2 and for 3 devices: a multiple of 3 a group.
+    assert deployment_buckets(made) == [
+        Bucket(*b) for b in ((9, 16), (9, 64), (129, 16), (129, 64))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (STEP3, "--topology is missing"),
+        (["compile", "--topology", "v6e:8x8"], "--config is missing"),
+        ([*STEP3, "--topology", "v6e:8x8", "--bucket", "many"], "--bucket 'many'"),
+        ([*STEP3, "--topology", "v6e:8x8", "--workers", "0"], "--workers 0"),
+        ([*STEP3, "--topology", "v6e"], "--topology 'v6e': expected generation:chips"),
+        ([*STEP3, "--topology", "v6e:8x8", "--set", "lane=3"], "did you mean 'lanes'?"),
+    ],
+)
+def test_what_is_wrong_is_named(capsys, asked, message):
+    assert main(asked) == 2
+    assert message in capsys.readouterr().err

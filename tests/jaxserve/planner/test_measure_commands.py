@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from jaxserve.pipeline import timeline_view
+from jaxserve.pipeline.timeline import Span
+from jaxserve.plan import main
+from jaxserve.planner.hardware import CONFIGS
+
+DEPLOYMENT = """
+model: {model}
+lanes: 2
+attention: {{dp: 2, weights: fp8}}
+ffn: {{ep: 2, weights: fp8}}
+link: {{dispatch: fp8}}
+cache: {{format: fp8, pages: 5000, page_size: 64}}
+scheduler: {{slots: 8, max_length: 4096}}
+"""
+MICROSECONDS = {"attend": 200, "dispatch": 40, "ffn": 300, "combine": 50}
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    path = tmp_path / "deployment.yaml"
+    path.write_text(DEPLOYMENT.format(model="qwen3-30b-a3b"))
+    folder = tmp_path / "qwen3-30b-a3b"
+    folder.mkdir()
+    source = CONFIGS / "models" / "qwen3-30b-a3b" / "config.json"
+    (folder / "config.json").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Six steps of two lanes; every stage takes what MICROSECONDS says."""
+    spans, at = [], 0
+    for step in range(12):
+        for layer in range(48):
+            for stage, duration in MICROSECONDS.items():
+                end = at + duration * 1000
+                spans.append(Span(stage, step % 2, layer, step, at, end, 0, at))
+                at = end
+        spans.append(Span("attend", step % 2, 48, step, at, at + 9_000_000, 0, at))
+        at += 9_000_000
+    timeline_view.write(tmp_path / "trace", spans)
+    return tmp_path / "trace"
+
+
+class TestVerify:
+    def test_predicted_beside_measured(self, capsys, deployment, trace):
+        asked = ["verify", "--config", str(deployment), "--timeline", str(trace)]
+        assert main([*asked, "--hardware", "v6e", "--json"]) == 0
+        stages = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+        for name, microseconds in MICROSECONDS.items():
+            assert stages[name]["measured"] == pytest.approx(microseconds * 1e-6)
+            error = stages[name]["predicted"] / stages[name]["measured"] - 1
+            assert stages[name]["error"] == pytest.approx(error)
+        assert main([*asked, "--hardware", "v6e"]) == 0
+        assert "measured µs" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [
+            ([], "--timeline is missing"),
+            (["--timeline", "nowhere"], "--hardware is missing"),
+            (["--timeline", "nowhere", "--hardware", "v6e"], "nowhere"),
+            (["--timeline", "nowhere", "--hardware", "v99"], "hardware 'v99' is not known"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, capsys, deployment, asked, message):
+        assert main(["verify", "--config", str(deployment), *asked]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_another_model_s_trace(self, capsys, deployment, trace):
+        asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
+        assert main([*asked, "--hardware", "v6e"]) == 2
+        assert "a colocated deployment" in capsys.readouterr().err
+
+
+class TestCalibrate:
+    def test_a_trace_makes_predictions_what_was_measured(self, capsys, deployment, trace, tmp_path):
+        kept = tmp_path / "measured.json"
+        common = ["--config", str(deployment), "--hardware", "v6e", "--timeline", str(trace)]
+        assert main(["calibrate", *common, "--write", str(kept)]) == 0
+        assert "worst error" in capsys.readouterr().out
+        assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0
+        for one in json.loads(capsys.readouterr().out):
+            assert one["error"] == pytest.approx(0.0, abs=1e-3), one
+
+    def test_measurements_are_collected(self, capsys, tmp_path):
+        point = {
+            "device_kind": "TPU v6 lite",
+            "op": "attend",
+            "model": "qwen3-30b-a3b",
+            "batch": 64,
+            "context": 4096,
+            "format": "int8",
+            "seconds": 1e-3,
+        }
+        kept, bench = tmp_path / "kept.json", tmp_path / "bench.json"
+        for batch in (64, 128):
+            bench.write_text(json.dumps([{**point, "batch": batch, "seconds": batch * 1e-5}]))
+            assert main(["calibrate", "--measured", str(bench), "--write", str(kept)]) == 0
+        assert [one["batch"] for one in json.loads(kept.read_text())] == [64, 128]
+        html = tmp_path / "fit.html"
+        capsys.readouterr()
+        assert main(["calibrate", "--measured", str(kept), "--json", "--html", str(html)]) == 0
+        (fit,) = json.loads(capsys.readouterr().out)
+        assert (fit["stage"], fit["hardware"], fit["points"]) == (
+            "attend",
+            "TPU v6e (Trillium)",
+            2,
+        )
+        assert html.read_text(encoding="utf-8").count("<table>") == 2
+
+    def test_nothing_to_calibrate_with(self, capsys):
+        assert main(["calibrate"]) == 2
+        assert "nothing to calibrate with" in capsys.readouterr().err
+
+
+def test_a_calibration_changes_a_search(capsys, tmp_path):
+    point = {
+        "device_kind": "v6e",
+        "op": "attend",
+        "model": "qwen3-30b-a3b",
+        "batch": 64,
+        "context": 4096,
+        "format": "fp8",
+        "seconds": 1.0,
+    }
+    bench = tmp_path / "slow.json"
+    bench.write_text(json.dumps([point]))
+    asked = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "4"]
+    asked += ["--hardware", "v6e", "--tpot", "50ms"]
+    assert main(asked) == 0
+    assert main([*asked, "--calibration", str(bench)]) == 1
+    assert "its attend stage takes" in capsys.readouterr().err

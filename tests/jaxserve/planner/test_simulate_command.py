@@ -1,0 +1,108 @@
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.plan import main
+from jaxserve.planner.hardware import CONFIGS
+
+DEPLOYMENT = """
+model: {model}
+lanes: 3
+attention: {{dp: {dp}, weights: int8}}
+ffn: {{ep: {ep}, weights: int8}}
+link: {{dispatch: int8}}
+cache: {{format: int8, pages: 6000, page_size: 64}}
+scheduler: {{slots: {slots}, max_length: 4096, token_budget: 256}}
+"""
+
+
+def write(folder: Path, model: str = "qwen3-30b-a3b", dp: int = 4, ep: int = 4, slots: int = 4):
+    path = folder / "deployment.yaml"
+    path.write_text(
+        DEPLOYMENT.format(model=CONFIGS / "models" / model, dp=dp, ep=ep, slots=slots),
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture
+def asked(tmp_path):
+    return [
+        "simulate",
+        "--config",
+        str(write(tmp_path)),
+        "--hardware",
+        "v6e",
+        "--steps",
+        "8",
+        "--warm-up",
+        "2",
+    ]
+
+
+def test_as_text_page_and_timeline(capsys, asked, tmp_path):
+    page, folder = tmp_path / "page.html", tmp_path / "timeline"
+    more = ["--jitter", "0.1", "--html", str(page), "--timeline", str(folder)]
+    assert main([*asked, *more]) == 0
+    text = capsys.readouterr().out
+    for part in ("TPOT ms", "tokens/s/device", "attention busy", "bubble"):
+        assert part in text
+    assert "as simulated" in page.read_text(encoding="utf-8")
+    assert {path.name for path in folder.iterdir()} == {
+        *("timeline.json", "timeline.svg", "timeline.perfetto.json")
+    }
+
+
+def test_for_programs(capsys, asked):
+    more = ["--json", "--rate", "200", "--skew", "0.5", "--stall", "0.01:1ms"]
+    assert main([*asked, *more]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert set(tree) == {"traffic", "conditions", "result"}
+    assert tree["traffic"]["prefill"] == "here"
+    assert tree["conditions"]["jitter"]["stall_seconds"] == 1e-3
+    assert tree["result"]["ttft"]["p50"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompt", "8K"], "--prompt 8192 and --output 512 exceed scheduler.max_length = 4096"),
+        (["--domains", "0"], "--domains 0: expected 1 to 64"),
+        (["--warm-up", "8"], "--warm-up 8: expected 0 to 7"),
+        (["--jitter", "much"], "--jitter 'much'"),
+        (["--jitter", "head=1"], "--jitter 'head=1'"),
+        (["--stall", "often"], "--stall 'often'"),
+        (["--host", "never"], "--host 'never'"),
+        (["--hardware", "h900"], "hardware 'h900' is not known; did you mean 'h800'?"),
+        (
+            ["--set", "dtype=float32", "--set", "cache.format=auto"],
+            "cache.format: the planner knows bfloat16, fp8, int8, not float32",
+        ),
+        (["--calibration", "none.json"], "none.json: No such file"),
+    ],
+)
+def test_what_is_wrong_is_named(capsys, asked, more, message):
+    assert main([*asked, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_thousand_devices_and_a_hundred_steps_take_a_minute_of_one_core(tmp_path):
+    """3 domains x 248 + 256 devices, 3 lanes of 8 sequences: 17,856 at a time."""
+    path = write(tmp_path, "deepseek-v3", dp=248, ep=256, slots=8)
+    command = [sys.executable, "-m", "jaxserve.plan", "simulate", "--config", str(path), "--json"]
+    command += ["--hardware", "h800", "--domains", "3", "--steps", "100", "--jitter", "0.05"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*command, "--skew", "0.3"], capture_output=True, text=True, timeout=590, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = json.loads(done.stdout)["result"]
+    assert result["sequences"] == pytest.approx(3 * 248 * 3 * 8, rel=0.05)
+    assert result["steps"] >= 9 * 89
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds <= 60
