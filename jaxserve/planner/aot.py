@@ -99,7 +99,10 @@ def topology(name: str) -> Topology:
     Raises:
       ConfigError: libtpu is missing or does not know it.
     """
+    # No TPU is looked for, and none is taken from a process that serves on it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 

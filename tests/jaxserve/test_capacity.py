@@ -41,6 +41,9 @@ PUBLISHED = {
 activated with the head and without the embedding (README_WEIGHTS.md of its files); Kimi K2 1 T and
 32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
 
+VARIANTS = ("step3-v6e", "step3-v7x")
+"""Deployments of the same model on other hardware."""
+
 
 def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
     """A released model and its deployment; `attention_dp=3` overrides attention.dp."""
@@ -54,7 +57,14 @@ def by_role(name: str, **overrides) -> dict[str, RoleBytes]:
 
 
 def test_every_deployment_file_is_here():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo", *PUBLISHED}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo", *PUBLISHED, *VARIANTS}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_model_elsewhere_fits_there(name):
+    config, deployment = load(name)
+    assert count_parameters(config) == PUBLISHED["step3"]
+    check_capacity(config, deployment, memory_of(deployment))
 
 
 class TestParameters:

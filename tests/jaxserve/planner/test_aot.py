@@ -22,7 +22,7 @@ def compile_for(*arguments: str, timeout: float = 550) -> tuple[int, dict, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     done = subprocess.run(
         [sys.executable, "-m", "jaxserve.plan", "compile", "--json", *arguments],
-        env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout,

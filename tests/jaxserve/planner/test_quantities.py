@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.quantities import PAPER, assumptions, prices, seconds, tokens
+from jaxserve.planner.noise import Jitter
+from jaxserve.planner.quantities import PAPER, assumptions, jitter, prices, seconds, tokens
 from jaxserve.planner.stages import Assumptions
 
 
@@ -62,3 +63,31 @@ def test_wrong_assumptions():
         assumptions(["compute=2", "overlap=-1"])
     with pytest.raises(ConfigError, match="--assume: "):
         assumptions(["compute=fast"])
+
+
+def test_microseconds_and_the_option_that_is_wrong():
+    assert seconds("200us") == pytest.approx(2e-4)
+    with pytest.raises(ConfigError, match="--host 'soon'"):
+        seconds("soon", "--host")
+    with pytest.raises(ConfigError, match="--prompt 'many'"):
+        tokens("many", "--prompt")
+
+
+class TestJitter:
+    def test_of_all_stages_and_of_one(self):
+        found = jitter(["0.05", "combine=0.3"], "0.001:1ms")
+        assert found.spread == {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
+        assert (found.stall_probability, found.stall_seconds) == (0.001, 1e-3)
+
+    def test_none(self):
+        assert jitter([], "") == Jitter()
+
+    @pytest.mark.parametrize("item", ["11", "-1", "head=0.1", "ffn=x", "nan"])
+    def test_what_is_wrong_is_named(self, item):
+        with pytest.raises(ConfigError, match="--jitter"):
+            jitter([item], "")
+
+    @pytest.mark.parametrize("stall", ["0.1", "2:1ms", "0.1:never"])
+    def test_a_wrong_stall(self, stall):
+        with pytest.raises(ConfigError, match="--stall"):
+            jitter([], stall)
