@@ -169,6 +169,7 @@ def paged_attention(
     where = (page_table, sequence_of_token, position)
     target = current_target()
     lse: Array | None
+    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
     if target.backend == "mosaic_tpu":
         from pallas_kernels.attention import mosaic_tpu
 
@@ -185,8 +186,13 @@ def paged_attention(
             with_lse=with_lse,
             target=target,
         )
+    elif target.backend == "mosaic_gpu" and _hopper_covers(queries, cache):
+        from pallas_kernels.attention import mosaic_gpu
+
+        output, lse = mosaic_gpu.paged_attention(
+            queries, cache, *where, scale=scale, window=window, target=target
+        )
     else:
-        cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
         output, lse = reference.paged_attention(queries, cache, *where, scale=scale, window=window)
     return (output, lse) if lse is not None and with_lse else output
 
@@ -255,6 +261,12 @@ def merge(
                 f"outputs[0] has {outputs[0].shape}"
             )
     return reference.merge(outputs, lses)
+
+
+def _hopper_covers(queries: Array, cache: reference.Cache) -> bool:
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.covers(queries, cache)
 
 
 def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:

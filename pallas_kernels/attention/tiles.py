@@ -5,6 +5,8 @@ Called by the kernels. A kind that has no row takes the default of its backend.
 
 from typing import NamedTuple
 
+from pallas_kernels.target import Target
+
 
 class TpuTiles(NamedTuple):
     """Of the Mosaic TPU kernel.
@@ -33,3 +35,18 @@ TPU: dict[str, TpuTiles] = {
 def tpu_tiles(device_kind: str) -> TpuTiles:
     """The tiles for a kind of device, as JAX names it."""
     return TPU.get(device_kind, TPU_DEFAULT)
+
+
+GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
+"""By a part of the device kind; what the others (H100 SXM, H200, H800, GH200) have is 132."""
+INTERPRETED_BLOCKS = 3
+
+
+def gpu_blocks(target: Target) -> int:
+    """Blocks of threads among which the pages of a batch are divided: one a multiprocessor."""
+    if target.interpret:
+        return INTERPRETED_BLOCKS
+    for part, count in GPU_MULTIPROCESSORS.items():
+        if part in target.device_kind and "H200" not in target.device_kind:
+            return count
+    return 132
