@@ -1,19 +1,21 @@
-"""The Hopper kernel of paged attention: one persistent block an SM walks its share of the pages.
+"""The Hopper kernel of paged attention: S = Q Kᵀ, and O += P V in the registers.
 
-Called by `mosaic_gpu.py`, which lays the queries out in units and cuts their pages into ranges.
-Knows nothing of tokens or batches.
+Called by `mosaic_gpu.py`, which lays the queries out; `mosaic_gpu_walk.py` says what units, steps,
+ranges and lanes are. Knows nothing of tokens or batches.
 
-A unit is 64 rows a warpgroup (query heads of some tokens) that read one key/value head of one
-sequence. A step is 64 positions of a unit. The steps of all units, one after the other, are cut
-into equal ranges, one a block: so every SM has the same work, however ragged the lengths. A unit
-whose steps lie in several ranges leaves a piece of its result in each; `combine` adds them up.
+A block has one warpgroup or two, all of which compute; the first one also starts the copies, some
+steps ahead, and the others tell it when they have read a slot. Two warpgroups either have 64 rows
+of their own each, or (`split_values`: for values so wide that one cannot hold the sums) the same 64
+rows: then each takes half of a step's positions for S, and half of the columns of V.
 
-Every warpgroup computes, S = Q Kᵀ and O += P V, with P in registers. The first one also starts the
-copies, some steps ahead; all of them tell it when they have read a slot.
+Pages in 8 bits are converted in shared memory, scales and all, to what can be had most cheaply:
+int8 to bfloat16, float8 to float16. The latter has few exponents, so that everything is 16 times
+what it is: a row keeps its precision if the largest of its values is between 2e-3 and 4e3.
 """
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,87 +23,122 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32, Num
+from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work, copies
 from pallas_kernels.attention.reference import Cache
+from pallas_kernels.mosaic_gpu import SHARED_MEMORY, store
 
 ROWS = 64
 """Query rows of a warpgroup: M of a wgmma."""
-BLOCK = 64
-"""Positions of a step."""
-OTHER_SHARED_MEMORY = 2048
-"""Bytes for barriers and reductions."""
+OTHER_SHARED_MEMORY = 512
+"""Bytes for barriers."""
+ALIGNMENT = 1024
+"""Of what is in shared memory."""
+MOST_STAGES = 8
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
 """The largest score of a row that has seen nothing; finite, so that differences are no NaN."""
+FLOAT16_FACTOR = 16
+"""What keys and values are multiplied by when they are converted to float16."""
+CONVERTED_COLUMNS = 64
+"""Columns that a warpgroup converts at one time."""
 
 
 class Plan(NamedTuple):
     """What is compiled.
 
     Attributes:
-      warpgroups: that compute; a unit has 64 rows for each.
-      blocks: of threads, each with a range of steps.
-      stages: steps whose pages are in shared memory, or on their way, at one time.
+      warpgroups: that compute.
+      split_values: they share their rows.
+      ranges, lanes: blocks of threads.
       scale: of the scores.
       window: positions that a row sees, its own included; 0: all.
       v_width: of the values; without pages of values they are the first elements of the keys.
-      heads: rows of an item for each of its tokens.
-      units_per_item: units that share a place and a sequence, one after the other.
-      units_per_kv_head: how many of those, one after the other, share a key/value head.
+      heads: rows of a unit for each of its tokens.
       p_in_registers: False for interpret mode, which knows wgmma only on shared memory.
     """
 
     warpgroups: int
-    blocks: int
-    stages: int
+    split_values: bool
+    ranges: int
+    lanes: int
     scale: float
     window: int
     v_width: int
     heads: int
-    units_per_item: int
-    units_per_kv_head: int
     p_in_registers: bool
 
+    @property
+    def has_copier(self) -> bool:
+        """One more warpgroup does the copies; beside two, there are no registers for it."""
+        return self.warpgroups == 1
 
-class Work(NamedTuple):
-    """Which positions the units read, and how they are cut into ranges.
+    @property
+    def row_groups(self) -> int:
+        """64 rows each."""
+        return 1 if self.split_values else self.warpgroups
 
-    Attributes:
-      sequence: row of the page table, of every item.
-      place: position of the item's first token; padding: -1.
-      stride: from one token's position to the next one's.
-      last: position of the item's last token, or of the last one that is cached; padding: -1.
-      first_block: the first step of an item reads the positions from 64 * first_block on.
-      start: of every unit, its first step; at the end the number of all steps.
-      first_unit: of every block, the unit in which its range begins.
-    """
+    @property
+    def columns(self) -> int:
+        """Of the values, of one warpgroup."""
+        return self.v_width // self.warpgroups if self.split_values else self.v_width
 
-    sequence: Int32[Array, " items"]
-    place: Int32[Array, " items"]
-    stride: Int32[Array, " items"]
-    last: Int32[Array, " items"]
-    first_block: Int32[Array, " items"]
-    start: Int32[Array, " units_and_end"]
-    first_unit: Int32[Array, " blocks"]
+    @property
+    def positions(self) -> int:
+        """Of a step, of one warpgroup."""
+        return BLOCK // self.warpgroups if self.split_values else BLOCK
 
 
-class _Cursor(NamedTuple):
-    """Where the copies are: the next step to be copied, what it reads, and whose it is."""
+class _Unit(NamedTuple):
+    """What a warpgroup computes until the next one; scalars."""
 
-    step: Any
-    unit: Any
-    end: Any  # the first step that is another unit's
-    kv_head: Any
-    sequence: Any
-    shift: Any  # block of positions = step + shift
-    pages: Any  # of the step; read ahead, so that no copy waits for them
+    index: Any
+    place: Any
+    stride: Any
+    last: Any
+    first_row: Any  # of this warpgroup, among the rows of the unit
+    block_shift: Any  # block of positions - step
+
+
+class _State(NamedTuple):
+    """From one step of a unit to the next."""
+
+    cursor: Cursor | None
+    largest: Any  # of the scores so far, [64]
+    total: Any  # sum of exp2(score - largest) over the positions of this warpgroup, [64]
+    mixed: Any  # sum of exp2(score - largest) * value, [64, columns]
+
+
+def compute_dtype(pages_dtype: Any) -> Any:
+    """What is multiplied."""
+    if pages_dtype.itemsize == 2:
+        return pages_dtype
+    return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
+
+
+def stages(cache: Cache, plan: Plan) -> int:
+    """Steps that fit into shared memory beside everything else, `MOST_STAGES` at the most."""
+    dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
+    width = head_dim + (0 if cache.v_pages is None else plan.v_width)
+    room = SHARED_MEMORY - OTHER_SHARED_MEMORY - plan.row_groups * ROWS * head_dim * 2
+    if dtype.itemsize == 1:
+        room -= BLOCK * width * 2
+    if plan.split_values or not plan.p_in_registers:
+        room -= plan.row_groups * ROWS * BLOCK * 2
+    if plan.split_values:
+        room -= ALIGNMENT
+    for depth in range(MOST_STAGES, 0, -1):
+        scales = -(-depth * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
+        scales *= 1 if cache.v_pages is None else 2
+        if depth * BLOCK * width * dtype.itemsize + scales <= room:
+            return depth
+    return 0
 
 
 def attend(
-    queries: Float[Array, "units rows head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Num[Array, "pages kv_heads page_size v_width"] | None,
+    queries: Float[Array, "units lanes rows head_dim"],
+    cache: Cache,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     work: Work,
     plan: Plan,
@@ -112,265 +149,361 @@ def attend(
     """Run the kernel.
 
     Returns:
-      for units that lie in one range, the output [units, rows, v_width] and the log of the sum of
-      the exponentials [units, rows], anything for the others; for those the FP32 pieces of both,
-      [2 * blocks, rows, ...]: at 2 * c that of the unit in which range c begins, if part of it is
-      in the range before, at 2 * c + 1 that of the last one, if more of it is in the next range.
+      for units that lie in one range, the output [units, lanes, rows, v_width] and the log of the
+      sum of the exponentials [units, lanes, rows], anything for the others; for those the FP32
+      pieces of both, [2 * ranges, lanes, rows, ...]: at 2 * c that of the unit in which range c
+      begins, if part of it is in the range before, at 2 * c + 1 that of the last one, if more of it
+      is in the next range.
     """
-    units, rows, head_dim = queries.shape
-    dtype = k_pages.dtype
-    pieces = 2 * plan.blocks
-    copies = _copies(k_pages.shape[2])
-    out_type = (
-        jax.ShapeDtypeStruct((units, rows, plan.v_width), out_dtype),
-        jax.ShapeDtypeStruct((units, rows), jnp.float32),
-        jax.ShapeDtypeStruct((pieces, rows, plan.v_width), jnp.float32),
-        jax.ShapeDtypeStruct((pieces, rows), jnp.float32),
-    )
-    scratch = {
-        "q_smem": plgpu.SMEM((plan.warpgroups, ROWS, head_dim), queries.dtype),
-        "k_smem": plgpu.SMEM((plan.stages, BLOCK, head_dim), dtype),
-        "q_loaded": plgpu.Barrier(num_barriers=plan.warpgroups),
-        "loaded": plgpu.Barrier(
-            num_barriers=plan.stages, num_arrivals=copies if v_pages is None else 2 * copies
-        ),
-        "released": plgpu.Barrier(num_barriers=plan.stages, num_arrivals=plan.warpgroups),
-        "cleared": plgpu.Barrier(num_arrivals=plan.warpgroups),
+    units, lanes, rows, head_dim = queries.shape
+    dtype, page_size = cache.k_pages.dtype, cache.k_pages.shape[2]
+    arrays: dict[str, Array] = {
+        name.removesuffix("_pages"): array
+        for name, array in cache._asdict().items()
+        if isinstance(array, jax.Array)
     }
-    if v_pages is not None:
-        scratch["v_smem"] = plgpu.SMEM((plan.stages, BLOCK, plan.v_width), dtype)
-    if not plan.p_in_registers:
-        scratch["p_smem"] = plgpu.SMEM((plan.warpgroups, ROWS, BLOCK), queries.dtype)
-    pages = (k_pages,) if v_pages is None else (k_pages, v_pages)
+    depth = stages(cache, plan)
+    scratch: dict[str, Any] = {
+        name + "_smem": plgpu.SMEM((depth, BLOCK, *array.shape[3:]), array.dtype)
+        for name, array in arrays.items()
+    }
+    scratch |= {
+        "q_smem": plgpu.SMEM((plan.row_groups, ROWS, head_dim), queries.dtype),
+        "q_loaded": plgpu.Barrier(num_barriers=plan.row_groups),
+        "loaded": plgpu.Barrier(num_barriers=depth, num_arrivals=len(arrays) * copies(page_size)),
+        "released": plgpu.Barrier(num_barriers=depth, num_arrivals=plan.warpgroups),
+        "met": plgpu.Barrier(num_arrivals=plan.warpgroups),
+    }
+    if dtype.itemsize == 1:
+        scratch["k_converted"] = plgpu.SMEM((BLOCK, head_dim), queries.dtype)
+        if "v" in arrays:
+            scratch["v_converted"] = plgpu.SMEM((BLOCK, plan.v_width), queries.dtype)
+    if plan.split_values or not plan.p_in_registers:
+        scratch["p_smem"] = plgpu.SMEM((plan.row_groups, ROWS, BLOCK), queries.dtype)
+    if plan.split_values:
+        scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
+    pieces = 2 * plan.ranges
     kernel = plgpu.kernel(
-        functools.partial(_body, plan=plan, pages_arrays=len(pages)),
+        functools.partial(_body, plan=plan, names=tuple(arrays)),
         kernel_name="paged_attention",
-        out_type=out_type,
+        out_type=(
+            jax.ShapeDtypeStruct((units, lanes, rows, plan.v_width), out_dtype),
+            jax.ShapeDtypeStruct((units, lanes, rows), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, lanes, rows, plan.v_width), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, lanes, rows), jnp.float32),
+        ),
         scratch_types=scratch,
-        grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=plan.warpgroups,
+        grid=(plan.ranges, plan.lanes),
+        grid_names=("range", "lane"),
+        num_threads=plan.warpgroups + plan.has_copier,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        # All sums and maxima are of what one warp has.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
-    return tuple(kernel(queries, page_table, *pages, *work))
+    return tuple(kernel(queries, page_table, *arrays.values(), *work))
 
 
-def stages_of(cache: Cache, warpgroups: int, shared_memory: int) -> int:
-    """As many as fit, 8 at the most."""
-    head_dim = cache.k_pages.shape[3]
-    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
-    step = BLOCK * width * cache.k_pages.dtype.itemsize
-    room = shared_memory - warpgroups * ROWS * head_dim * 2 - OTHER_SHARED_MEMORY
-    return min(8, room // step)
+def _body(
+    queries: Any, page_table: Any, *refs: Any, plan: Plan, names: tuple[str, ...], **scratch: Any
+) -> None:
+    """What every warpgroup of every block does."""
+    sources, refs = refs[: len(names)], refs[len(names) :]
+    outputs = refs[len(Work._fields) :]
+    walk = Walk(
+        Work(*refs[: len(Work._fields)]),
+        page_table,
+        list(sources),
+        [scratch[name + "_smem"] for name in names],
+        scratch["loaded"],
+        ranges=plan.ranges,
+    )
+    warpgroup = _Warpgroup(plan, walk, queries, outputs, SimpleNamespace(**scratch))
+    pl.when(walk.begin < walk.finish)(warpgroup.run)
 
 
-def _copies(page_size: int) -> int:
-    """Pages, or parts of one, that a step reads."""
-    return max(1, BLOCK // page_size)
+class _Warpgroup:
+    """Walks one range for one lane, together with the other warpgroups of its block."""
 
+    def __init__(
+        self, plan: Plan, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
+    ) -> None:
+        """Only where things are; `run` does it."""
+        self.plan, self.walk, self.smem = plan, walk, smem
+        self.queries, self.outputs = queries, outputs
+        self.lane: Any = lax.axis_index("lane") if plan.lanes > 1 else jnp.int32(0)
+        self.thread = lax.axis_index("warpgroup")
+        self.me: Any = self.thread if plan.warpgroups > 1 else jnp.int32(0)
+        self.leads = self.me == 0
+        self.row_group = self.me // (plan.warpgroups // plan.row_groups)
+        self.rows = pl.ds(self.row_group * ROWS, ROWS)
+        self.column_start = self.me * plan.columns if plan.split_values else 0
+        self.columns = pl.ds(self.column_start, plan.columns)
+        self.position_start = self.me * plan.positions if plan.split_values else 0
+        self.positions = pl.ds(self.position_start, plan.positions)
+        self.converts = hasattr(smem, "k_converted")
+        self.shared = not hasattr(smem, "v_smem")
+        self.factor = FLOAT16_FACTOR if self.converts and smem.q_smem.dtype == jnp.float16 else 1
 
-def _body(queries, page_table, *refs, plan: Plan, pages_arrays: int, **scratch):
-    """What every warpgroup of a block does."""
-    pages, refs = refs[:pages_arrays], refs[pages_arrays:]
-    work, (out, lse, out_pieces, lse_pieces) = Work(*refs[:-4]), refs[-4:]
-    q_smem, k_smem = scratch["q_smem"], scratch["k_smem"]
-    v_smem = scratch.get("v_smem")
-    loaded, released = scratch["loaded"], scratch["released"]
-    pool, _, page_size, _ = pages[0].shape
-    sequences, columns = page_table.shape
-    units = queries.shape[0]
-    copies = _copies(page_size)
-    copied_rows = BLOCK // copies
+    def run(self) -> None:
+        """Copy, or attend for every unit of the range, or both."""
+        if not self.plan.has_copier:
+            cursor = self.walk.first_cursor()
+            for _ in range(self.walk.stages):
+                cursor = self.walk.copy(cursor, self.leads)
+            self._attend(cursor)
+            return
+        pl.when(self.thread == 0)(lambda: self._attend(None))
+        pl.when(self.thread == 1)(self._copy)
 
-    block = lax.axis_index("block")
-    me = lax.axis_index("warpgroup") if plan.warpgroups > 1 else 0
-    total = work.start[units]
-    begin, finish = block * total // plan.blocks, (block + 1) * total // plan.blocks
+    def _copy(self) -> None:
+        walk = self.walk
 
-    # ------------------------------------------------------------------ copies
-    def page_ids(sequence, block_of_positions):
-        column = block_of_positions * BLOCK // page_size
-        ids = [
-            page_table[sequence, jnp.minimum(column + index, columns - 1)]
-            for index in range(copies)
-        ]
-        return tuple(jnp.clip(page, 0, pool - 1) for page in ids)
+        def copy(step: Any, cursor: Cursor) -> Cursor:
+            pl.when(step >= walk.begin + walk.stages)(lambda: self._wait_until_released(step))
+            return walk.copy(cursor, jnp.bool_(True))
 
-    def open_unit(unit):
-        """Everything but the step of a cursor."""
-        unit = jnp.minimum(unit, units - 1)
-        item = unit // plan.units_per_item
-        return (
-            unit,
-            work.start[unit + 1],
-            unit % plan.units_per_item // plan.units_per_kv_head,
-            jnp.clip(work.sequence[item], 0, sequences - 1),
-            work.first_block[item] - work.start[unit],
+        lax.fori_loop(walk.begin, walk.finish, copy, walk.first_cursor())
+
+    def _attend(self, cursor: Cursor | None) -> None:
+        walk = self.walk
+        unit = walk.work.first_unit[walk.index]
+        lax.while_loop(
+            lambda carry: carry[1] < walk.finish, self._attend_unit, (unit, walk.begin, cursor)
         )
 
-    def cursor_at(step, unit_fields):
-        sequence, shift = unit_fields[-2:]
-        return _Cursor(step, *unit_fields, page_ids(sequence, step + shift))
+    def _wait_until_released(self, step: Any) -> None:
+        """The slot of this step can be overwritten."""
+        plgpu.barrier_wait(self.smem.released.at[self.walk.slot(step)])
 
-    def advance(cursor: _Cursor) -> _Cursor:
-        fields = cursor[1:6]
-        step = cursor.step + 1
-        fields = lax.cond(
-            (step >= cursor.end) & (step < finish),
-            lambda: open_unit(cursor.unit + 1),
-            lambda: fields,
+    def _meet(self) -> None:
+        """Wait for all warps of the block."""
+        plgpu.barrier_arrive(self.smem.met)
+        plgpu.barrier_wait(self.smem.met)
+
+    def _meet_others(self) -> None:
+        """As `_meet`, where the warps of one warpgroup need not wait for each other."""
+        if self.plan.warpgroups > 1:
+            self._meet()
+
+    def _attend_unit(self, carry: tuple[Any, Any, Cursor | None]) -> tuple[Any, Any, Cursor | None]:
+        index, step, cursor = carry
+        plan, work, smem = self.plan, self.walk.work, self.smem
+        item = index // self.walk.kv_heads
+        end = jnp.minimum(work.start[index + 1], self.walk.finish)
+        unit = _Unit(
+            index,
+            work.place[item],
+            work.stride[item],
+            work.last[item],
+            (self.lane * plan.row_groups + self.row_group) * ROWS,
+            work.first_block[item] - work.start[index],
         )
-        return cursor_at(step, fields)
+        self._meet()  # All have read the queries of the unit before.
+        q_loaded = smem.q_loaded.at[self.row_group]
 
-    def copy(cursor: _Cursor):
-        """Start to copy the keys and values of a step into its slot."""
-        slot = lax.rem(cursor.step, plan.stages)
-        offset = 0
-        if page_size > BLOCK:
-            offset = lax.rem((cursor.step + cursor.shift) * BLOCK, page_size)
-        for index, page in enumerate(cursor.pages):
-            for source, target in zip(pages, (k_smem, v_smem), strict=False):
-                plgpu.copy_gmem_to_smem(
-                    source.at[page, cursor.kv_head, pl.ds(offset, copied_rows)],
-                    target.at[slot, pl.ds(index * copied_rows, copied_rows)],
-                    loaded.at[slot],
-                )
+        def load_queries() -> None:
+            plgpu.copy_gmem_to_smem(
+                self.queries.at[index, self.lane, self.rows],
+                smem.q_smem.at[self.row_group],
+                q_loaded,
+            )
 
-    def copy_next(cursor: _Cursor) -> _Cursor:
-        pl.when((me == 0) & (cursor.step < finish))(lambda: copy(cursor))
-        return advance(cursor)
+        pl.when(self.leads)(load_queries) if plan.split_values else load_queries()
+        plgpu.barrier_wait(q_loaded)
 
-    # --------------------------------------------------------------- computing
-    def attend_unit(carry):
-        unit, step, cursor = carry
-        item = unit // plan.units_per_item
-        end = jnp.minimum(work.start[unit + 1], finish)
-        shift = work.first_block[item] - work.start[unit]
-        place, stride, last = work.place[item], work.stride[item], work.last[item]
-        first_row = (unit % plan.units_per_kv_head * plan.warpgroups + me) * ROWS
+        state = _State(
+            cursor,
+            _filled((ROWS,), UNSEEN),
+            _filled((ROWS,), 0.0),
+            _filled((ROWS, plan.columns), 0.0),
+        )
+        state = lax.fori_loop(step, end, functools.partial(self._attend_step, unit), state)
+        self._write(unit, state)
+        return index + 1, end, state.cursor
 
-        mine = pl.ds(me * ROWS, ROWS)
-        q_mine = q_smem.at[me]
-        plgpu.copy_gmem_to_smem(queries.at[unit, mine], q_mine, scratch["q_loaded"].at[me])
-        plgpu.barrier_wait(scratch["q_loaded"].at[me])
+    def _attend_step(self, unit: _Unit, step: Any, state: _State) -> _State:
+        walk, smem = self.walk, self.smem
+        slot = walk.slot(step)
 
-        row_layout = plgpu.Layout.WGMMA.reduce(1)
-        largest = plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), row_layout)
-        total_weight = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout)
-        mixed = plgpu.layout_cast(jnp.zeros((ROWS, plan.v_width), jnp.float32), plgpu.Layout.WGMMA)
+        cursor = state.cursor
+        if isinstance(cursor, Cursor):
+            cursor = self._copy_beside(step, cursor)
+        plgpu.barrier_wait(smem.loaded.at[slot])
+        first = (step + unit.block_shift) * BLOCK  # position
+        scores = self._scores(unit, slot, first) * (self.plan.scale * LOG2_E / self.factor)
+        scores = jnp.where(self._seen(unit, first), scores, -jnp.inf)
+        largest = jnp.maximum(state.largest, scores.max(axis=1))
+        if self.plan.split_values:
+            largest = jnp.maximum(largest, self._of_other(largest))
+        weights = jnp.exp2(scores - _along(largest, scores, 0))
+        shrink = jnp.exp2(state.largest - largest)
+        total = state.total * shrink + weights.sum(axis=1)
+        if self.converts:
+            plgpu.barrier_arrive(smem.released.at[slot])
+        mixed = state.mixed * _along(shrink, state.mixed, 0)
+        mixed = self._mix(mixed, weights.astype(smem.q_smem.dtype), slot)
+        if not self.converts:
+            plgpu.barrier_arrive(smem.released.at[slot])
+        return _State(cursor, largest, total, mixed)
 
-        def attend_step(step, carry):
-            cursor, largest, total_weight, mixed = carry
-            slot = lax.rem(step, plan.stages)
+    def _copy_beside(self, step: Any, cursor: Cursor) -> Cursor:
+        """Start the next copy, into the slot of the step before this one."""
+        started = step > self.walk.begin
+        pl.when(started & self.leads)(lambda: self._wait_until_released(step - 1))
+        return lax.cond(started, lambda: self.walk.copy(cursor, self.leads), lambda: cursor)
 
-            def refill():
-                # The slot of the step before this one is what the next copy goes to.
-                if plan.warpgroups > 1:
-                    pl.when(me == 0)(wait_for_release)
-                else:
-                    wait_for_release()
+    # ----------------------------------------------------------------------------- keys, values
+    def _keys(self, slot: Any) -> Any:
+        return self.smem.k_converted if self.converts else self.smem.k_smem.at[slot]
 
-            def wait_for_release():
-                plgpu.barrier_wait(released.at[lax.rem(step - 1, plan.stages)])
+    def _values(self, slot: Any) -> Any:
+        if self.shared:
+            return self._keys(slot).at[:, pl.ds(0, self.plan.v_width)]
+        return self.smem.v_converted if self.converts else self.smem.v_smem.at[slot]
 
-            pl.when(step > begin)(refill)
-            cursor = lax.cond(step > begin, lambda: copy_next(cursor), lambda: cursor)
+    def _scores(self, unit: _Unit, slot: Any, first: Any) -> Any:
+        """[64, positions]; afterwards the values can be read, too."""
+        smem = self.smem
+        if self.converts:
+            self._meet_others()  # All have read what was converted before.
+            self._convert(smem.k_smem.at[slot], smem.k_scales_smem.at[slot], smem.k_converted)
+        if self.shared or not self.converts:
+            self._clear_unseen(unit, slot, first)
+        if self.converts:
+            self._meet_others()
 
-            plgpu.barrier_wait(loaded.at[slot])
-            k_block = k_smem.at[slot]
-            v_block = k_block.at[:, pl.ds(0, plan.v_width)] if v_smem is None else v_smem.at[slot]
-            first = (step + shift) * BLOCK  # position
-            window_start = place - plan.window + 1 if plan.window else 0
-            at_edge = (first + BLOCK > last + 1) | (first < window_start)
+        def multiply(acc: Any) -> Any:
+            keys = self._keys(slot).at[self.positions]
+            plgpu.wgmma(acc, smem.q_smem.at[self.row_group], keys.T)
+            if self.converts and not self.shared:
+                # While the tensor cores are at work.
+                self._convert(smem.v_smem.at[slot], smem.v_scales_smem.at[slot], smem.v_converted)
+            return acc[...]
 
-            def clear():
-                """What no row sees may be NaN, and 0 * NaN is NaN."""
-                position = first + plgpu.broadcasted_iota(
-                    jnp.int32, (BLOCK, ROWS), 0, layout=plgpu.Layout.WGMMA
-                )
-                seen = (position <= last) & (position >= window_start)
-                for column in range(0, plan.v_width, ROWS):
-                    part = v_block.at[:, pl.ds(column, ROWS)]
-                    part[...] = jnp.where(seen, part[...], jnp.zeros((), part.dtype))
-                plgpu.commit_smem()
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
+        if self.converts and not self.shared:
+            self._clear_unseen(unit, slot, first)
+            self._meet_others()
+        return scores
 
-            @pl.when(at_edge)
-            def _():
-                pl.when(me == 0)(clear)
-                if plan.warpgroups > 1:
-                    plgpu.barrier_arrive_and_wait(scratch["cleared"])
+    def _convert(self, source: Any, scales: Any, target: Any) -> None:
+        """Convert [64, width] with scales [64], every warpgroup its share of the columns."""
+        layout = plgpu.Layout.WGMMA_UPCAST_4X
+        by_row = plgpu.load(scales, layout=layout.reduce(1), optimized=False) * self.factor
+        by_row = by_row.astype(target.dtype)
+        warpgroups, shares = self.plan.warpgroups, source.shape[1] // CONVERTED_COLUMNS
 
-            def multiply(acc):
-                plgpu.wgmma(acc, q_mine, k_block.T)
-                return acc[...]
+        def convert(index: Any, _: None = None) -> None:
+            start = (index * warpgroups + self.me) * CONVERTED_COLUMNS
+            columns = pl.ds(start, CONVERTED_COLUMNS)
+            part = plgpu.load(source.at[:, columns], layout=layout, optimized=False)
+            store(target.at[:, columns], part.astype(target.dtype) * _along(by_row, part, 0))
 
-            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-            scores = scores * (plan.scale * LOG2_E)
+        if warpgroups == 1:
+            for index in range(shares):
+                convert(index)
+        else:  # not unrolled, for want of registers
+            mine = (shares - self.me + warpgroups - 1) // warpgroups
+            lax.fori_loop(0, mine, convert, None)
+        plgpu.commit_smem()
 
-            def mask(scores):
-                shape, layout = (ROWS, BLOCK), plgpu.Layout.WGMMA
-                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-                own = place + stride * ((row + first_row) // plan.heads)
-                position = first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-                seen = position <= own
-                if plan.window:
-                    seen &= position > own - plan.window
-                return jnp.where(seen, scores, -jnp.inf)
+    def _clear_unseen(self, unit: _Unit, slot: Any, first: Any) -> None:
+        """What no row sees may be NaN, and 0 * NaN is NaN."""
+        window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
+        values = self._values(slot)
 
-            scores = mask(scores)
-            new_largest = jnp.maximum(largest, scores.max(axis=1))
-            shrink = jnp.exp2(largest - new_largest)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
-            total_weight = total_weight * shrink + weights.sum(axis=1)
-            mixed = mixed * lax.broadcast_in_dim(shrink, mixed.shape, [0])
-            mixed = mix(mixed, weights.astype(q_smem.dtype), v_block)
-            plgpu.barrier_arrive(released.at[slot])
-            return cursor, new_largest, total_weight, mixed
+        def clear() -> None:
+            position = first + _iota((BLOCK, ROWS), 0)
+            seen = (position <= unit.last) & (position >= window_start)
 
-        def mix(mixed, weights, values):
-            if plan.p_in_registers:
-                return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(
-                    plgpu.ACC.init(mixed)
-                )
-            p_mine = scratch["p_smem"].at[me]
-            p_mine[...] = weights
+            def clear_columns(index: Any, _: None) -> None:
+                part = values.at[:, pl.ds(index * ROWS, ROWS)]
+                part[...] = jnp.where(seen, part[...], jnp.zeros((), part.dtype))
+
+            lax.fori_loop(0, self.plan.v_width // ROWS, clear_columns, None)
             plgpu.commit_smem()
 
-            def multiply(acc):
-                plgpu.wgmma(acc, p_mine, values)
-                return acc[...]
+        @pl.when((first + BLOCK > unit.last + 1) | (first < window_start))
+        def _() -> None:
+            self._meet_others()  # Shares of other warpgroups are converted.
+            pl.when(self.leads)(clear)
+            self._meet_others()
 
-            return mixed + pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
+    def _seen(self, unit: _Unit, first: Any) -> Any:
+        """[64, positions]: which rows see which positions."""
+        shape = (ROWS, self.plan.positions)
+        own = unit.place + unit.stride * ((_iota(shape, 0) + unit.first_row) // self.plan.heads)
+        position = _iota(shape, 1) + (first + self.position_start)
+        seen = position <= own
+        return seen & (position > own - self.plan.window) if self.plan.window else seen
 
-        cursor, largest, total_weight, mixed = lax.fori_loop(
-            step, end, attend_step, (cursor, largest, total_weight, mixed)
-        )
+    # ------------------------------------------------------------------------- what is mixed
+    def _of_other(self, vector: Any) -> Any:
+        """What the other warpgroup has in place of this vector, [64]."""
+        exchange = self.smem.exchange
+        exchange[self.me] = vector
+        self._meet()
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        return plgpu.load(exchange.at[1 - self.me], layout=layout, optimized=False)
 
-        blind = total_weight == 0.0
-        share = jnp.where(blind, 0.0, 1.0 / total_weight)
-        mixed = mixed * lax.broadcast_in_dim(share, mixed.shape, [0])
-        log_sum = jnp.where(blind, -jnp.inf, (largest + jnp.log2(total_weight)) / LOG2_E)
-        whole = (work.start[unit] >= begin) & (work.start[unit + 1] <= finish)
+    def _mix(self, mixed: Any, weights: Any, slot: Any) -> Any:
+        """mixed + weights @ values."""
+        values = self._values(slot).at[:, self.columns]
+        p: Any = weights
+        if self.plan.split_values or not self.plan.p_in_registers:
+            p = self.smem.p_smem.at[self.row_group]
+            p[:, self.positions] = weights
+            plgpu.commit_smem()
+        if self.plan.split_values:
+            self._meet()
+        if self.plan.p_in_registers:
+            return pl.run_state(lambda acc: plgpu.wgmma(acc, p, values))(plgpu.ACC.init(mixed))
 
-        @pl.when(whole)
-        def _():
-            plgpu.store(out.at[unit, mine], mixed.astype(out.dtype), optimized=False)
-            plgpu.store(lse.at[unit, mine], log_sum, optimized=False)
+        def multiply(acc: Any) -> Any:
+            plgpu.wgmma(acc, p, values)
+            return acc[...]
 
-        @pl.when(jnp.logical_not(whole))
-        def _():
-            piece = 2 * block + jnp.where(work.start[unit] < begin, 0, 1)
-            plgpu.store(out_pieces.at[piece, mine], mixed)
-            plgpu.store(lse_pieces.at[piece, mine], log_sum, optimized=False)
+        return mixed + pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
 
-        return unit + 1, end, cursor
+    def _write(self, unit: _Unit, state: _State) -> None:
+        """Write a unit, or a piece of it."""
+        walk, total = self.walk, state.total
+        if self.plan.split_values:
+            total = total + self._of_other(total)
+        blind = total == 0.0
+        share = jnp.where(blind, jnp.zeros_like(total), 1.0 / (total * self.factor))
+        mixed = state.mixed * _along(share, state.mixed, 0)
+        log_sum = (state.largest + jnp.log2(total)) * (1.0 / LOG2_E)
+        log_sum = jnp.where(blind, jnp.full_like(total, -jnp.inf), log_sum)
+        out, lse, out_pieces, lse_pieces = self.outputs
+        start, end = walk.work.start[unit.index], walk.work.start[unit.index + 1]
+        whole = (start >= walk.begin) & (end <= walk.finish)
 
-    @pl.when(begin < finish)
-    def _():
-        unit = work.first_unit[block]
-        cursor = cursor_at(begin, open_unit(unit))
-        for _ in range(plan.stages):
-            cursor = copy_next(cursor)
-        lax.while_loop(lambda carry: carry[1] < finish, attend_unit, (unit, begin, cursor))
+        def write(array: Any, sums: Any, index: Any) -> None:
+            target = array.at[index, self.lane, self.rows, self.columns]
+            store(target, mixed.astype(array.dtype))
+
+            @pl.when(self.leads if self.plan.split_values else self.me >= 0)
+            def _() -> None:
+                store(sums.at[index, self.lane, self.rows], log_sum)
+
+        piece = 2 * walk.index + jnp.where(start < walk.begin, 0, 1)
+        pl.when(whole)(lambda: write(out, lse, unit.index))
+        pl.when(jnp.logical_not(whole))(lambda: write(out_pieces, lse_pieces, piece))
+
+
+def _filled(shape: tuple[int, ...], value: float) -> Any:
+    layout = plgpu.Layout.WGMMA
+    return plgpu.layout_cast(
+        jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1)
+    )
+
+
+def _iota(shape: tuple[int, int], dimension: int) -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def _along(vector: Any, matrix: Any, dimension: int) -> Any:
+    """A vector that runs along this dimension of a matrix, as large as that."""
+    return lax.broadcast_in_dim(vector, matrix.shape, [dimension])
