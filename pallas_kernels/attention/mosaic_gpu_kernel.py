@@ -276,6 +276,10 @@ class _Warpgroup:
         """The slot of this step can be overwritten."""
         plgpu.barrier_wait(self.smem.released.at[self.walk.slot(step)])
 
+    def _wait_until_loaded(self, slot: Any) -> None:
+        """All that belongs to the step in this slot is there."""
+        plgpu.barrier_wait(self.smem.loaded.at[slot])
+
     def _meet(self) -> None:
         """Wait for all warps of the block."""
         plgpu.barrier_arrive(self.smem.met)
@@ -329,7 +333,7 @@ class _Warpgroup:
         cursor = state.cursor
         if isinstance(cursor, Cursor):
             cursor = self._copy_beside(step, cursor)
-        plgpu.barrier_wait(smem.loaded.at[slot])
+        self._wait_until_loaded(slot)
         first = (step + unit.block_shift) * BLOCK  # position
         scores = self._scores(unit, slot, first) * (self.plan.scale * LOG2_E / self.factor)
         scores = jnp.where(self._seen(unit, first), scores, -jnp.inf)

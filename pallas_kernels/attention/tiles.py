@@ -39,7 +39,7 @@ def tpu_tiles(device_kind: str) -> TpuTiles:
 
 GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
 """By a part of the device kind; what the others (H100 SXM, H200, H800, GH200) have is 132."""
-INTERPRETED_BLOCKS = 3
+INTERPRETED_BLOCKS = 2
 
 
 def gpu_blocks(target: Target) -> int:

@@ -1,0 +1,98 @@
+"""The suite for the Hopper kernels, interpreted, with their races looked for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    reset_gpu_interpret_mode_state,
+)
+
+from pallas_kernels.attention import mosaic_gpu, mosaic_gpu_kernel, reference, tiles
+from pallas_kernels.attention.mosaic_gpu_kernel import _Warpgroup
+from pallas_kernels.target import Target
+from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes
+
+# The poison reaches wgmma: what no row sees is left out afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+INTERPRETED = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
+
+
+def fitting(sizes):
+    """The same case at sizes that the kernels cover: they would leave the others to XLA."""
+    return sizes._replace(
+        head_dim=-(-sizes.head_dim // 64) * 64 + 64 * sizes.shared,
+        v_width=-(-sizes.v_width // 64) * 64,
+        cache="bfloat16" if sizes.cache == "float32" else sizes.cache,
+    )
+
+
+class TestMosaicGpu(PagedAttentionSuite):
+    target = INTERPRETED
+
+    def case(self, sizes, chunks, **options):
+        return super().case(fitting(sizes), chunks, dtype=jnp.bfloat16, **options)
+
+    def check(self, case, tolerance=2e-2):
+        queries, k_pages, v_pages, *_ = case.arguments
+        width = case.options["v_width"] if v_pages is None else v_pages.shape[3]
+        cache = reference.Cache(k_pages, v_pages, None, None, width)
+        assert mosaic_gpu.covers(queries, cache)
+        super().check(case, tolerance)
+
+    def test_pages_of_two_blocks(self, monkeypatch):
+        monkeypatch.setattr(self, "page_size", 128, raising=False)
+        self.check(self.case(Sizes(window=70), [(129 + 64, 1), (127, 1)]))
+
+    def test_wide_values(self):
+        """Two warpgroups that share their rows; 72 query heads are two lanes."""
+        sizes = Sizes(q_heads=72, head_dim=320, v_width=384, shared=True)
+        self.check(self.case(sizes, [(4 * self.page_size + 3, 1), PADDING]))
+
+    def test_wide_values_in_eight_bits(self):
+        sizes = Sizes(q_heads=8, head_dim=320, v_width=384, shared=True, cache="int8")
+        self.check(self.case(sizes, [(5, 1)]))
+
+    def test_more_heads_than_rows(self):
+        sizes = Sizes(q_heads=72)
+        self.check(self.case(sizes, [(4 * self.page_size + 3, 1), (1, 1)]))
+
+
+def races(run):
+    """Whether the interpreter reports one: newer versions raise, older ones keep a note."""
+    try:
+        jax.block_until_ready(run())
+        return gpu_callbacks.get_races().races_found
+    except Exception as error:
+        return "race detected" in str(error).lower()
+    finally:
+        reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    ("wait", "sizes"),
+    [
+        ("_wait_until_released", Sizes()),
+        ("_wait_until_loaded", Sizes()),
+        ("_meet", Sizes(head_dim=320, v_width=384, shared=True)),
+        (None, Sizes()),
+    ],
+)
+def test_a_wait_that_is_left_out_is_a_race(wait, sizes, monkeypatch):
+    monkeypatch.setattr(tiles, "INTERPRETED_BLOCKS", 1)
+    monkeypatch.setattr(mosaic_gpu_kernel, "MOST_STAGES", 2)
+    suite = TestMosaicGpu()
+    case = suite.case(sizes, [(10 * suite.page_size, 1), (10 * suite.page_size, 1)])
+    if wait is not None:
+        monkeypatch.setattr(_Warpgroup, wait, lambda *_: None)
+    assert races(lambda: suite.compiled(case)(*case.arguments)) == (wait is not None)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "blocks"),
+    [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114),
+     ("NVIDIA H20", 78), ("NVIDIA GH200 480GB", 132), ("NVIDIA H800", 132)],
+)  # fmt: skip
+def test_one_block_a_multiprocessor(device_kind, blocks):
+    assert tiles.gpu_blocks(Target("mosaic_gpu", device_kind)) == blocks
