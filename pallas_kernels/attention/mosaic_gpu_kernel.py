@@ -179,7 +179,7 @@ def attend(
         if "v" in arrays:
             scratch["v_converted"] = plgpu.SMEM((BLOCK, plan.v_width), queries.dtype)
     if plan.split_values or not plan.p_in_registers:
-        scratch["p_smem"] = plgpu.SMEM((plan.row_groups, ROWS, BLOCK), queries.dtype)
+        scratch["p_smem"] = plgpu.SMEM((plan.row_groups * ROWS, BLOCK), queries.dtype)
     if plan.split_values:
         scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
     pieces = 2 * plan.ranges
@@ -218,23 +218,27 @@ def _body(
         scratch["loaded"],
         ranges=plan.ranges,
     )
-    warpgroup = _Warpgroup(plan, walk, queries, outputs, SimpleNamespace(**scratch))
-    pl.when(walk.begin < walk.finish)(warpgroup.run)
+
+    @pl.when(walk.begin < walk.finish)
+    def _() -> None:
+        # Each has code of its own, in which all of its places are constants: that saves registers.
+        for index in range(plan.warpgroups + plan.has_copier):
+            warpgroup = _Warpgroup(index, plan, walk, queries, outputs, SimpleNamespace(**scratch))
+            pl.when(lax.axis_index("warpgroup") == index)(warpgroup.run)
 
 
 class _Warpgroup:
     """Walks one range for one lane, together with the other warpgroups of its block."""
 
     def __init__(
-        self, plan: Plan, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
+        self, me: int, plan: Plan, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
     ) -> None:
         """Only where things are; `run` does it."""
         self.plan, self.walk, self.smem = plan, walk, smem
         self.queries, self.outputs = queries, outputs
         self.lane: Any = lax.axis_index("lane") if plan.lanes > 1 else jnp.int32(0)
-        self.thread = lax.axis_index("warpgroup")
-        self.me: Any = self.thread if plan.warpgroups > 1 else jnp.int32(0)
-        self.leads = self.me == 0
+        self.me = me
+        self.leads = jnp.bool_(me == 0)
         self.row_group = self.me // (plan.warpgroups // plan.row_groups)
         self.rows = pl.ds(self.row_group * ROWS, ROWS)
         self.column_start = self.me * plan.columns if plan.split_values else 0
@@ -253,8 +257,10 @@ class _Warpgroup:
                 cursor = self.walk.copy(cursor, self.leads)
             self._attend(cursor)
             return
-        pl.when(self.thread == 0)(lambda: self._attend(None))
-        pl.when(self.thread == 1)(self._copy)
+        if self.me == 0:
+            self._attend(None)
+        else:
+            self._copy()
 
     def _copy(self) -> None:
         walk = self.walk
@@ -456,7 +462,7 @@ class _Warpgroup:
         values = self._values(slot).at[:, self.columns]
         p: Any = weights
         if self.plan.split_values or not self.plan.p_in_registers:
-            p = self.smem.p_smem.at[self.row_group]
+            p = self.smem.p_smem.at[self.rows]
             p[:, self.positions] = weights
             plgpu.commit_smem()
         if self.plan.split_values:
@@ -488,7 +494,7 @@ class _Warpgroup:
             target = array.at[index, self.lane, self.rows, self.columns]
             store(target, mixed.astype(array.dtype))
 
-            @pl.when(self.leads if self.plan.split_values else self.me >= 0)
+            @pl.when(self.leads | (not self.plan.split_values))
             def _() -> None:
                 store(sums.at[index, self.lane, self.rows], log_sum)
 
