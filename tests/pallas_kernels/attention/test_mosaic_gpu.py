@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
@@ -32,7 +33,7 @@ class TestMosaicGpu(PagedAttentionSuite):
     target = INTERPRETED
 
     def case(self, sizes, chunks, **options):
-        return super().case(fitting(sizes), chunks, dtype=jnp.bfloat16, **options)
+        return super().case(fitting(sizes), chunks, **options | {"dtype": jnp.bfloat16})
 
     def check(self, case, tolerance=2e-2):
         queries, k_pages, v_pages, *_ = case.arguments
@@ -40,6 +41,19 @@ class TestMosaicGpu(PagedAttentionSuite):
         cache = reference.Cache(k_pages, v_pages, None, None, width)
         assert mosaic_gpu.covers(queries, cache)
         super().check(case, tolerance)
+
+    def test_chunk_that_sees_what_was_before_it(self):
+        """As in the suite, which asks for the precision of FP32."""
+        case = self.case(Sizes(), [(self.page_size + 5, 3)])
+        queries, *pages, table, sequence, position = case.arguments
+        position = jnp.full_like(position, position[0])
+        same = jnp.broadcast_to(queries[:1], queries.shape)
+        output, lse = self.compiled(case)(same, *pages, table, sequence, position)
+        for token in range(3):
+            np.testing.assert_allclose(
+                np.asarray(output[token], np.float32), case.output[0], rtol=0.2, atol=2e-2
+            )
+            np.testing.assert_allclose(lse[token], case.lse[0], rtol=1e-4, atol=1e-4)
 
     def test_pages_of_two_blocks(self, monkeypatch):
         monkeypatch.setattr(self, "page_size", 128, raising=False)
