@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pallas_kernels import aot, llo
 
-OPS = ("attention",)
+OPS = ("attention", "grouped_matmul")
 """Those that have `cases.py`."""
 
 COMPILE_SECONDS = 600
