@@ -166,7 +166,8 @@ def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: 
     Of every lane: the residual stream of its DP group's `tokens`, and a message and its answer on
     their way. Of the one program that runs: either a layer's normed tokens, its heads (queries
     before and after RoPE or absorption, mixed values; with latents also the keys and values of a
-    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler.
+    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler. And
+    every lane's token counts for penalties, an int32 a slot and token of the vocabulary.
     Attention scores are not in it: kernels keep them on the chip.
     """
     role, size, d = deployment.attention, jnp.dtype(deployment.dtype).itemsize, config.d_model
@@ -181,8 +182,9 @@ def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: 
     else:
         width = 3 * sizes.head_dim
     attend = tokens * (sizes.q_heads // role.tp * width + d) * size + tokens * d * FP32
-    leave = 3 * deployment.scheduler.slots * config.vocab * FP32
-    return deployment.lanes * lane + max(attend, leave)
+    logits = deployment.scheduler.slots * config.vocab * FP32
+    counts = logits  # as many, of four bytes
+    return deployment.lanes * (lane + counts) + max(attend, 3 * logits)
 
 
 def _ffn_activations(

@@ -1,4 +1,4 @@
-"""From logits to a token, on the device. Called by the `leave` program; knows no requests.
+"""From logits to a token, on the device. Called by the programs; knows no requests.
 
 The noise of a draw is a function of the request's seed and the token's position alone, so a
 request's tokens depend neither on its neighbours in the batch nor on the layout.
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 class SamplerState(NamedTuple):
@@ -23,6 +23,105 @@ class SamplerState(NamedTuple):
     seed: UInt[Array, " slots"]
     position: Int[Array, " slots"]
     """Position that the drawn token will have."""
+
+
+class Rules(NamedTuple):
+    """What changes the logits before a token is drawn, one row a slot; see `adjust`."""
+
+    repetition: Float[Array, " slots"]
+    """1: off."""
+    presence: Float[Array, " slots"]
+    frequency: Float[Array, " slots"]
+    prompt_length: Int[Array, " slots"]
+    """Tokens fed at this position or later were generated; `MAX` in slots that count none."""
+    fresh: Int[Array, " slots"]
+    """Not 0: the slot has a new sequence, whose counts start with this step."""
+    masked: Int[Array, " slots"]
+    """Not 0: only the tokens of `allowed` may come."""
+    token_ids: Int[Array, "slots biases"]
+    """Tokens whose logits `biases` are added to; ids beyond the vocabulary are padding."""
+    biases: Float[Array, "slots biases"]
+    allowed: Int[Array, "slots words"]
+    """Bitmask: bit t % 32 of word t // 32 stands for token t."""
+    prompt: Int[Array, "slots words"]
+    """Bitmask of the prompt's tokens, in a fresh slot whose repetition is penalised."""
+
+
+MAX = jnp.iinfo(jnp.int32).max
+
+_PROMPT = 1 << 24
+"""Added to the count of a token that is in the prompt. Below it: how often it was generated."""
+
+
+def count(
+    counts: Int[Array, "slots vocab"],
+    rules: Rules,
+    token_ids: Int[Array, " tokens"],
+    slot: Int[Array, " tokens"],
+    position: Int[Array, " tokens"],
+) -> Int[Array, "slots vocab"]:
+    """Adds the tokens that a step feeds to what each slot has seen.
+
+    A token is counted when it is fed, not when it is drawn: then it does not matter whether the
+    host knows it yet, and a sequence that is fed again from the start is counted again.
+
+    Args:
+      counts: of each token of the vocabulary; passed on unchanged where no slot counts.
+      token_ids, slot, position: of the step's tokens; position -1 is padding.
+    """
+    counting = rules.prompt_length < MAX
+
+    def add() -> Array:
+        vocab = counts.shape[1]
+        seen = _bits(rules.prompt, vocab).astype(jnp.int32) * _PROMPT
+        kept = jnp.where(rules.fresh[:, None] > 0, seen, counts)
+        generated = (position >= rules.prompt_length[slot]) & counting[slot]
+        return kept.at[slot, token_ids].add(generated.astype(jnp.int32), mode="drop")
+
+    return jax.lax.cond(jnp.any(counting), add, lambda: counts)
+
+
+def adjust(
+    logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: Rules
+) -> Float[Array, "slots vocab"]:
+    """Logits after penalties, then biases, then the mask; FP32.
+
+    Repetition divides the positive logits of all tokens seen, in the prompt or generated, and
+    multiplies the negative ones (Keskar et al., 2019, §4.1). Presence is subtracted once from a
+    token that was generated, frequency for every time that it was.
+    """
+    logits, vocab = logits.astype(jnp.float32), logits.shape[1]
+
+    def penalise() -> Array:
+        times = (counts & (_PROMPT - 1)).astype(jnp.float32)
+        repetition = rules.repetition[:, None]
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        penalised = jnp.where(counts > 0, repeated, logits)
+        once = jnp.minimum(times, 1.0)
+        return penalised - rules.presence[:, None] * once - rules.frequency[:, None] * times
+
+    def mask() -> Array:
+        forbidden = (rules.masked[:, None] > 0) & ~_bits(rules.allowed, vocab)
+        return jnp.where(forbidden, -jnp.inf, logits)
+
+    logits = jax.lax.cond(jnp.any(rules.prompt_length < MAX), penalise, lambda: logits)
+    slot = jnp.arange(logits.shape[0])[:, None]
+    logits = logits.at[slot, rules.token_ids].add(rules.biases, mode="drop")
+    return jax.lax.cond(jnp.any(rules.masked > 0), mask, lambda: logits)
+
+
+def _bits(words: Int[Array, "slots words"], vocab: int) -> Bool[Array, "slots vocab"]:
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab] > 0
+
+
+def log_probabilities(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], top: int
+) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
+    """Log-probabilities of the given tokens, and the `top` likeliest tokens with theirs."""
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    best, ids = jax.lax.top_k(logs, top)
+    return jnp.take_along_axis(logs, token_ids[:, None], axis=1)[:, 0], ids, best
 
 
 def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Array, " slots"]:

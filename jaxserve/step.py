@@ -11,6 +11,12 @@ import msgspec
 FROM_DEVICE = -1
 """Token id that stands for "the token this slot sampled last, still on the device"."""
 
+MAX_LOGPROBS = 20
+"""Most alternatives that are reported beside a token."""
+
+MAX_BIASES = 384
+"""Most token ids of a slot whose logits a step shifts or bans."""
+
 SAMPLER_FIELDS = 5
 """Words a slot in the batch array's sampler block: temperature, top_k, top_p, min_p, seed."""
 
@@ -53,8 +59,50 @@ class BatchLayout(msgspec.Struct, frozen=True):
             "min_p": self.slots,
             "seed": self.slots,
         }
-        fields, start = {}, 0
-        for name, size in sizes.items():
-            fields[name] = row[start : start + size]
-            start += size
-        return fields
+        return _cut(row, sizes)
+
+
+class RulesLayout(msgspec.Struct, frozen=True):
+    """Where each field of a slot's rules lies in its row of the rules array.
+
+    The rules array is int32 `[dp, slots, width]`. It exists only for steps in which some request
+    has rules (penalties, biases, banned or allowed tokens). Floats and bitmasks are raw bits; bit
+    t % 32 of word t // 32 of a bitmask stands for token t.
+    """
+
+    vocab: int
+
+    @property
+    def words(self) -> int:
+        """Words of a bitmask over the vocabulary."""
+        return -(-self.vocab // 32)
+
+    @property
+    def width(self) -> int:
+        return sum(self._sizes().values())
+
+    def fields(self, rows: Any) -> dict[str, Any]:
+        """Cuts rows (NumPy or JAX, shape `[..., width]`) into named fields `[..., size]`."""
+        return _cut(rows, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "repetition": 1,
+            "presence": 1,
+            "frequency": 1,
+            "prompt_length": 1,
+            "fresh": 1,
+            "masked": 1,
+            "token_ids": MAX_BIASES,
+            "biases": MAX_BIASES,
+            "allowed": self.words,
+            "prompt": self.words,
+        }
+
+
+def _cut(rows: Any, sizes: dict[str, int]) -> dict[str, Any]:
+    fields, start = {}, 0
+    for name, size in sizes.items():
+        fields[name] = rows[..., start : start + size]
+        start += size
+    return fields

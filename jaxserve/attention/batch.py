@@ -28,7 +28,15 @@ def ragged_batch(
     page_table: Int[Array, "slots pages"],
     tokens: int,
 ) -> RaggedBatch:
-    """Sequence and position of every token, from query ranges and KV lengths.
+    """Sequence and position of every token, from query ranges and KV lengths."""
+    slot, position, chunk_start = positions(query_start, kv_length, tokens)
+    return RaggedBatch(slot, position, page_table, chunk_start)
+
+
+def positions(
+    query_start: Int[Array, " slots_plus_one"], kv_length: Int[Array, " slots"], tokens: int
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """Slot, position and chunk start of every token; see `RaggedBatch`.
 
     Token t belongs to the slot s with query_start[s] <= t < query_start[s+1]; the last token of a
     sequence sits at position kv_length - 1.
@@ -39,4 +47,4 @@ def ragged_batch(
     slot = jnp.minimum(slot, kv_length.shape[0] - 1)
     position = kv_length[slot] - (query_start[slot + 1] - token)
     chunk_start = kv_length[slot] - (query_start[slot + 1] - query_start[slot])
-    return RaggedBatch(slot, jnp.where(valid, position, -1), page_table, chunk_start)
+    return slot, jnp.where(valid, position, -1), chunk_start

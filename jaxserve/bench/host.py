@@ -269,6 +269,7 @@ def without_calls(model: RandomModel) -> AFDDriver:
         "leave": lambda *arguments: three,
         "dispatch": {"moe": _Nowhere()},
         "combine": _Nowhere(),
+        "sampling": None,
     }
     return model.driver(AFDExecutables(**hollow))
 

@@ -33,7 +33,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.link.transport import TransportKind
 from jaxserve.mesh import cached_sharding
-from jaxserve.pipeline.driver import AFDDriver, Finished, GroupPut
+from jaxserve.pipeline.driver import AFDDriver, GroupPut
+from jaxserve.pipeline.sampling import Finished
 from jaxserve.pipeline.weights import layer_pages
 
 MODULE = "jaxserve.bench.overlap"

@@ -16,26 +16,15 @@ import numpy as np
 from jaxserve.config.model import LayerKind
 from jaxserve.link.transport import Arrays
 from jaxserve.mesh import cached_sharding, has_local_devices
-from jaxserve.pipeline.executables import AFDExecutables
+from jaxserve.pipeline.executables import AFDExecutables, ColocatedExecutables
 from jaxserve.pipeline.plan import StepPlan, batch_array, page_table_array
+from jaxserve.pipeline.sampling import Finished, Sampling
 from jaxserve.pipeline.schedule import Rotation, Stage
 from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, layer_pages, zeroed
 from jaxserve.programs import ROWS, AFDPrograms, ColocatedPrograms
 from jaxserve.step import Bucket
 
 Send = Callable[[Arrays], Arrays]
-
-
-class Finished(NamedTuple):
-    """A step that has been enqueued to its end."""
-
-    plan: StepPlan
-    sampled: jax.Array | None
-    """int32 [groups, slots], replicated over the attention mesh; None in processes without it."""
-    logits: jax.Array | None
-    """FP32 [groups * slots, vocab]; rows of slots that did not sample mean nothing."""
-    last: jax.Array
-    """What this process computes last in the step: when it is there, so is everything before."""
 
 
 class Observer(Protocol):
@@ -90,6 +79,9 @@ class AFDDriver:
         self._last_tokens = [
             self._put.last_tokens() if self._on_attention else None for _ in range(lanes)
         ]
+        self._sampling: Any = None
+        if self._on_attention:
+            self._sampling = Sampling(programs, weights.head, self._put.rows)
         self.at: Stage | None = None
         """What was enqueued last."""
 
@@ -141,7 +133,8 @@ class AFDDriver:
         The first attend is `enter`, which takes the last tokens and the embedding where the others
         take the residual stream (and donate it) and what came from the ffn mesh.
         """
-        pages, leave, sends = self._pages, self._executables[plan.bucket].leave, self._sends
+        pages, sends = self._pages, self._sends
+        executables = self._executables[plan.bucket]
         x = self._last_tokens[plan.lane]
         combined: Arrays = self._weights.embedding
         results: Arrays = ()
@@ -158,14 +151,15 @@ class AFDDriver:
             yield results
             combined = combine(results)
             yield combined
-        if leave is None:
+        if executables.leave is None:
             yield Finished(plan, None, None, results[0])
             return
-        last, sampled, logits = leave(
-            x, self._last_tokens[plan.lane], batch, *combined, *self._weights.head
+        before = self._last_tokens[plan.lane]
+        left = executables.leave(x, before, batch, *combined, *self._weights.head)
+        self._last_tokens[plan.lane], finished = self._sampling.finish(
+            plan, executables.sampling, batch, before, left, (x, *combined)
         )
-        self._last_tokens[plan.lane] = last
-        yield Finished(plan, sampled, logits, sampled)
+        yield finished
 
     def _observe(self, observer: Observer, stage: Stage, made: Arrays | Finished) -> None:
         plan = self._plans[stage.lane]
@@ -210,7 +204,7 @@ class ColocatedDriver:
     def __init__(
         self,
         programs: ColocatedPrograms,
-        executables: dict[Bucket, jax.stages.Compiled | None],
+        executables: dict[Bucket, ColocatedExecutables],
         weights: ColocatedWeights,
     ):
         self._executables = executables
@@ -218,6 +212,7 @@ class ColocatedDriver:
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
         self._pages = zeroed(programs.all_pages, programs.meshes.attention)
+        self._sampling = Sampling(programs, weights.head, self._put.rows)
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
 
@@ -244,11 +239,15 @@ class ColocatedDriver:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
-        last, sampled, logits, *self._pages = self._executables[plan.bucket](  # type: ignore[misc]
-            self._last_tokens[plan.lane], batch, table, *self._pages, *self._weights.flat
+        step, sampling = self._executables[plan.bucket]
+        before = self._last_tokens[plan.lane]
+        last, sampled, logits, x, *self._pages = step(  # type: ignore[misc]
+            before, batch, table, *self._pages, *self._weights.flat
         )
-        self._last_tokens[plan.lane] = last
-        return Finished(plan, sampled, logits, sampled)
+        self._last_tokens[plan.lane], finished = self._sampling.finish(
+            plan, sampling, batch, before, (last, sampled, logits), (x,)
+        )
+        return finished
 
 
 class GroupPut:
@@ -264,12 +263,15 @@ class GroupPut:
         if jax.process_count() == 1:
             batch, table = jax.device_put(arrays, (self._sharding, self._sharding))
             return batch, table
-        batch, table = (self._put(array) for array in arrays)
+        batch, table = map(self.rows, arrays)
         return batch, table
 
     def last_tokens(self) -> jax.Array:
         """A lane's last tokens before its first step."""
-        return self._put(np.zeros((self._groups, self._slots), np.int32))
+        return self.rows(np.zeros((self._groups, self._slots), np.int32))
 
-    def _put(self, array: np.ndarray) -> jax.Array:
+    def rows(self, array: np.ndarray) -> jax.Array:
+        """An array with a row a DP group."""
+        if jax.process_count() == 1:
+            return jax.device_put(array, self._sharding)
         return jax.make_array_from_callback(array.shape, self._sharding, array.__getitem__)

@@ -13,7 +13,8 @@ import jax
 from jaxserve.config.model import FFNKind, LayerKind
 from jaxserve.link.transport import Transport, TransportKind, make_transport
 from jaxserve.mesh import has_local_devices
-from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program
+from jaxserve.pipeline.sampling import SamplingExecutables
+from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program, sampling
 from jaxserve.progress import Progress
 from jaxserve.step import Bucket
 
@@ -27,6 +28,14 @@ class AFDExecutables(NamedTuple):
     ffn: dict[FFNKind, jax.stages.Compiled | None]
     dispatch: dict[FFNKind, Transport]
     combine: Transport
+    sampling: SamplingExecutables
+
+
+class ColocatedExecutables(NamedTuple):
+    """What a step of one bucket runs on one mesh."""
+
+    step: jax.stages.Compiled | None
+    sampling: SamplingExecutables
 
 
 def compile_all[Key](
@@ -82,8 +91,9 @@ def colocated_programs(
 def afd_executables(
     programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind
 ) -> dict[Bucket, AFDExecutables]:
-    """Compiles all buckets. `ffn`, `leave` and transports are shared by buckets of equal tokens."""
-    compiled = compile_all(afd_programs(programs, buckets))
+    """Compiles all buckets. What sees no pages is shared by buckets of equal tokens."""
+    wanted: dict[object, Program] = {**afd_programs(programs, buckets)}
+    compiled = compile_all(wanted | _sampling_programs(programs, buckets))
     first = programs.config.kind(0)
     later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
     transports = {
@@ -100,6 +110,7 @@ def afd_executables(
             ffn={kind: compiled[ProgramKey("ffn", kind, tokens)] for kind in programs.formats},
             dispatch=transports[bucket.tokens][0],
             combine=transports[bucket.tokens][1],
+            sampling=_sampling(compiled, bucket),
         )
 
     return {bucket: bind(bucket) for bucket in buckets}
@@ -133,6 +144,31 @@ def _transports(
 
 def colocated_executables(
     programs: ColocatedPrograms, buckets: list[Bucket]
-) -> dict[Bucket, jax.stages.Compiled | None]:
-    """One program a bucket."""
-    return compile_all(colocated_programs(programs, buckets))
+) -> dict[Bucket, ColocatedExecutables]:
+    """One program a bucket, and those of sampling."""
+    wanted: dict[object, Program] = {**colocated_programs(programs, buckets)}
+    compiled = compile_all(wanted | _sampling_programs(programs, buckets))
+    return {
+        bucket: ColocatedExecutables(compiled[bucket], _sampling(compiled, bucket))
+        for bucket in buckets
+    }
+
+
+def _sampling_programs(
+    programs: AFDPrograms | ColocatedPrograms, buckets: list[Bucket]
+) -> dict[object, Program]:
+    wanted: dict[object, Program] = {"logprobs": sampling.logprobs(programs)}
+    for bucket in buckets:
+        wanted["choose", bucket.tokens] = sampling.choose(programs, bucket)
+        wanted["score", bucket.tokens] = sampling.score(programs, bucket)
+    return wanted
+
+
+def _sampling(
+    compiled: dict[object, jax.stages.Compiled | None], bucket: Bucket
+) -> SamplingExecutables:
+    return SamplingExecutables(
+        choose=compiled["choose", bucket.tokens],
+        logprobs=compiled["logprobs"],
+        score=compiled["score", bucket.tokens],
+    )

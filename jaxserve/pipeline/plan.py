@@ -8,19 +8,46 @@ step takes. Nothing here knows requests, queues or JAX devices.
 import msgspec
 import numpy as np
 
-from jaxserve.step import FROM_DEVICE, BatchLayout, Bucket
+from jaxserve.step import FROM_DEVICE, MAX_BIASES, BatchLayout, Bucket, RulesLayout
 
 __all__ = [
     "FROM_DEVICE",
     "Bucket",
     "SequenceRow",
+    "SlotRules",
     "StepPlan",
     "batch_array",
     "page_table_array",
+    "rules_array",
+    "targets_array",
 ]
 
 
-class SequenceRow(msgspec.Struct, frozen=True):
+class SlotRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What changes one sequence's logits in one step, where something does (`sampler.adjust`).
+
+    Bytes are little-endian words, as the rules array takes them: they are made once a request and
+    copied in every step.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    counts_from: int | None = None
+    """Prompt length of a sequence with penalties: tokens from here on are counted. Such a sequence
+    has rules in every step, so that none of its tokens is missed."""
+    fresh: bool = False
+    """The slot has just got this sequence: its counts start now."""
+    prompt: bytes = b""
+    """Bitmask of the prompt's tokens, where `fresh` and repetition is penalised."""
+    bias_ids: bytes = b""
+    biases: bytes = b""
+    """int32 token ids and what is added to their logits, float32."""
+    allowed: bytes = b""
+    """Bitmask of the tokens that may come; empty: all."""
+
+
+class SequenceRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of one sequence in one step."""
 
     slot: int
@@ -39,6 +66,13 @@ class SequenceRow(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     seed: int = 0
     """uint32; the noise of a draw depends on it and on the token's position alone."""
+    rules: SlotRules | None = None
+    logprobs: int | None = None
+    """Alternatives to report beside the sampled token's log-probability; None: report nothing."""
+    targets: list[int] = []
+    """The tokens that follow those of `token_ids`, where their log-probabilities are wanted."""
+    target_logprobs: int = 0
+    """Alternatives to report beside those."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -50,6 +84,21 @@ class StepPlan(msgspec.Struct, frozen=True):
     bucket: Bucket
     groups: list[list[SequenceRow]]
     """One list a DP group, sorted by slot. A group without work still takes part, all padding."""
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether some row has rules."""
+        return any(row.rules is not None for rows in self.groups for row in rows)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether some sampled token's log-probability is wanted."""
+        return any(row.sample and row.logprobs is not None for rows in self.groups for row in rows)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether some prompt token's log-probability is wanted."""
+        return any(row.targets for rows in self.groups for row in rows)
 
 
 def batch_array(plan: StepPlan, slots: int) -> np.ndarray:
@@ -81,3 +130,50 @@ def page_table_array(plan: StepPlan, slots: int) -> np.ndarray:
         for row in rows:
             table[group, row.slot, : len(row.page_ids)] = row.page_ids
     return table
+
+
+def rules_array(plan: StepPlan, slots: int, vocab: int) -> np.ndarray:
+    """The plan's rules as int32 `[dp, slots, RulesLayout.width]`."""
+    layout = RulesLayout(vocab)
+    array = np.zeros((len(plan.groups), slots, layout.width), np.int32)
+    fields = layout.fields(array)
+    fields["repetition"].view(np.float32)[...] = 1.0
+    for name in ("prompt_length", "token_ids"):
+        fields[name][...] = np.iinfo(np.int32).max  # counts nothing; beyond every vocabulary
+    for group, rows in enumerate(plan.groups):
+        for row in rows:
+            if row.rules is not None:
+                mine = {name: field[group, row.slot] for name, field in fields.items()}
+                _write_rules(row.rules, mine)
+    return array
+
+
+def _write_rules(rules: SlotRules, fields: dict[str, np.ndarray]) -> None:
+    for name in ("repetition", "presence", "frequency"):
+        fields[name].view(np.float32)[0] = getattr(rules, f"{name}_penalty")
+    if rules.counts_from is not None:
+        fields["prompt_length"][0] = rules.counts_from
+    fields["fresh"][0] = rules.fresh
+    fields["masked"][0] = bool(rules.allowed)
+    count = len(rules.bias_ids) // 4
+    if count > MAX_BIASES:
+        raise ValueError(f"{count} biases in a slot, at most {MAX_BIASES} fit")
+    for name, data in (
+        ("token_ids", rules.bias_ids),
+        ("biases", rules.biases),
+        ("allowed", rules.allowed),
+        ("prompt", rules.prompt),
+    ):
+        words = np.frombuffer(data, "<i4")
+        fields[name][: len(words)] = words
+
+
+def targets_array(plan: StepPlan) -> np.ndarray:
+    """The plan's targets as int32 `[dp, tokens]`, each at its token's place; elsewhere 0."""
+    targets = np.zeros((len(plan.groups), plan.bucket.tokens), np.int32)
+    for group, rows in enumerate(plan.groups):
+        start = 0
+        for row in rows:
+            targets[group, start : start + len(row.targets)] = row.targets
+            start += len(row.token_ids)
+    return targets

@@ -123,7 +123,8 @@ class ColocatedWeights:
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: ColocatedPrograms):
         templates, mesh = programs.templates, programs.meshes.attention
         flat = _load(source, templates.embedding, names.embedding, mesh, ATTENTION_RULES)
-        flat += _load(source, templates.head, names.head, mesh, ATTENTION_RULES)
+        self.head = _load(source, templates.head, names.head, mesh, ATTENTION_RULES)
+        flat += self.head
         for kind, start, stop in programs.stacked():
             for template, tables, rules in (
                 (templates.attention[kind], names.attention, ATTENTION_RULES),

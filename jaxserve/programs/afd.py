@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.attention.kv_cache import PAGES_SPEC, Pages
@@ -75,7 +75,7 @@ class AFDPrograms(Programs):
             body,
             self.meshes.attention,
             (
-                *self._step_shapes(bucket),
+                *self.step_shapes(bucket),
                 *self.page_arrays,
                 *embedding.leaves,
                 *layer.leaves,
@@ -107,7 +107,7 @@ class AFDPrograms(Programs):
             self.meshes.attention,
             (
                 self._stream_shape(bucket),
-                *self._step_shapes(bucket)[1:],
+                *self.step_shapes(bucket)[1:],
                 *self.page_arrays,
                 *self._combined_shapes(bucket),
                 *layer.leaves,
@@ -138,7 +138,7 @@ class AFDPrograms(Programs):
             return tuple(jnp.split(share.astype(self.dtype), self.combine.sends))
 
         pieces = PartitionSpec(axes)
-        shape = self._shape(
+        shape = self.shape(
             self.meshes.ffn.size * self.piece_rows(bucket), message.width, dtype=message.word
         )
         return Program(
@@ -166,14 +166,26 @@ class AFDPrograms(Programs):
             self.meshes.attention,
             (
                 self._stream_shape(bucket),
-                *self._step_shapes(bucket)[:2],
+                *self.step_shapes(bucket)[:2],
                 *self._combined_shapes(bucket),
                 *head.leaves,
             ),
             (ROWS, ROWS, ROWS, *[PIECES] * received, *head.specs(ATTENTION_RULES)),
             (ROWS, REPLICATED, ROWS),
-            donated=(1,),
+            donated=(),
         )
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """(x, combined…), as `leave` takes them."""
+        return self._stream_shape(bucket), *self._combined_shapes(bucket)
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """Of (x, combined…)."""
+        return ROWS, *[PIECES] * self.combine.receives
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """x with the last layer's output."""
+        return self._add_combined(parts[0], parts[1:])
 
     def _attend(
         self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
@@ -197,11 +209,11 @@ class AFDPrograms(Programs):
 
     def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         rows = self.groups * bucket.tokens
-        return self._shape(rows, self.config.d_model, dtype=self.dtype)
+        return self.shape(rows, self.config.d_model, dtype=self.dtype)
 
     def _combined_shapes(self, bucket: Bucket) -> list[jax.ShapeDtypeStruct]:
         rows = self.meshes.attention.size * self.piece_rows(bucket)
-        return [self._shape(rows, self.config.d_model, dtype=self.dtype)] * self.combine.receives
+        return [self.shape(rows, self.config.d_model, dtype=self.dtype)] * self.combine.receives
 
 
 def _share(message: Any, axis: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.attention.kv_cache import PAGES_SPEC
@@ -39,8 +39,9 @@ class ColocatedPrograms(Programs):
 
     def step(self, bucket: Bucket) -> Program:
         """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
-        (last_tokens, sampled, logits, pages…); the pages are a DP group's of all layers, layer
-        after layer: `[dp * layers * pages, …]`."""
+        (last_tokens, sampled, logits, x, pages…); x is the residual stream after the last layer,
+        and the pages are a DP group's of all layers, layer after layer:
+        `[dp * layers * pages, …]`."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
         parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
@@ -58,7 +59,7 @@ class ColocatedPrograms(Programs):
                 layer = functools.partial(self._layer, kind, start, context.batch, experts)
                 (x, pages), _ = jax.lax.scan(layer, (x, pages), scanned)
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
-            return last, sampled, logits, *pages
+            return last, sampled, logits, x, *pages
 
         arguments = [*templates.embedding.leaves, *templates.head.leaves]
         specs = [
@@ -79,11 +80,24 @@ class ColocatedPrograms(Programs):
             "step",
             body,
             self.meshes.attention,
-            (*self._step_shapes(bucket), *self.all_pages, *arguments),
+            (*self.step_shapes(bucket), *self.all_pages, *arguments),
             (ROWS, ROWS, ROWS, *pages_spec, *specs),
-            (ROWS, REPLICATED, ROWS, *pages_spec),
-            donated=(0, *range(3, 3 + len(pages_spec))),
+            (ROWS, REPLICATED, ROWS, ROWS, *pages_spec),
+            donated=tuple(range(3, 3 + len(pages_spec))),
         )
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """x, as `step` returns it."""
+        rows = self.groups * bucket.tokens
+        return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """Of x."""
+        return (ROWS,)
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """x itself."""
+        return parts[0]
 
     def _part_experts(
         self, kind: LayerKind, stacks: Sequence[Array]

@@ -33,7 +33,7 @@ class Program(NamedTuple):
     mesh: Mesh
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     in_specs: tuple[PartitionSpec, ...]
-    out_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...] | PartitionSpec
     donated: tuple[int, ...]
 
     def compile(self) -> jax.stages.Compiled:
@@ -114,6 +114,15 @@ class Programs:
         row = jnp.maximum(fields["query_start"][1:] - 1, 0)
         with jax.named_scope("head"):
             logits = self.templates.head.merge(leaves)(x[row])
+        return *self.draw(logits, last_tokens, fields), logits
+
+    def draw(
+        self,
+        logits: Float[Array, "slots vocab"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
+        """The lane's last tokens after the step, and all DP groups' sampled tokens."""
         with jax.named_scope("sample"):
             bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
             state = SamplerState(
@@ -126,18 +135,31 @@ class Programs:
             )
             drawn = sample(logits, state)
         last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
-        return last, jax.lax.all_gather(last[0], "dp"), logits
+        return last, jax.lax.all_gather(last[0], "dp")
 
-    def _shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of what holds the residual stream after the last layer."""
+        raise NotImplementedError
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """How it lies on the attention mesh."""
+        raise NotImplementedError
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """The residual stream from these parts."""
+        raise NotImplementedError
+
+    def shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Shorthand."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def _step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """last_tokens, batch, page_table."""
         width = BatchLayout(bucket.tokens, self.slots).width
         return (
-            self._shape(self.groups, self.slots),
-            self._shape(self.groups, width),
-            self._shape(self.groups, self.slots, bucket.pages),
+            self.shape(self.groups, self.slots),
+            self.shape(self.groups, width),
+            self.shape(self.groups, self.slots, bucket.pages),
         )
 
 

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampler import SamplerState, _threshold, sample
+from jaxserve.sampler import (
+    MAX,
+    Rules,
+    SamplerState,
+    _threshold,
+    adjust,
+    count,
+    log_probabilities,
+    sample,
+)
 
 VOCAB = 40
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
@@ -248,3 +257,157 @@ class TestIndependence:
             }
         )
         assert np.asarray(run(logits[None], state)).tolist() == as_float32
+
+
+def words_of(tokens, vocab=VOCAB) -> list[int]:
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    return words.view(np.int32).tolist()
+
+
+NO_RULES = {
+    "repetition": 1.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "prompt_length": MAX,
+    "fresh": 0,
+    "masked": 0,
+    "token_ids": [MAX, MAX],
+    "biases": [0.0, 0.0],
+    "allowed": words_of([]),
+    "prompt": words_of([]),
+}
+FLOATS = ("repetition", "presence", "frequency", "biases")
+
+
+def rules(*rows) -> Rules:
+    """One row a slot, which says only what differs from `NO_RULES`."""
+    columns = {
+        name: np.asarray(
+            [{**NO_RULES, **row}[name] for row in rows],
+            np.float32 if name in FLOATS else np.int32,
+        )
+        for name in NO_RULES
+    }
+    return Rules(**{name: jnp.asarray(column) for name, column in columns.items()})
+
+
+class TestCounts:
+    """A step of 6 tokens on 2 slots: 3 of slot 0, 1 of slot 1, and 2 of padding."""
+
+    TOKENS = np.asarray([5, 6, 5, 7, 0, 0], np.int32)
+    SLOTS = np.asarray([0, 0, 0, 1, 1, 1], np.int32)
+    POSITIONS = np.asarray([3, 4, 5, 9, -1, -1], np.int32)
+
+    def run(self, before, *rows):
+        made = jax.jit(count)(before, rules(*rows), self.TOKENS, self.SLOTS, self.POSITIONS)
+        return np.asarray(made)
+
+    def test_generated_tokens_count_when_they_are_fed(self):
+        before = np.zeros((2, VOCAB), np.int32)
+        before[:, 5] = 4
+        counts = self.run(before, {"prompt_length": 4}, {"prompt_length": 10})
+        expected = before.copy()
+        expected[0, 6] += 1  # position 4
+        expected[0, 5] += 1  # position 5
+        assert counts.tolist() == expected.tolist()
+
+    def test_a_fresh_slot_forgets_and_takes_the_prompt(self):
+        before = np.full((2, VOCAB), 3, np.int32)
+        fresh = {"prompt_length": 5, "fresh": 1, "prompt": words_of([1, 33, 5])}
+        counts = self.run(before, fresh, {"prompt_length": 0})
+        assert np.flatnonzero(counts[0]).tolist() == [1, 5, 33]
+        assert (counts[0, [1, 33]] == 1 << 24).all()
+        assert counts[0, 5] == (1 << 24) + 1
+        assert counts[1, 7] == 4
+        assert counts[1, 0] == 3, "padding counts nothing"
+
+    def test_without_penalties_nothing_is_touched(self):
+        before = np.full((2, VOCAB), 3, np.int32)
+        assert self.run(before, {"fresh": 1}, {}).tolist() == before.tolist()
+
+
+class TestAdjust:
+    LOGITS = np.asarray([[2.0, -1.0, 0.5, -3.0] + [0.0] * (VOCAB - 4)], np.float32)
+
+    def run(self, counts, **row):
+        before = np.zeros((1, VOCAB), np.int32)
+        for token, value in counts.items():
+            before[0, token] = value
+        return np.asarray(jax.jit(adjust)(self.LOGITS, before, rules(row)))[0]
+
+    def test_repetition_of_prompt_and_output(self):
+        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, repetition=2.0, prompt_length=1)
+        assert logits[:4].tolist() == [1.0, -2.0, 0.5, -6.0]
+
+    def test_presence_once_and_frequency_every_time_of_the_output_alone(self):
+        row = {"presence": 0.5, "frequency": 0.25, "prompt_length": 1}
+        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, **row)
+        assert logits[:4].tolist() == [2.0, -2.0, 0.5, -3.75]
+
+    def test_counts_of_another_sequence_mean_nothing(self):
+        assert self.run({0: 7}, repetition=1.0).tolist() == self.LOGITS[0].tolist()
+
+    def test_biases(self):
+        logits = self.run({}, token_ids=[3, 39], biases=[5.0, -1e30])
+        assert logits[:4].tolist() == [2.0, -1.0, 0.5, 2.0]
+        assert logits[39] == np.float32(-1e30)
+
+    def test_the_mask_comes_last(self):
+        row = {"masked": 1, "allowed": words_of([1, 31, 32]), "token_ids": [0, 1]}
+        logits = self.run({}, biases=[100.0, 1.0], **row)
+        assert np.flatnonzero(np.isfinite(logits)).tolist() == [1, 31, 32]
+        assert logits[1] == 0.0
+
+    def test_a_banned_token_comes_where_nothing_else_may(self):
+        row = {"masked": 1, "allowed": words_of([7]), "token_ids": [7, MAX], "biases": [-1e30, 0]}
+        logits = self.run({}, **row)
+        for temperature in (0.0, 1.0):
+            assert draw([logits], [{"temperature": temperature}]) == [7]
+
+    @given(seed=st.integers(0, 99))
+    @settings(max_examples=30)
+    def test_is_that_of_the_definitions(self, seed):
+        rng = np.random.default_rng(seed)
+        logits = rng.normal(scale=3, size=(3, VOCAB)).astype(np.float32)
+        times = rng.integers(0, 4, (3, VOCAB)) * (rng.random((3, VOCAB)) < 0.3)
+        prompt = rng.random((3, VOCAB)) < 0.2
+        repetition, presence, frequency = rng.uniform((0.5, -2, -2), (2, 2, 2), (3, 3)).T
+        allowed = [sorted(rng.choice(VOCAB, 10, replace=False)) for _ in range(3)]
+        expected = logits.astype(np.float64)
+        for slot in range(3):
+            for token in range(VOCAB):
+                if prompt[slot, token] or times[slot, token]:
+                    up = logits[slot, token] > 0
+                    expected[slot, token] *= 1 / repetition[slot] if up else repetition[slot]
+                if times[slot, token]:
+                    expected[slot, token] -= presence[slot] + frequency[slot] * times[slot, token]
+        expected[:, 4] += 1.5
+        for slot in (0, 2):
+            expected[slot, [t for t in range(VOCAB) if t not in allowed[slot]]] = -np.inf
+        made = rules(
+            *(
+                {
+                    "repetition": repetition[slot],
+                    "presence": presence[slot],
+                    "frequency": frequency[slot],
+                    "prompt_length": 3,
+                    "masked": slot != 1,
+                    "token_ids": [4, MAX],
+                    "biases": [1.5, 9.0],
+                    "allowed": words_of(allowed[slot]),
+                }
+                for slot in range(3)
+            )
+        )
+        counts = (times + prompt * (1 << 24)).astype(np.int32)
+        np.testing.assert_allclose(jax.jit(adjust)(logits, counts, made), expected, rtol=2e-5)
+
+
+def test_log_probabilities():
+    logits = np.log(np.asarray([[0.5, 0.2, 0.3], [0.1, 0.1, 0.8]], np.float32)) + 7
+    logs, ids, best = log_probabilities(jnp.asarray(logits), jnp.asarray([1, 2], jnp.int32), 2)
+    np.testing.assert_allclose(np.exp(logs), [0.2, 0.8], rtol=1e-5)
+    assert np.asarray(ids)[0].tolist() == [0, 2]
+    np.testing.assert_allclose(np.exp(best)[0], [0.5, 0.3], rtol=1e-5)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.step import BatchLayout
+from jaxserve.step import BatchLayout, RulesLayout
 
 
 def test_fields_in_order():
@@ -33,3 +33,17 @@ def test_fields_are_views():
     row = np.zeros(BatchLayout(2, 1).width, np.int32)
     BatchLayout(2, 1).fields(row)["seed"][0] = 5
     assert row[-1] == 5
+
+
+def test_rules_in_order():
+    """A vocabulary of 70 tokens: bitmasks of three words."""
+    layout = RulesLayout(70)
+    assert layout.width == 6 + 2 * 384 + 2 * 3
+    fields = layout.fields(np.arange(2 * layout.width).reshape(2, -1))
+    assert [fields[name].tolist() for name in ("repetition", "masked")] == [
+        [[0], [780]],
+        [[5], [785]],
+    ]
+    assert fields["token_ids"].shape == fields["biases"].shape == (2, 384)
+    assert fields["allowed"][0].tolist() == [774, 775, 776]
+    assert fields["prompt"][0].tolist() == [777, 778, 779]

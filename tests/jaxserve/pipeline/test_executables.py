@@ -43,7 +43,8 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
     afd_executables(programs, BUCKETS, "device_put")
     assert sorted(compiled) == sorted(
         ["enter_dense", "attend_dense", "attend_moe"] * 4  # every bucket
-        + ["ffn_dense", "ffn_moe", "leave"] * 2  # every number of tokens
+        + ["ffn_dense", "ffn_moe", "leave", "choose", "score"] * 2  # every number of tokens
+        + ["logprobs"]
     )
 
 
@@ -59,6 +60,9 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     assert small.enter is not same.enter
     assert small.attend[LayerKind("moe")] is not same.attend[LayerKind("moe")]
     assert small.combine is not large.combine
+    assert small.sampling == same.sampling
+    assert small.sampling.logprobs is large.sampling.logprobs
+    assert small.sampling.choose is not large.sampling.choose
     assert isinstance(small.combine, DevicePutTransport)
     assert small.dispatch["moe"].piece == (8, 64 + 3 + 3)
     assert small.dispatch["dense"].piece == (8, 64)
@@ -68,7 +72,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
 def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
     programs = ColocatedPrograms(*templates(tmp_path, layouts.COLOCATED))
     made = colocated_executables(programs, BUCKETS)
-    assert compiled == ["step"] * 4
+    assert sorted(compiled) == sorted(["step"] * 4 + ["choose", "score"] * 2 + ["logprobs"])
     assert list(made) == BUCKETS
 
 
@@ -92,5 +96,5 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Program, "compile", fail)
     programs = ColocatedPrograms(*templates(tmp_path, layouts.COLOCATED))
-    with pytest.raises(RuntimeError, match="cannot compile step"):
+    with pytest.raises(RuntimeError, match="cannot compile"):
         colocated_executables(programs, BUCKETS[:1])

@@ -1,14 +1,19 @@
 import msgspec
 import numpy as np
+import pytest
 
 from jaxserve.pipeline.plan import (
     FROM_DEVICE,
     Bucket,
     SequenceRow,
+    SlotRules,
     StepPlan,
     batch_array,
     page_table_array,
+    rules_array,
+    targets_array,
 )
+from jaxserve.step import RulesLayout
 
 PLAN = StepPlan(
     lane=1,
@@ -84,3 +89,75 @@ def test_a_full_step():
 def test_survives_the_wire():
     data = msgspec.msgpack.encode(PLAN)
     assert msgspec.msgpack.decode(data, type=StepPlan) == PLAN
+
+
+def with_rules(*rules) -> StepPlan:
+    """One group, three tokens a row, slots 0, 1, …; None: a row without rules."""
+    rows = [
+        SequenceRow(slot, [1, 2, 3], 3, [slot], sample=True, rules=one)
+        for slot, one in enumerate(rules)
+    ]
+    return StepPlan(0, 0, Bucket(12, 1), [[], rows])
+
+
+def test_rules_array():
+    full = SlotRules(
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        counts_from=9,
+        fresh=True,
+        prompt=np.asarray([3], "<u4").tobytes(),
+        bias_ids=np.asarray([4, 60], "<i4").tobytes(),
+        biases=np.asarray([1.0, -2.0], "<f4").tobytes(),
+        allowed=np.asarray([2**32 - 1, 5], "<u4").tobytes(),
+    )
+    array = rules_array(with_rules(None, full, SlotRules()), slots=3, vocab=61)
+    assert array.dtype == np.int32
+    fields = RulesLayout(61).fields(array)
+    none, beyond = [1.0, 0.0, 0.0], 2**31 - 1
+
+    def penalties(group, slot):
+        names = ("repetition", "presence", "frequency")
+        return [fields[name].view(np.float32)[group, slot, 0] for name in names]
+
+    assert penalties(1, 1) == [1.5, -0.5, 0.25]
+    assert [penalties(0, 1), penalties(1, 0), penalties(1, 2)] == [none] * 3
+    assert fields["prompt_length"][1, :, 0].tolist() == [beyond, 9, beyond]
+    assert fields["fresh"][1, :, 0].tolist() == [0, 1, 0]
+    assert fields["masked"][1, :, 0].tolist() == [0, 1, 0]
+    assert fields["token_ids"][1, 1, :3].tolist() == [4, 60, beyond]
+    assert (fields["token_ids"][1, [0, 2]] == beyond).all()
+    assert fields["biases"].view(np.float32)[1, 1, :3].tolist() == [1.0, -2.0, 0.0]
+    assert fields["allowed"][1, 1].tolist() == [-1, 5]
+    assert fields["prompt"][1, 1].tolist() == [3, 0]
+
+
+def test_too_many_biases_are_refused():
+    ids = np.zeros(385, "<i4").tobytes()
+    with pytest.raises(ValueError, match="385 biases in a slot, at most 384 fit"):
+        rules_array(with_rules(SlotRules(bias_ids=ids, biases=ids)), slots=1, vocab=61)
+
+
+def test_targets_lie_where_their_tokens_do():
+    rows = [
+        SequenceRow(0, [1, 2], 2, [0], sample=False),
+        SequenceRow(1, [3, 4, 5], 3, [1], sample=True, targets=[4, 5]),
+        SequenceRow(2, [6, 7], 2, [2], sample=False, targets=[7, 8]),
+    ]
+    plan = StepPlan(0, 0, Bucket(8, 1), [rows, []])
+    assert targets_array(plan).tolist() == [[0, 0, 4, 5, 0, 7, 8, 0], [0] * 8]
+
+
+def test_what_a_plan_asks_for():
+    def asks(**fields):
+        row = SequenceRow(0, [1], 1, [0], **{"sample": True, **fields})
+        plan = StepPlan(0, 0, Bucket(8, 1), [[], [row]])
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
+        return plan.has_rules, plan.has_logprobs, plan.has_targets
+
+    assert asks() == (False, False, False)
+    assert asks(rules=SlotRules(allowed=b"abcd")) == (True, False, False)
+    assert asks(logprobs=0) == (False, True, False)
+    assert asks(logprobs=0, sample=False) == (False, False, False)
+    assert asks(targets=[5]) == (False, False, True)
