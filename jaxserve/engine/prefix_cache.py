@@ -1,0 +1,172 @@
+"""Full pages of tokens that were seen before, so that a prompt that begins alike is not computed
+again: a radix tree, one edge a page, for one DP group and every tenant in it.
+
+Called by the scheduler through `DPGroup`. Pages are ints; the cache entries they name live on the
+attention mesh. A page in the tree is never written again: it is full, and whoever goes on does so
+on a page of their own.
+
+Who owns a page: the pool's free list, one sequence, or the tree, and never two of them. A node that
+a sequence uses keeps its page; so do the nodes above it, because whoever uses a node uses its whole
+path. What nobody uses stays until pages run out, and goes then, least recently used first.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxserve.engine.pages import PageAllocator
+
+
+class PageNode:
+    """A page in the tree.
+
+    Attributes:
+      page_id: in the group's pool; -1 in a root.
+      tokens: what it holds.
+      parent: the page before it, or a root.
+      children: the pages that follow it, by their tokens.
+      users: sequences that hold it.
+    """
+
+    __slots__ = ("children", "page_id", "parent", "tokens", "users")
+
+    def __init__(self, page_id: int, tokens: tuple[int, ...], parent: "PageNode | None"):
+        self.page_id = page_id
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[tuple[int, ...], PageNode] = {}
+        self.users = 0
+
+
+class PrefixCache:
+    """The tree of one DP group.
+
+    Args:
+      pool: where evicted pages go back to.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, pool: PageAllocator, page_size: int):
+        self._pool = pool
+        self._page_size = page_size
+        self._roots: dict[str, PageNode] = {}
+        # Nodes without users, least recently used first. A path is let go from its end, so a node
+        # stands behind everything below it, and the first one is always a leaf.
+        self._idle: OrderedDict[PageNode, None] = OrderedDict()
+
+    @property
+    def idle(self) -> int:
+        """Pages that nobody uses, and that `evict` can give back."""
+        return len(self._idle)
+
+    def match(self, salt: str, tokens: Sequence[int], longest: int) -> list[PageNode]:
+        """The path of the longest known beginning of `tokens`, of at most `longest` tokens.
+
+        It is not held yet: see `acquire`.
+        """
+        path: list[PageNode] = []
+        node = self._roots.get(salt)
+        size = self._page_size
+        for start in range(0, longest - size + 1, size):
+            if node is None:
+                break
+            node = node.children.get(tuple(tokens[start : start + size]))
+            if node is not None:
+                path.append(node)
+        return path
+
+    def acquire(self, path: Iterable[PageNode]) -> None:
+        """Holds a path for one more user."""
+        for node in path:
+            if not node.users:
+                del self._idle[node]
+            node.users += 1
+
+    def release(self, path: Sequence[PageNode]) -> None:
+        """Lets go of a path that one user held."""
+        for node in reversed(path):
+            node.users -= 1
+            if not node.users:
+                self._idle[node] = None
+
+    def extend(self, path: list[PageNode], salt: str, tokens: Sequence[int], page_id: int) -> bool:
+        """Adds the page that follows a held path, which then holds it, too, and the tree owns it.
+
+        Where the tree has such a page already, this one takes its place if nobody uses that;
+        otherwise nothing happens, and the answer is False.
+        """
+        if path:
+            parent = path[-1]
+        else:
+            parent = self._roots.setdefault(salt, PageNode(-1, (), None))
+        key = tuple(tokens)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = PageNode(page_id, key, parent)
+        elif node.users:
+            return False
+        else:
+            del self._idle[node]
+            self._pool.free([node.page_id])
+            node.page_id = page_id
+        node.users = 1
+        path.append(node)
+        return True
+
+    def evict(self, count: int) -> None:
+        """Gives the `count` least recently used pages back to the pool, or as many as there are."""
+        for _ in range(min(count, len(self._idle))):
+            node, _ = self._idle.popitem(last=False)
+            assert not node.children
+            assert node.parent is not None
+            del node.parent.children[node.tokens]
+            self._pool.free([node.page_id])
+        for salt in [salt for salt, root in self._roots.items() if not root.children]:
+            del self._roots[salt]
+
+    def page_ids(self) -> list[int]:
+        """All pages that the tree owns."""
+        return [node.page_id for node in self._nodes()]
+
+    def check_integrity(self, held: Iterable[Sequence[PageNode]]) -> None:
+        """Raises RuntimeError unless users, order and links add up.
+
+        Args:
+          held: the path that every sequence holds.
+        """
+        users = Counter(node for path in held for node in path)
+        nodes = set(self._nodes())
+        if foreign := set(users) - nodes:
+            raise RuntimeError(
+                f"pages {sorted(n.page_id for n in foreign)} are held but not cached"
+            )
+        if {node for node in nodes if not node.users} != set(self._idle):
+            raise RuntimeError("idle pages and pages without users differ")
+        for node in nodes:
+            parent = node.parent
+            problems = {
+                f"has {node.users} users, but {users[node]} sequences hold it": node.users
+                != users[node],
+                "is not where its tokens say": parent is None
+                or parent.children.get(node.tokens) is not node
+                or len(node.tokens) != self._page_size,
+                "is used, and the page before it is not": parent is not None
+                and bool(node.users)
+                and parent.page_id >= 0
+                and not parent.users,
+            }
+            for problem, found in problems.items():
+                if found:
+                    raise RuntimeError(f"cached page {node.page_id} {problem}")
+        seen: set[PageNode] = set()
+        for node in self._idle:
+            if not seen.issuperset(node.children.values()):
+                raise RuntimeError(f"cached page {node.page_id} would go before those behind it")
+            seen.add(node)
+
+    def _nodes(self) -> Iterator[PageNode]:
+        rest = list(self._roots.values())
+        while rest:
+            node = rest.pop()
+            rest += node.children.values()
+            if node.parent is not None:
+                yield node

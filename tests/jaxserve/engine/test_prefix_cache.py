@@ -1,0 +1,187 @@
+"""The tree of cached pages: literal cases, and any order of use against a dictionary."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.prefix_cache import PrefixCache
+
+
+def make(pages=8, page_size=2):
+    pool = PageAllocator(pages)
+    return PrefixCache(pool, page_size), pool
+
+
+def put(cache, pool, tokens, salt="", path=None):
+    """Publishes the full pages of a sequence; returns the path that it holds."""
+    path = cache.match(salt, tokens, len(tokens)) if path is None else path
+    cache.acquire(path)
+    for start in range(len(path) * 2, len(tokens) - 1, 2):
+        (page_id,) = pool.allocate(1)
+        assert cache.extend(path, salt, tokens[start : start + 2], page_id)
+    return path
+
+
+def page_ids(path):
+    return [node.page_id for node in path]
+
+
+def test_full_pages_of_equal_beginnings():
+    cache, pool = make()
+    path = put(cache, pool, [1, 2, 3, 4, 5])
+    assert page_ids(path) == [0, 1]
+    assert page_ids(cache.match("", [1, 2, 3, 4, 9, 9], 6)) == [0, 1]
+    assert page_ids(cache.match("", [1, 2, 3, 9], 4)) == [0]
+    assert cache.match("", [2, 2, 3, 4], 4) == []
+    assert cache.match("", [1], 1) == []
+
+
+def test_no_more_than_wanted():
+    cache, pool = make()
+    put(cache, pool, [1, 2, 3, 4])
+    assert [len(cache.match("", [1, 2, 3, 4], longest)) for longest in range(5)] == [0, 0, 1, 1, 2]
+
+
+def test_tenants_do_not_meet():
+    cache, pool = make()
+    put(cache, pool, [1, 2], salt="a")
+    assert cache.match("b", [1, 2], 2) == []
+    assert cache.match("", [1, 2], 2) == []
+    assert len(cache.match("a", [1, 2], 2)) == 1
+
+
+def test_what_is_used_stays_and_the_longest_unused_goes_first():
+    cache, pool = make(pages=5)
+    first, second = put(cache, pool, [1, 2, 3, 4]), put(cache, pool, [1, 2, 5, 6])
+    third = put(cache, pool, [7, 8])
+    assert (page_ids(first), page_ids(second), page_ids(third)) == ([0, 1], [0, 2], [3])
+    assert cache.idle == 0
+    cache.release(second)
+    cache.release(third)
+    assert cache.idle == 2
+    cache.evict(1)
+    assert cache.match("", [1, 2, 5, 6], 4) == first[:1]
+    assert pool.free_pages == 2
+    cache.evict(5)
+    assert pool.free_pages == 3
+    assert cache.match("", [7, 8], 2) == []
+    cache.release(first)
+    assert cache.idle == 2
+    cache.evict(2)
+    assert pool.free_pages == 5
+    cache.check_integrity([])
+
+
+def test_leaves_go_before_what_they_stand_on():
+    cache, pool = make()
+    path = put(cache, pool, [1, 2, 3, 4, 5, 6])
+    cache.release(path)
+    for left in (2, 1, 0):
+        cache.evict(1)
+        assert len(cache.match("", [1, 2, 3, 4, 5, 6], 6)) == left
+
+
+def test_the_same_page_twice():
+    """Who is slower keeps a page of their own, or puts it in the place of one that nobody uses."""
+    cache, pool = make()
+    path = put(cache, pool, [1, 2, 3, 4])
+    (mine,) = pool.allocate(1)
+    other = []
+    assert not cache.extend(other, "", [1, 2], mine)
+    assert other == []
+    cache.release(path)
+    assert cache.extend(other, "", [1, 2], mine)
+    assert page_ids(cache.match("", [1, 2, 3, 4], 4)) == [mine, 1]
+    assert pool.free_pages == 8 - 2
+    cache.check_integrity([other])
+    pool.check_integrity([cache.page_ids()])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda cache, path: setattr(path[0], "users", 2), "page 0 has 2 users, but 1"),
+        (lambda cache, path: path[0].parent.children.clear(), r"pages \[0, 1\] are held but not"),
+        (lambda cache, path: cache._idle.update({path[1]: None}), "idle pages and pages without"),
+        (lambda cache, path: setattr(path[1], "tokens", (9, 9)), "page 1 is not where its tokens"),
+    ],
+)
+def test_integrity_names_what_is_wrong(harm, message):
+    cache, pool = make()
+    path = put(cache, pool, [1, 2, 3, 4])
+    cache.check_integrity([path])
+    harm(cache, path)
+    with pytest.raises(RuntimeError, match=message):
+        cache.check_integrity([path])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences of few different tokens, so that they meet; a model that knows texts of pages."""
+
+    PAGES = 12
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.pool = make(self.PAGES)
+        self.held = []  # (path, own pages, salt, tokens)
+        self.texts = {}  # page -> the whole text up to its end, with the salt
+
+    @rule(
+        salt=st.sampled_from(["", "a"]),
+        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=9),
+        data=st.data(),
+    )
+    def enter(self, salt, tokens, data):
+        """As the scheduler does: match, hold, take pages for the rest, publish."""
+        longest = data.draw(st.integers(0, len(tokens)), "longest")
+        path = self.cache.match(salt, tokens, longest)
+        for index, node in enumerate(path):
+            assert self.texts[node.page_id] == (salt, *tokens[: 2 * index + 2])
+        assert 2 * len(path) <= longest
+        awake = sum(not node.users for node in path)
+        need = -(-len(tokens) // 2) - len(path)
+        if need > self.pool.free_pages + self.cache.idle - awake:
+            return
+        self.cache.acquire(path)
+        if need > self.pool.free_pages:
+            self.cache.evict(need - self.pool.free_pages)
+        own = self.pool.allocate(need)
+        assert own is not None
+        for page_id in own:
+            self.texts.pop(page_id, None)
+        self.held.append((path, own, salt, tokens))
+
+    @rule(data=st.data())
+    def publish(self, data):
+        if not self.held:
+            return
+        path, own, salt, tokens = data.draw(st.sampled_from(self.held), "sequence")
+        start = 2 * len(path)
+        page = tokens[start : start + 2]
+        if len(page) == 2 and self.cache.extend(path, salt, page, own[0]):
+            self.texts[own.pop(0)] = (salt, *tokens[: start + 2])
+
+    @rule(data=st.data())
+    def leave(self, data):
+        if self.held:
+            index = data.draw(st.integers(0, len(self.held) - 1), "sequence")
+            path, own, _, _ = self.held.pop(index)
+            self.cache.release(path)
+            self.pool.free(own)
+
+    @rule(count=st.integers(0, 5))
+    def evict(self, count):
+        free, idle = self.pool.free_pages, self.cache.idle
+        self.cache.evict(count)
+        assert self.pool.free_pages == free + min(count, idle)
+
+    @invariant()
+    def adds_up(self):
+        self.cache.check_integrity([path for path, *_ in self.held])
+        self.pool.check_integrity([*(own for _, own, *_ in self.held), self.cache.page_ids()])
+
+
+class TestCache(CacheMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
