@@ -83,6 +83,8 @@ class Cache(_Section, frozen=True):
     """Pages a DP group, shared by its lanes."""
     format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Of keys and values (`auto`: the deployment's dtype); 8 bits have a scale a token and head."""
+    prefix: bool = True
+    """Whether full pages are kept, while there is room, for requests that begin alike."""
 
 
 class SchedulerLimits(_Section, frozen=True):
@@ -98,6 +100,9 @@ class SchedulerLimits(_Section, frozen=True):
     """Padded step sizes, ascending, the last equal to token_budget. Empty: slots and budget."""
     page_buckets: list[Size] = []
     """Padded pages a sequence, ascending, the last covering max_length. Empty: 1/4 and all."""
+    prefill_tokens: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Most prefill tokens a DP group and step in which somebody decodes, so that tokens come at an
+    even pace. 0: what decoding leaves of the budget."""
     max_waiting: Annotated[int, Meta(ge=1, le=2**20)] = 1024
     """Requests that may wait for a slot before new ones are refused."""
 

@@ -28,7 +28,7 @@ from jaxserve.model import ModelTemplates
 from jaxserve.module import Template
 from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
 from jaxserve.pipeline.executables import afd_executables, colocated_executables
-from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, StepPlan
+from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, SlotRules, StepPlan
 from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, LeafSource
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
 from jaxserve.progress import Progress
@@ -176,6 +176,8 @@ def make_engine(
         token_buckets=tokens,
         page_buckets=limits.page_buckets,
         max_waiting=limits.max_waiting,
+        prefill_tokens=limits.prefill_tokens,
+        prefix_cache=deployment.cache.prefix,
     )
     return Engine(
         deployment,
@@ -203,6 +205,9 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
                 sample=True,
                 temperature=1.0,
                 top_k=2,
+                rules=SlotRules(),
+                logprobs=0,
+                targets=[0],
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
             plans.append(StepPlan(lane, -1, bucket, groups))

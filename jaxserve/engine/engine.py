@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex
 
+import numpy as np
+
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import (
@@ -27,8 +29,8 @@ from jaxserve.errors import (
     OverloadedError,
 )
 from jaxserve.pipeline.compilation import CompilationCounter
-from jaxserve.pipeline.driver import Finished
 from jaxserve.pipeline.plan import StepPlan
+from jaxserve.pipeline.sampling import Finished
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Engine:
         self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
         self._deadlines: dict[str, float] = {}
+        self._grammars: dict[str, Grammar] = {}
         self._queued = 0
         self._status = "starting"
         self._failure: EngineFailedError | None = None
@@ -172,20 +175,26 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(32),
             arrival=time.monotonic(),
+            deadline=deadline,
         )
         self.scheduler.check(request)
+        self._check_tokens(params)
         with self._wake:
             self._raise_unless_ready()
             if request.request_id in self._open:
                 raise InvalidRequestError(
                     "request_id", f"{request.request_id!r} is running already"
                 )
+            if any(params.grammar is other for other in self._grammars.values()):
+                raise InvalidRequestError("grammar", "is another running request's")
             waiting = self.scheduler.num_waiting + self._queued
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
             self._open[request.request_id] = on_output
             if deadline is not None:
                 self._deadlines[request.request_id] = deadline
+            if params.grammar is not None:
+                self._grammars[request.request_id] = params.grammar
             self._queued += 1
             self._commands.append(lambda: self._add(request))
             self._wake.notify()
@@ -252,6 +261,25 @@ class Engine:
             token_ids.append(token_id)
         return token_ids
 
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError where biases or the grammar do not fit the vocabulary."""
+        for token_id in params.logit_bias:
+            if token_id >= self._vocab:
+                raise InvalidRequestError(
+                    "logit_bias", f"token id {token_id} is not in [0, {self._vocab - 1}]"
+                )
+        if params.grammar is None:
+            return
+        try:
+            mask = np.asarray(params.grammar.mask())
+        except Exception as error:
+            raise InvalidRequestError("grammar", str(error)) from error
+        words = -(-self._vocab // 32)
+        if mask.dtype != np.uint32 or mask.shape != (words,):
+            raise InvalidRequestError(
+                "grammar", f"its mask is {mask.dtype} {mask.shape}, not uint32 ({words},)"
+            )
+
     def _raise_unless_ready(self) -> None:
         if self._failure is not None:
             # A new one for everybody: an error that is raised again and again keeps every stack.
@@ -311,12 +339,12 @@ class Engine:
 
     def _land_one(self) -> None:
         """Waits for the oldest step's tokens and hands them out."""
-        plan, sampled = self._results.take(
+        plan, result = self._results.take(
             self.deployment.cluster.step_seconds, lambda: self._failure
         )
         if plan.number != self._in_flight.popleft().number:
             raise EngineFailedError(f"step {plan.number} landed out of order")
-        self._deliver(self.scheduler.complete(plan, sampled))
+        self._deliver(self.scheduler.complete(plan, result))
 
     def _take_commands(self) -> None:
         while self._commands:
@@ -337,6 +365,7 @@ class Engine:
                 with self._wake:
                     callback = self._open.pop(output.request_id, None)
                     self._deadlines.pop(output.request_id, None)
+                    self._grammars.pop(output.request_id, None)
                     if not self._open:
                         self._wake.notify_all()
             if callback is None:

@@ -6,19 +6,43 @@ Knows nothing of text, tokenizers, pages or devices.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
+from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.step import MAX_BIASES, MAX_LOGPROBS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_BANNED_IDS = MAX_BIASES - MAX_LOGIT_BIAS
+MAX_PRIORITY = 100
+MAX_CACHE_SALT_CHARACTERS = 256
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
+
+
+class Grammar(Protocol):
+    """Which tokens may come next: the state of one request, never shared by two.
+
+    Called on the engine's thread, so it must be quick; an exception ends the request alone.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come: uint32 `[ceil(vocab / 32)]`, bit t % 32 of word t // 32."""
+
+    def accept(self, token_id: int) -> None:
+        """Takes the next token."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +58,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       stop: strings that end the text; looked for by whoever has a tokenizer, not by the scheduler.
       stop_token_ids: token ids that end the request, besides the model's own end ids.
       ignore_eos: the model's end ids are tokens like any other. `stop_token_ids` still count.
-      min_tokens: ids that would end the request do not, before so many tokens were generated.
+      min_tokens: ids that would end the request do not come before so many tokens were generated.
+      presence_penalty: in [-2, 2]; taken off the logits of tokens that were generated.
+      frequency_penalty: in [-2, 2]; the same, as often as a token was generated.
+      repetition_penalty: in (0, 10]; divides positive logits of tokens in prompt or output,
+        multiplies negative ones. 1: off.
+      logit_bias: token id → what is added to its logit, in [-100, 100]; at most 300 entries.
+      logprobs: report each token's log-probability, and so many of the likeliest tokens' (0 to 20),
+        before temperature, penalties, biases and masks. None: report nothing.
+      prompt_logprobs: the same of the prompt's tokens, which are then all computed.
+      grammar: decides which tokens may come; an object of the request's own. None: all.
+      priority: in [-100, 100]; lower ones are served earlier, see `scheduler.py`.
+      cache_salt: requests share cached prompts only with those of equal salt: a tenant's name.
     """
 
     max_tokens: int = 128
@@ -47,6 +82,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Any = None
+    """A `Grammar` or None."""
+    priority: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         """Takes one string, or a list, where a tuple is meant."""
@@ -75,6 +120,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError("ignore_eos", f"{self.ignore_eos!r} is not a bool")
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, note=" (max_tokens)")
+        for field in ("presence_penalty", "frequency_penalty"):
+            _check_number(field, getattr(self, field), -2.0, 2.0, "[-2, 2]")
+        penalty = self.repetition_penalty
+        _check_number("repetition_penalty", penalty, 0.0, 10.0, "(0, 10]", above_low=True)
+        _check_logit_bias(self.logit_bias)
+        for field in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, field)) is not None:
+                _check_integer(field, value, 0, MAX_LOGPROBS)
+        _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        _check_salt(self.cache_salt)
+        for name in ("mask", "accept", "finished") if self.grammar is not None else ():
+            if not hasattr(self.grammar, name):
+                raise InvalidRequestError("grammar", f"{self.grammar!r} has no {name!r}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before change the logits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +150,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
       params: validated sampling parameters.
       eos_token_ids: the model's end ids.
       seed: uint32, resolved: `params.seed` or a drawn one.
-      arrival: seconds of `time.monotonic` at which it was submitted; for metrics only, the order
-        of requests is the order in which the scheduler was given them.
+      arrival: seconds of `time.monotonic` at which it was submitted.
+      deadline: at which it is given up; None: never.
     """
 
     request_id: str
@@ -96,14 +160,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     arrival: float = 0.0
+    deadline: float | None = None
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end it."""
+        own = frozenset(self.params.stop_token_ids)
+        return own if self.params.ignore_eos else own | self.eos_token_ids
 
     def ends_at(self, token_id: int, generated: int) -> bool:
         """Whether `token_id`, sampled after `generated` earlier tokens, ends the request."""
-        if generated < self.params.min_tokens:
-            return False
-        if token_id in self.params.stop_token_ids:
-            return True
-        return not self.params.ignore_eos and token_id in self.eos_token_ids
+        return generated >= self.params.min_tokens and token_id in self.end_ids
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +182,11 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
       finish_reason: set in the last output of a request, which comes exactly once.
       stop_token_id: the eos or stop id that ended the request, where one did.
       error: what went wrong, where `finish_reason` is "error".
+      logprobs: of `token_ids`, one each, where the request asked for them.
+      prompt_logprobs: of the prompt's tokens, the first of which has none; in the output with the
+        request's first token or end, where it asked for them.
+      cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
+        output.
     """
 
     request_id: str
@@ -122,6 +194,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
 
 
 def _check_integer(field: str, value: object, low: int, high: int, note: str = "") -> None:
@@ -154,4 +229,25 @@ def _check_stop_string(field: str, value: object) -> None:
     if not 1 <= len(value) <= MAX_STOP_STRING_CHARACTERS:
         raise InvalidRequestError(
             field, f"{len(value)} characters, not in [1, {MAX_STOP_STRING_CHARACTERS}]"
+        )
+
+
+def _check_logit_bias(biases: object) -> None:
+    if not isinstance(biases, dict):
+        raise InvalidRequestError("logit_bias", f"{biases!r} is not a mapping")
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            "logit_bias", f"{len(biases)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+        )
+    for token_id, bias in biases.items():
+        _check_integer("logit_bias", token_id, 0, MAX_INT32, note=" (a token id)")
+        _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, "[-100, 100]")
+
+
+def _check_salt(salt: object) -> None:
+    if not isinstance(salt, str):
+        raise InvalidRequestError("cache_salt", f"{salt!r} is not a string")
+    if len(salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise InvalidRequestError(
+            "cache_salt", f"{len(salt)} characters, at most {MAX_CACHE_SALT_CHARACTERS} are allowed"
         )

@@ -5,14 +5,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from jaxserve.engine.logprobs import StepResult, step_result
 from jaxserve.errors import EngineFailedError
-from jaxserve.pipeline.driver import Finished
 from jaxserve.pipeline.plan import StepPlan
-
-Sampled = list[list[int]]
+from jaxserve.pipeline.sampling import Finished
 
 
 class ResultReader:
@@ -20,13 +20,16 @@ class ResultReader:
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
-        self._landed: queue.SimpleQueue[tuple[StepPlan, Sampled | Exception]] = queue.SimpleQueue()
+        self._landed: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, name="jaxserve-results", daemon=True).start()
 
     def read(self, finished: Finished) -> None:
         """Starts the copy of a step's tokens to the host; returns at once."""
-        if finished.sampled is not None:
-            finished.sampled.copy_to_host_async()
+        for array in (finished.sampled, finished.logprobs, finished.scores):
+            if array is not None:
+                array.copy_to_host_async()
         self._steps.put(finished)
 
     def close(self) -> None:
@@ -39,8 +42,8 @@ class ResultReader:
 
     def take(
         self, timeout: float, failed: Callable[[], EngineFailedError | None]
-    ) -> tuple[StepPlan, Sampled]:
-        """The oldest step's tokens, `[group][slot]`.
+    ) -> tuple[StepPlan, StepResult]:
+        """The oldest step's tokens.
 
         Raises:
           EngineFailedError: they did not come within `timeout` seconds, the computation failed, or
@@ -49,7 +52,7 @@ class ResultReader:
         end = time.monotonic() + timeout
         while True:
             try:
-                plan, sampled = self._landed.get(timeout=min(0.5, timeout))
+                plan, result = self._landed.get(timeout=min(0.5, timeout))
                 break
             except queue.Empty:
                 if (failure := failed()) is not None:
@@ -58,19 +61,33 @@ class ResultReader:
                     raise EngineFailedError(
                         f"a step's tokens did not arrive within {timeout:.1f} s"
                     ) from None
-        if isinstance(sampled, Exception):
-            raise EngineFailedError(f"step {plan.number} of lane {plan.lane}: {sampled}")
-        return plan, sampled
+        if isinstance(result, Exception):
+            raise EngineFailedError(f"step {plan.number} of lane {plan.lane}: {result}")
+        return plan, result
 
     def _run(self) -> None:
         while True:
             finished = self._steps.get()
             if finished is None:
                 return
+            result: StepResult | Exception
             try:
-                array = finished.sampled
-                assert array is not None
-                sampled = np.asarray(array.addressable_data(0)).tolist()
+                result = _result(finished)
             except Exception as error:
-                sampled = error
-            self._landed.put((finished.plan, sampled))
+                result = error
+            self._landed.put((finished.plan, result))
+
+
+def _result(finished: Finished) -> StepResult:
+    assert finished.sampled is not None
+    logprobs, scores = finished.logprobs, finished.scores
+    return step_result(
+        finished.plan,
+        _host(finished.sampled),
+        None if logprobs is None else _host(logprobs),
+        None if scores is None else _host(scores),
+    )
+
+
+def _host(array: Any) -> np.ndarray:
+    return np.asarray(array.addressable_data(0))

@@ -4,25 +4,42 @@ Called by the engine's loop, on the leader's host, from one thread. Plain Python
 lists: it may not know JAX, devices, text or time. Its step plans are all that the pipeline sees.
 
 The policy:
-1. Requests are admitted in the order they came. One that does not fit yet holds the others back.
+1. Requests are admitted in the order in which they are due. One that does not fit yet holds the
+   others back. A request is due `PATIENCE` seconds after it came, so much earlier or later for
+   every step of its priority, and never after its deadline. So urgent ones come first, and no
+   request is overtaken by more than what comes in a bounded time.
 2. A sequence is admitted when a DP group has a free slot, and pages for its tokens and one more,
-   with a page to spare for every sequence that lives there already (the watermark).
-   Of several groups the one with the fewest pages in use takes it, there the emptiest lane.
-3. A step holds one token of every decoding sequence, then prefill chunks, oldest first, as far as
-   the token budget goes. Prompt pages are taken at admission, so only decoding runs out of pages.
-4. A decoding sequence without a page preempts the youngest sequence of its group, maybe itself.
-   The youngest goes back to its place at the head of the queue, and later recomputes its cache.
+   with a page to spare for every sequence that lives there already (the watermark). Pages that the
+   prefix cache has are taken from there. Of several groups the cheapest takes it (`_cost`), there
+   the emptiest lane.
+3. A step holds one token of every decoding sequence, then prefill chunks, the first due first, as
+   far as the token budget goes, and no more than `prefill_tokens` of them beside decoding.
+   Prompt pages are taken at admission, so only decoding runs out of pages.
+4. A decoding sequence without a page preempts the last due of its group, maybe itself. That goes
+   back to its place in the queue, and later recomputes of its cache what was evicted meanwhile.
 5. What is in flight stays untouched until it lands: a preempted, ended or cancelled sequence keeps
    its slot and pages until then, and who needs them misses a step rather than preempt another.
-   Pages that come back go to the oldest who missed a step.
-So the oldest sequence of a group always advances, and everything ends.
+   Pages that come back go to the first due who missed a step.
+6. A sequence with a grammar waits for its token in flight, which decides what may follow; the
+   others of its lane go on.
+7. Pages are published to the prefix cache when their step has landed.
+So the first due sequence of a group always advances, and everything ends.
 """
 
 import bisect
+import logging
 from collections import abc, deque
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jaxserve.engine.request import FinishReason, Request, TokenOutput
+from jaxserve.engine.logprobs import StepResult, TokenLogprobs
+from jaxserve.engine.prefix_cache import PageNode
+from jaxserve.engine.request import (
+    MAX_BANNED_IDS,
+    FinishReason,
+    Request,
+    TokenOutput,
+)
+from jaxserve.engine.rules import RequestRules
 from jaxserve.engine.sequence import DPGroup, Sequence, pages_for
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
@@ -31,12 +48,27 @@ MAX_STEPS_IN_FLIGHT = 2
 """Steps of a lane that are issued and not completed: one runs while the next is planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """An issued step: its number, and who is in it, with whether it samples a token for them."""
+PATIENCE = 10.0
+"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Passenger(NamedTuple):
+    """A sequence in an issued step."""
+
+    sequence: Sequence
+    samples: bool
+    """Whether a token is sampled for it."""
+    kv_length: int
+    """Its cache entries after the step."""
+
+
+class _Flight(NamedTuple):
+    """An issued step."""
 
     number: int
-    passengers: list[tuple[Sequence, bool]]
+    passengers: list[_Passenger]
 
 
 class Scheduler:
@@ -53,6 +85,9 @@ class Scheduler:
       token_buckets: padded step sizes, ascending, ending at token_budget.
       page_buckets: padded pages a sequence, ascending, the last one covering max_length.
       max_waiting: requests that may wait before new ones are refused.
+      prefill_tokens: most prefill tokens a DP group and step in which somebody decodes; 0: what the
+        token budget leaves.
+      prefix_cache: whether the pages of what was computed are kept for those who begin alike.
     """
 
     def __init__(
@@ -68,6 +103,8 @@ class Scheduler:
         token_buckets: abc.Sequence[int],
         page_buckets: abc.Sequence[int],
         max_waiting: int,
+        prefill_tokens: int = 0,
+        prefix_cache: bool = False,
     ):
         if token_budget < slots:
             raise ValueError(f"token_budget = {token_budget} is below slots = {slots}")
@@ -81,15 +118,26 @@ class Scheduler:
         self._token_buckets = sorted(token_buckets)
         self._page_buckets = sorted(page_buckets)
         self._max_waiting = max_waiting
+        self._prefill_tokens = prefill_tokens or token_budget
         self._groups = [
-            DPGroup(index, lanes=lanes, slots=slots, pages=pages) for index in range(groups)
+            DPGroup(
+                index,
+                lanes=lanes,
+                slots=slots,
+                pages=pages,
+                page_size=page_size,
+                prefix_cache=prefix_cache,
+            )
+            for index in range(groups)
         ]
         self._flights: list[deque[_Flight]] = [deque() for _ in range(lanes)]
-        self._waiting: list[Sequence] = []  # oldest first
+        self._waiting: list[Sequence] = []  # first due first
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._requests_seen = 0
         self._steps_issued = 0
         self._preemptions = 0
+        self._prompt_tokens = 0
+        self._prompt_tokens_found = 0
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -103,11 +151,24 @@ class Scheduler:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests wait already")
-        max_generated = self._max_generated(request)
-        sequence = Sequence(request, self._requests_seen, max_generated, list(request.prompt))
+        params = request.params
+        sequence = Sequence(
+            request,
+            (_due(request), self._requests_seen),
+            self._max_generated(request),
+            list(request.prompt),
+            scores=None if params.prompt_logprobs is None else [None],
+        )
+        if params.penalises or params.logit_bias or params.min_tokens or params.grammar is not None:
+            sequence.rules = RequestRules(request)
+        if params.grammar is not None:
+            try:
+                sequence.take_mask()
+            except Exception as error:
+                raise InvalidRequestError("grammar", str(error)) from error
         self._requests_seen += 1
         self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=_rank)
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the request could never run; from any thread."""
@@ -121,6 +182,12 @@ class Scheduler:
                 "prompt",
                 f"{prompt_length} tokens leave no room for an output: prompt and output together "
                 f"have at most {self._max_length} tokens",
+            )
+        if request.params.min_tokens and len(request.end_ids) > MAX_BANNED_IDS:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"{len(request.end_ids)} ids would end the request, and at most {MAX_BANNED_IDS} "
+                "can be kept away",
             )
         max_generated = self._max_generated(request)
         # The last token is never fed back, so the cache never holds it.
@@ -171,24 +238,26 @@ class Scheduler:
 
         # Step 2: let in who waits, into what decoding left.
         self._admit()
+        decoding = {sequence for sequence, _ in chunks}
+        if decoding:
+            budget = [min(left, self._prefill_tokens) for left in budget]
 
         # Step 3: prefill chunks, whose pages are there already.
         for sequence in self._oldest_first(lane):
+            prefills = not sequence.decodes or (sequence.fresh and sequence not in decoding)
             count = min(sequence.unfed, budget[_group_of(sequence)])
-            if sequence.wants_step and not sequence.decodes and count:
+            if sequence.wants_step and prefills and count:
                 chunks.append((sequence, count))
                 budget[_group_of(sequence)] -= count
 
         return self._issue(lane, chunks) if chunks else None
 
-    def complete(
-        self, plan: StepPlan, sampled: abc.Sequence[abc.Sequence[int]]
-    ) -> list[TokenOutput]:
+    def complete(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Takes the result of the oldest step of a lane that is in flight.
 
         Args:
           plan: the step; a lane's steps are completed in the order they were issued.
-          sampled: `sampled[group][slot]`, read only where the plan samples.
+          result: what it gave.
 
         Returns the news of every request that got a token it may keep.
         """
@@ -197,13 +266,18 @@ class Scheduler:
             expected = flights[0].number if flights else "none"
             raise ValueError(f"lane {plan.lane}: step {plan.number} landed, expected {expected}")
         outputs = []
-        for sequence, samples in flights.popleft().passengers:
+        for sequence, samples, kv_length in flights.popleft().passengers:
             assert sequence.home is not None
             group, _, slot = sequence.home
             sequence.in_flight -= 1
             sequence.pending -= samples
+            if sequence.unscored:
+                assert sequence.scores is not None
+                sequence.scores += result.scores.get((group, slot), [])
             if samples and sequence.status != "ended":
-                outputs.append(self._append(sequence, int(sampled[group][slot])))
+                token_id = result.sampled[group][slot]
+                outputs.append(self._append(sequence, token_id, result.logprobs.get((group, slot))))
+            self._groups[group].publish(sequence, kv_length)
             self._release_if_landed(sequence)
         return outputs
 
@@ -225,7 +299,17 @@ class Scheduler:
     @property
     def kv_usage(self) -> list[float]:
         """The part of its pages that each DP group uses, 0 … 1."""
-        return [group.pool.usage for group in self._groups]
+        return [group.usage for group in self._groups]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache, since the start."""
+        return self._prompt_tokens
+
+    @property
+    def prompt_tokens_found(self) -> int:
+        """Those of them that were there."""
+        return self._prompt_tokens_found
 
     @property
     def has_work(self) -> bool:
@@ -238,7 +322,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages, slots, the queue or the steps in flight do not add up."""
-        in_flight = [p for flights in self._flights for f in flights for p, _ in f.passengers]
+        in_flight = [p for flights in self._flights for f in flights for p, *_ in f.passengers]
         residents = [sequence for group in self._groups for sequence in group.residents()]
         for group in self._groups:
             group.check_integrity()
@@ -259,7 +343,7 @@ class Scheduler:
                     raise RuntimeError(f"request {sequence.request.request_id!r} {problem}")
         if any(not passenger.home for passenger in in_flight):
             raise RuntimeError("a sequence lost its home with a step in flight")
-        if [s.ordinal for s in self._waiting] != sorted(s.ordinal for s in self._waiting):
+        if [s.rank for s in self._waiting] != sorted(s.rank for s in self._waiting):
             raise RuntimeError("the queue is out of order")
 
     def _pages_for(self, tokens: int) -> int:
@@ -267,23 +351,23 @@ class Scheduler:
 
     def _oldest_first(self, lane: int) -> list[Sequence]:
         residents = [sequence for group in self._groups for sequence in group.residents(lane)]
-        return sorted(residents, key=_age)
+        return sorted(residents, key=_rank)
 
     def _has_page(self, sequence: Sequence) -> bool:
         """Whether a decoding sequence has the page its token goes to, by preemption if need be."""
         if self._pages_for(sequence.cached + 1) <= len(sequence.page_ids):
             return True
         group = self._groups[_group_of(sequence)]
-        owed = sum(other.stalled and _age(other) < _age(sequence) for other in group.residents())
+        owed = sum(other.stalled and other.rank < sequence.rank for other in group.residents())
         sequence.stalled = True
-        while group.pool.free_pages <= owed:
+        while group.free_pages <= owed:
             if group.leaving:
                 return False
-            youngest = max(group.residents(), key=_age)
+            youngest = max(group.residents(), key=_rank)
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.page_ids += group.pool.allocate(1) or []
+        sequence.page_ids += group.allocate(1)
         sequence.stalled = False
         return True
 
@@ -292,7 +376,7 @@ class Scheduler:
         self._preemptions += 1
         sequence.status = "waiting"
         sequence.stalled = False
-        bisect.insort(self._waiting, sequence, key=_age)
+        bisect.insort(self._waiting, sequence, key=_rank)
         self._release_if_landed(sequence)
 
     def _admit(self) -> None:
@@ -301,16 +385,23 @@ class Scheduler:
             sequence = self._waiting[0]
             tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
             pages = self._pages_for(tokens)
-            for group in sorted(self._groups, key=lambda group: group.pool.usage):
-                watermark = sum(1 for _ in group.residents())
-                lane = group.emptiest_lane()
-                if lane is not None and pages + watermark <= group.pool.free_pages:
-                    break
-            else:
+            places = []
+            for group in self._groups:
+                prefix = group.match(sequence)
+                cost = _cost(group, pages, prefix)
+                if cost is not None:
+                    places.append((cost, group.index, group, prefix))
+            if not places:
                 return
+            _, _, group, prefix = min(places)
             del self._waiting[0]
             sequence.status = "running"
-            group.settle(sequence, lane, group.pool.allocate(pages) or [])
+            if sequence.found is None:
+                self._prompt_tokens += len(sequence.request.prompt)
+                self._prompt_tokens_found += len(prefix) * self._page_size
+            lane = group.emptiest_lane()
+            assert lane is not None
+            group.settle(sequence, lane, pages, prefix)
 
     def _issue(self, lane: int, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """Turns the chosen chunks into a step plan in flight."""
@@ -319,7 +410,8 @@ class Scheduler:
         for sequence, count in chunks:
             row = sequence.row(count, self._page_size)
             rows[_group_of(sequence)].append(row)
-            passengers.append((sequence, row.sample))
+            passengers.append(_Passenger(sequence, row.sample, row.kv_length))
+            sequence.fresh = False
             sequence.cached += count
             sequence.pending += row.sample
             sequence.in_flight += 1
@@ -336,21 +428,48 @@ class Scheduler:
         self._flights[lane].append(_Flight(plan.number, passengers))
         return plan
 
-    def _append(self, sequence: Sequence, token_id: int) -> TokenOutput:
+    def _append(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
+    ) -> TokenOutput:
         """Adds a sampled token, which may be the sequence's last, and tells of it."""
         request = sequence.request
-        if request.ends_at(token_id, sequence.generated):
-            self._end(sequence)
-            return TokenOutput(
-                request_id=request.request_id, finish_reason="stop", stop_token_id=token_id
-            )
+        grammar = request.params.grammar
+        ends = request.ends_at(token_id, sequence.generated)
+        if ends or (grammar is not None and token_id in request.end_ids):
+            return self._news(sequence, finish_reason="stop", stop_token_id=token_id)
         sequence.tokens.append(token_id)
         finish_reason: FinishReason | None = None
-        if sequence.generated == sequence.max_generated:
-            self._end(sequence)
+        error = None
+        if grammar is not None:
+            try:
+                grammar.accept(token_id)
+                if grammar.finished:
+                    finish_reason = "stop"
+                else:
+                    sequence.take_mask()
+            except Exception as exception:
+                logger.warning("request %s: its grammar failed: %s", request.request_id, exception)
+                finish_reason, error = "error", f"the grammar failed: {exception}"
+        if finish_reason is None and sequence.generated == sequence.max_generated:
             finish_reason = "length"
+        return self._news(
+            sequence,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
+            error=error,
+            logprobs=[] if logprobs is None else [logprobs],
+        )
+
+    def _news(self, sequence: Sequence, **fields: Any) -> TokenOutput:
+        """News of a sequence, which it ends if they say so."""
+        if fields["finish_reason"] is not None:
+            self._end(sequence)
+        scores, sequence.scores = sequence.scores, None
         return TokenOutput(
-            request_id=request.request_id, token_ids=[token_id], finish_reason=finish_reason
+            request_id=sequence.request.request_id,
+            prompt_logprobs=scores,
+            cached_tokens=sequence.found or 0,
+            **fields,
         )
 
     def _end(self, sequence: Sequence) -> None:
@@ -365,10 +484,36 @@ class Scheduler:
             self._groups[sequence.home.group].release(sequence)
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.ordinal
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank
+
+
+def _due(request: Request) -> float:
+    """When a request should be served, in seconds of its arrival's clock."""
+    due = request.arrival + PATIENCE * (1 + request.params.priority)
+    return due if request.deadline is None else min(due, request.deadline)
 
 
 def _group_of(sequence: Sequence) -> int:
     assert sequence.home is not None
     return sequence.home.group
+
+
+def _cost(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
+    """What letting a sequence in would cost a group, in pages; None if it cannot (xDeepServe §4.3).
+
+    The group's KV cache afterwards, with the room that its sequences will need to come to their
+    full length, and once more the pages that have to be computed.
+
+    Args:
+      pages: that the sequence needs at once.
+      prefix: those that the group's prefix cache has.
+    """
+    computed = pages - len(prefix)
+    awakened = sum(not node.users for node in prefix)
+    watermark = sum(1 for _ in group.residents())
+    free = group.free_pages - awakened
+    if group.emptiest_lane() is None or computed + watermark > free:
+        return None
+    used = group.pool.pages - free + computed
+    return used + group.promised + computed

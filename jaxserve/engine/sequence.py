@@ -12,8 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.prefix_cache import PageNode, PrefixCache
 from jaxserve.engine.request import Request
+from jaxserve.engine.rules import RequestRules
 from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow
 
 
@@ -39,8 +44,8 @@ class Sequence:
     """
 
     request: Request
-    ordinal: int
-    """The n-th request that the scheduler was given: its age."""
+    rank: tuple[float, int]
+    """When it is due, and the n-th request it is: who comes before whom, as long as it lives."""
     max_generated: int
     """Generated tokens at which it ends: max_tokens, or what max_length leaves."""
     tokens: list[int]
@@ -48,6 +53,8 @@ class Sequence:
     status: Literal["waiting", "running", "ended"] = "waiting"
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
+    prefix: list[PageNode] = field(default_factory=list)
+    """The path it holds in the prefix cache: its first pages, where the cache owns them."""
     cached: int = 0
     """Tokens in the KV cache once every issued step has run."""
     pending: int = 0
@@ -55,7 +62,17 @@ class Sequence:
     in_flight: int = 0
     """Steps issued and not yet completed."""
     stalled: bool = False
-    """It runs, and missed its last step for want of a page: pages go to it before younger ones."""
+    """It runs, and missed its last step for want of a page: pages go to it before later ones."""
+    rules: RequestRules | None = None
+    """None: nothing changes its logits."""
+    allowed: bytes = b""
+    """Its grammar's mask for the next token."""
+    fresh: bool = True
+    """No step was issued since it got its home."""
+    found: int | None = None
+    """Prompt tokens that were in the prefix cache when it was first let in."""
+    scores: list[TokenLogprobs | None] | None = None
+    """Of its prompt's tokens so far, where they are wanted and not yet reported."""
 
     @property
     def generated(self) -> int:
@@ -69,7 +86,10 @@ class Sequence:
 
     @property
     def wants_step(self) -> bool:
-        """Whether it has a token to feed. Not if the tokens in flight already reach its end."""
+        """Whether it has a token to feed. Not if the tokens in flight already reach its end, nor
+        if its grammar has to see the one in flight first."""
+        if self.pending and self.request.params.grammar is not None:
+            return False
         return self.status == "running" and self.generated + self.pending < self.max_generated
 
     @property
@@ -82,22 +102,70 @@ class Sequence:
         """Cache entries at its longest: the last generated token is never fed."""
         return len(self.request.prompt) + self.max_generated - 1
 
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are still missing."""
+        return self.scores is not None and len(self.scores) < len(self.request.prompt)
+
+    @property
+    def reusable(self) -> int:
+        """How many of its tokens may come from the prefix cache.
+
+        One has to be fed, to be followed by another. What is counted or scored has to pass through
+        a step.
+        """
+        if self.unscored:
+            return 0
+        reusable = len(self.tokens) - 1
+        if self.request.params.penalises:
+            reusable = min(reusable, len(self.request.prompt))
+        return reusable
+
+    def start_over(self) -> None:
+        """Forgets what its cache entries stood for."""
+        self.home, self.page_ids, self.prefix = None, [], []
+        self.cached, self.fresh = 0, True
+        if self.unscored:
+            self.scores = [None]
+
+    def take_mask(self) -> None:
+        """Asks its grammar what may come next.
+
+        Raises:
+          ValueError: nothing may.
+        """
+        self.allowed = np.ascontiguousarray(self.request.params.grammar.mask(), "<u4").tobytes()
+        if not any(self.allowed):
+            raise ValueError("the grammar allows no token")
+
     def row(self, count: int, page_size: int) -> SequenceRow:
         """Its part of a step that feeds its next `count` tokens."""
         assert self.home is not None
         kv_length = self.cached + count
-        params = self.request.params
+        params, rules = self.request.params, None
+        samples = count == self.unfed
+        if self.rules is not None:
+            rules = self.rules.of_step(
+                generated=self.generated + self.pending,
+                fresh=self.fresh,
+                samples=samples,
+                allowed=self.allowed,
+            )
         return SequenceRow(
             slot=self.home.slot,
             token_ids=[FROM_DEVICE] if self.pending else self.tokens[self.cached : kv_length],
             kv_length=kv_length,
             page_ids=self.page_ids[: pages_for(kv_length, page_size)],
-            sample=count == self.unfed,
+            sample=samples,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=self.request.seed,
+            rules=rules,
+            logprobs=params.logprobs,
+            targets=self.request.prompt[self.cached + 1 : kv_length + 1] if self.unscored else [],
+            target_logprobs=params.prompt_logprobs or 0,
         )
 
 
@@ -107,12 +175,40 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 class DPGroup:
-    """The page pool and the slots of one DP group. Its lanes share the pool."""
+    """The page pool and the slots of one DP group. Its lanes share the pool.
 
-    def __init__(self, index: int, *, lanes: int, slots: int, pages: int):
+    Args:
+      index: of the group.
+      lanes, slots: of each lane.
+      pages, page_size: of the pool.
+      prefix_cache: whether full pages are kept for those who begin alike.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        lanes: int,
+        slots: int,
+        pages: int,
+        page_size: int,
+        prefix_cache: bool,
+    ):
         self.index = index
         self.pool = PageAllocator(pages)
+        self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
         self.slots: list[list[Sequence | None]] = [[None] * slots for _ in range(lanes)]
+        self._page_size = page_size
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody uses, those of the prefix cache included."""
+        return self.pool.free_pages + (self.cache.idle if self.cache else 0)
+
+    @property
+    def usage(self) -> float:
+        """The part of the pool that sequences use, 0 … 1."""
+        return 1 - self.free_pages / self.pool.pages
 
     def residents(self, lane: int | None = None) -> Iterator[Sequence]:
         """Sequences that hold a slot and pages, of one lane or of all."""
@@ -124,29 +220,88 @@ class DPGroup:
         """Whether some pages come back without further doing, when steps in flight land."""
         return any(sequence.status != "running" for sequence in self.residents())
 
+    @property
+    def promised(self) -> int:
+        """Pages that residents will still take, if all of them come to their full length."""
+        return sum(
+            max(0, pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids))
+            for sequence in self.residents()
+        )
+
+    def match(self, sequence: Sequence) -> list[PageNode]:
+        """What the prefix cache has of the sequence's tokens."""
+        if self.cache is None:
+            return []
+        salt = sequence.request.params.cache_salt
+        return self.cache.match(salt, sequence.tokens, sequence.reusable)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes pages of which there are enough, if need be out of the prefix cache."""
+        if self.cache is not None and count > self.pool.free_pages:
+            self.cache.evict(count - self.pool.free_pages)
+        page_ids = self.pool.allocate(count)
+        if page_ids is None:
+            raise RuntimeError(f"group {self.index}: {count} pages wanted, {self.free_pages} free")
+        return page_ids
+
     def emptiest_lane(self) -> int | None:
         """The lane with the fewest sequences, the first of equals; None if no slot is free."""
         free = [slots.count(None) for slots in self.slots]
         return free.index(max(free)) if any(free) else None
 
-    def settle(self, sequence: Sequence, lane: int, page_ids: list[int]) -> None:
-        """Gives the sequence a free slot of the lane and its first pages."""
+    def settle(self, sequence: Sequence, lane: int, pages: int, prefix: list[PageNode]) -> None:
+        """Gives the sequence a free slot of the lane and its first pages, of which it shares the
+        prefix."""
         slot = self.slots[lane].index(None)
         self.slots[lane][slot] = sequence
         sequence.home = Home(self.index, lane, slot)
-        sequence.page_ids = page_ids
+        if self.cache is not None:
+            self.cache.acquire(prefix)
+        sequence.prefix = prefix
+        sequence.page_ids = [node.page_id for node in prefix]
+        sequence.page_ids += self.allocate(pages - len(prefix))
+        sequence.cached = len(prefix) * self._page_size
+        if sequence.found is None:
+            sequence.found = min(sequence.cached, len(sequence.request.prompt))
+
+    def publish(self, sequence: Sequence, landed: int) -> None:
+        """Puts the sequence's full pages into the prefix cache.
+
+        Args:
+          landed: its tokens whose cache entries are there, of which the host may not want the last.
+        """
+        if self.cache is None:
+            return
+        size, salt = self._page_size, sequence.request.params.cache_salt
+        for page in range(len(sequence.prefix), min(landed, len(sequence.tokens)) // size):
+            tokens = sequence.tokens[page * size : (page + 1) * size]
+            if not self.cache.extend(sequence.prefix, salt, tokens, sequence.page_ids[page]):
+                break  # another one with the same text was faster, and has it in use
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slot and the pages back; the cache entries are lost."""
+        """Takes the slot and the pages back; what the prefix cache does not have is lost."""
         assert sequence.home is not None
         assert sequence.in_flight == 0
         self.slots[sequence.home.lane][sequence.home.slot] = None
-        self.pool.free(sequence.page_ids)
-        sequence.home, sequence.page_ids, sequence.cached = None, [], 0
+        self.pool.free(_own_pages(sequence))
+        if self.cache is not None:
+            self.cache.release(sequence.prefix)
+        sequence.start_over()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages or slots do not add up."""
-        self.pool.check_integrity(sequence.page_ids for sequence in self.residents())
+        owned = [_own_pages(sequence) for sequence in self.residents()]
+        if self.cache is not None:
+            owned.append(self.cache.page_ids())
+            self.cache.check_integrity(sequence.prefix for sequence in self.residents())
+        self.pool.check_integrity(owned)
+        for resident in self.residents():
+            shared = [node.page_id for node in resident.prefix]
+            if resident.page_ids[: len(shared)] != shared:
+                raise RuntimeError(
+                    f"request {resident.request.request_id!r} begins with pages "
+                    f"{resident.page_ids[: len(shared)]}, in the prefix cache with {shared}"
+                )
         for lane, slots in enumerate(self.slots):
             for slot, sequence in enumerate(slots):
                 if sequence is not None and sequence.home != (self.index, lane, slot):
@@ -154,3 +309,8 @@ class DPGroup:
                         f"slot {(self.index, lane, slot)} holds request "
                         f"{sequence.request.request_id!r}, whose home is {sequence.home}"
                     )
+
+
+def _own_pages(sequence: Sequence) -> list[int]:
+    """Its pages that the prefix cache does not own."""
+    return sequence.page_ids[len(sequence.prefix) :]

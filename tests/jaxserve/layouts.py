@@ -185,6 +185,10 @@ class Collector:
         with self._ended:
             assert self._ended.wait_for(lambda: request_id not in self._open, seconds)
 
+    def outputs(self, request_id: str) -> list[TokenOutput]:
+        """Everything that came so far."""
+        return list(self._outputs[request_id])
+
     def output(self, request_id: str) -> Output:
         """What came so far."""
         news = self._outputs[request_id]

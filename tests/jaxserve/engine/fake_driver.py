@@ -14,8 +14,8 @@ import numpy as np
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.pipeline.driver import Finished
 from jaxserve.pipeline.plan import StepPlan
+from jaxserve.pipeline.sampling import Finished
 from tests.conftest import REPOSITORY
 
 VOCAB = 1000

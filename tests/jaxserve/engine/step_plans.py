@@ -1,5 +1,6 @@
 """A small scheduler, requests for it, and short words for step plans, to write tests with."""
 
+from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
@@ -43,9 +44,10 @@ def step(number, tokens, pages, *groups, lane=0) -> StepPlan:
     return StepPlan(lane, number, Bucket(tokens, pages), list(groups))
 
 
-def sampled(*groups: dict[int, int]) -> list[list[int]]:
+def sampled(*groups: dict[int, int]) -> StepResult:
     """What the device returns, from `{slot: token}` a group."""
-    return [[tokens.get(slot, UNSAMPLED) for slot in range(GROUP_SLOTS)] for tokens in groups]
+    tokens = [[own.get(slot, UNSAMPLED) for slot in range(GROUP_SLOTS)] for own in groups]
+    return StepResult(tokens, {}, {})
 
 
 def news(request_id, token_ids=(), finish_reason=None, stop_token_id=None) -> TokenOutput:

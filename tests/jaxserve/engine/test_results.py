@@ -6,8 +6,8 @@ import pytest
 
 from jaxserve.engine.results import ResultReader
 from jaxserve.errors import EngineFailedError
-from jaxserve.pipeline.driver import Finished
 from jaxserve.pipeline.plan import Bucket, StepPlan
+from jaxserve.pipeline.sampling import Finished
 from tests.jaxserve.engine.fake_driver import FakeArray
 
 
@@ -34,7 +34,10 @@ def test_in_the_order_of_the_steps(reader):
     assert not reader.ready()
     slow.set()
     taken = [reader.take(20, no_failure) for _ in range(2)]
-    assert [(plan.number, sampled) for plan, sampled in taken] == [(4, [[4, 5]]), (5, [[5, 6]])]
+    assert [(plan.number, result.sampled) for plan, result in taken] == [
+        (4, [[4, 5]]),
+        (5, [[5, 6]]),
+    ]
     assert not reader.ready()
 
 

@@ -2,9 +2,10 @@
 
 The device has no model, only memory: pages that hold what was written to them, and the last token
 of every slot. A step writes its tokens, reads back everything it would attend to, and "samples" a
-hash of that. Reading anything but the sequence's own tokens at their own positions fails at once,
-so pages that are shared, stale or freed too early cannot hide. The expected tokens come from a
-sequential oracle that knows nothing of pages or steps.
+hash of that. Reading another tenant's tokens, or tokens at other positions, fails at once, and any
+other token that is not the sequence's own gives another hash; so pages that are stale, freed too
+early or shared where they should not be cannot hide. The expected tokens come from a sequential
+oracle that knows nothing of pages or steps.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import zlib
 from collections import deque
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, StepPlan
@@ -46,7 +49,7 @@ def expected_output(request: Request, max_length: int) -> tuple[list[int], str, 
             return tokens[len(request.prompt) :], "length", None
         token = next_token(request.seed, tokens)
         ends = token in params.stop_token_ids or (token in EOS_IDS and not params.ignore_eos)
-        if ends and generated >= params.min_tokens:
+        if ends and (generated >= params.min_tokens or params.grammar is not None):
             return tokens[len(request.prompt) :], "stop", token
         tokens.append(token)
 
@@ -64,16 +67,34 @@ class Limits:
     token_budget: int
     token_buckets: list[int]
     page_buckets: list[int]
+    prefill_tokens: int
+    prefix_cache: bool
     max_waiting: int = 1000
+
+
+class AnythingGoes:
+    """A grammar whose mask says how many tokens it knows."""
+
+    finished = False
+
+    def __init__(self):
+        self.tokens = []
+
+    def mask(self):
+        return np.asarray([1 + len(self.tokens)], np.uint32)
+
+    def accept(self, token_id):
+        self.tokens.append(token_id)
 
 
 class Device:
     """Runs steps: one memory for all lanes, which run in any order against each other."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, requests: dict[str, Request]):
+        self.requests = requests
         self.page_size = limits.page_size
         self.slots = limits.slots
-        self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (seed, position, token)
+        self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
 
     def run(self, plan: StepPlan) -> list[list[int]]:
@@ -89,6 +110,9 @@ class Device:
                     self.last_token[home] = sampled[group][row.slot]
         return sampled
 
+    def _salt(self, row: SequenceRow) -> str:
+        return self.requests[str(row.seed)].params.cache_salt
+
     def _cell(self, row: SequenceRow, position: int) -> tuple[int, int]:
         return row.page_ids[position // self.page_size], position % self.page_size
 
@@ -97,13 +121,13 @@ class Device:
         for position, token in enumerate(row.token_ids, start):
             if token == FROM_DEVICE:
                 token = last_token
-            self.pages[group][self._cell(row, position)] = (row.seed, position, token)
+            self.pages[group][self._cell(row, position)] = (self._salt(row), position, token)
 
     def _attend(self, group: int, row: SequenceRow) -> list[int]:
         entries = [self.pages[group].get(self._cell(row, p)) for p in range(row.kv_length)]
         for position, entry in enumerate(entries):
             assert entry is not None, f"{row} attends to nothing at position {position}"
-            assert entry[:2] == (row.seed, position), f"{row} finds {entry} at {position}"
+            assert entry[:2] == (self._salt(row), position), f"{row} finds {entry} at {position}"
         return [token for _, _, token in entries]
 
 
@@ -134,9 +158,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=token_budget,
             token_buckets=sorted({1, -(-token_budget // 2), token_budget}),
             page_buckets=sorted({-(-longest // 3), longest}),
+            prefill_tokens=data.draw(st.sampled_from([0, 1, 3]), "prefill tokens"),
+            prefix_cache=data.draw(st.booleans(), "prefix cache"),
         )
         self.scheduler = Scheduler(**vars(self.limits))
-        self.device = Device(self.limits)
+        self.device = Device(self.limits, self.requests)
         self.enqueued = [deque() for _ in range(self.limits.lanes)]  # steps the device has not run
         self.ran = [deque() for _ in range(self.limits.lanes)]  # steps and what they sampled
         self.allowed_rounds = 20
@@ -156,17 +182,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed = len(self.requests)
         length = random.randint(1, min(longest_prompt, self.limits.max_length - 1))
         max_tokens = random.randint(1, 20)
+        common = random.randint(0, length)  # so many tokens as others have
+        prompt = [5] * common + [random.randrange(VOCABULARY) for _ in range(length - common)]
         request = Request(
             request_id=str(seed),
-            prompt=[random.randrange(VOCABULARY) for _ in range(length)],
+            prompt=prompt,
             params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=random.random() < 0.7,
                 stop_token_ids=random.choice([(), (), (3,), (4, 5)]),
                 min_tokens=min(random.choice([0, 0, 3]), max_tokens),
+                priority=random.choice([0, 0, 0, -1, 2]),
+                cache_salt=random.choice(["", "", "tenant"]),
+                grammar=random.choice([None, None, AnythingGoes()]),
+                presence_penalty=random.choice([0.0, 0.0, 1.0]),
             ),
             eos_token_ids=EOS_IDS,
             seed=seed,
+            arrival=float(3 * seed),
+            deadline=random.choice([None, None, 3.0 * seed + 4.0]),
         )
         self.scheduler.add(request)
         self.requests[request.request_id] = request
@@ -229,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_on_device(lane)
         if self.ran[lane]:
             plan, sampled = self.ran[lane].popleft()
-            for output in self.scheduler.complete(plan, sampled):
+            for output in self.scheduler.complete(plan, StepResult(sampled, {}, {})):
                 self.receive(output)
 
     @rule(rounds=st.integers(1, 8))
@@ -255,11 +289,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (output.finish_reason, output.stop_token_id) == (reason, stop)
             self.ends[request_id] = output
 
+    def rank(self, request_id: str) -> tuple[float, int]:
+        request = self.requests[request_id]
+        due = request.arrival + 10.0 + 10.0 * request.params.priority
+        return min(due, request.deadline or due), request.seed
+
     def check_admission(self, waited: set[str]):
-        """Nobody was let in past an older one."""
-        waiting = [int(request_id) for request_id in self.scheduler.waiting_ids()]
+        """Nobody was let in past one who is due earlier."""
+        waiting = [self.rank(request_id) for request_id in self.scheduler.waiting_ids()]
         assert waiting == sorted(waiting)
-        admitted = [int(request_id) for request_id in waited - set(map(str, waiting))]
+        admitted = [self.rank(i) for i in waited - set(self.scheduler.waiting_ids())]
         assert not admitted or not waiting or max(admitted) < min(waiting)
 
     def check_plan(self, plan: StepPlan):
@@ -286,13 +325,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert row.kv_length < len(request.prompt) + request.params.max_tokens
         assert len(row.page_ids) == -(-row.kv_length // self.limits.page_size)
         assert set(row.page_ids) <= set(range(self.limits.pages))
+        self.check_rules(request, row)
         for other_lane, others in self.rows_in_flight(group):
             for other in others:
                 shared = set(other.page_ids) & set(row.page_ids)
                 same_slot = (other_lane, other.slot) == (lane, row.slot)
                 same_sequence = other.seed == row.seed
                 assert same_slot == same_sequence
-                assert same_sequence or not shared
+                if not same_sequence:
+                    assert not shared & self.written(row)
+                    assert not shared & self.written(other)
+
+    def written(self, row: SequenceRow) -> set[int]:
+        """Pages that the row writes to, and those after them."""
+        return set(row.page_ids[(row.kv_length - len(row.token_ids)) // self.limits.page_size :])
+
+    def check_rules(self, request: Request, row: SequenceRow):
+        """A mask is of the text so far; penalties are in every step, from the first one on."""
+        generated = row.kv_length - len(request.prompt)
+        if request.params.grammar is not None and row.sample:
+            assert row.rules is not None
+            assert row.rules.allowed == (1 + generated).to_bytes(4, "little")
+            assert FROM_DEVICE not in row.token_ids
+        if request.params.presence_penalty:
+            assert row.rules is not None
+            assert row.rules.counts_from == len(request.prompt)
+            start = row.kv_length - len(row.token_ids)
+            assert not row.rules.fresh or start <= len(request.prompt)
 
     def rows_in_flight(self, group: int):
         for lane in range(self.limits.lanes):

@@ -207,10 +207,12 @@ class TestManyCallers:
             assert output.finish_reason in ("length", "cancelled"), output
             assert output.token_ids == tokens[: len(output.token_ids)], request_id
 
-    @pytest.mark.parametrize("name", ["afd", "colocated"])
-    def test_everybody_gets_the_tokens_of_their_prompt(self, name, request, tiny_model, expected):
+    @pytest.mark.parametrize(("name", "prefix"), [("afd", False), ("colocated", True)])
+    def test_everybody_gets_the_tokens_of_their_prompt(
+        self, name, prefix, request, tiny_model, expected
+    ):
         runtime = request.getfixturevalue(f"{name}_runtime")
-        overrides = {"mode": name, "lanes": 2, "cache.pages": 24}
+        overrides = {"mode": name, "lanes": 2, "cache.pages": 24, "cache.prefix": prefix}
         runtime = runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
         engine = make_engine(runtime, eos_token_ids=frozenset())
         engine.start()
@@ -222,7 +224,10 @@ class TestManyCallers:
             call.result()
         layouts.idle(engine)
         engine.close()
-        assert engine.scheduler.num_preemptions > 0
+        if prefix:
+            assert engine.scheduler.prompt_tokens_found > 1000
+        else:
+            assert engine.scheduler.num_preemptions > 0
 
 
 class TestNoCompilationAfterReady:
