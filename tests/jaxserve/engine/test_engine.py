@@ -21,6 +21,21 @@ from tests.jaxserve.layouts import Collector, Output, idle
 LONG = SamplingParams(max_tokens=40)
 
 
+class Everything:
+    """A grammar without rules."""
+
+    finished = False
+
+    def __init__(self, words=None):
+        self.words = np.full(32, 2**32 - 1, np.uint32) if words is None else words
+
+    def mask(self):
+        return self.words
+
+    def accept(self, token_id):
+        pass
+
+
 @pytest.fixture
 def make():
     """Engines that are closed at the end, whatever became of them."""
@@ -113,6 +128,19 @@ class TestRequests:
         collector.wait()
         engine.submit([1], SamplingParams(max_tokens=1), lambda output: None, request_id="a")
 
+    def test_a_grammar_belongs_to_one_request_at_a_time(self, make):
+        engine, driver = make()
+        driver.gate.clear()
+        collector, params = Collector(), SamplingParams(max_tokens=3, grammar=Everything())
+        collector.submit(engine, [1, 2], params)
+        with pytest.raises(InvalidRequestError, match="grammar: is another running request's"):
+            engine.submit([1], params, lambda output: None)
+        driver.gate.set()
+        assert collector.wait() == {"request 0": Output([2, 3, 4], "length")}
+        idle(engine)
+        collector.submit(engine, [1], params, request_id="again")
+        collector.wait()
+
     def test_info(self, make):
         engine, _ = make(info={"model": "x"})
         info = engine.model_info()
@@ -136,6 +164,16 @@ class TestBadRequests:
             ([1], SamplingParams(max_tokens=0), "max_tokens: 0 is not in [1, 2147483647]"),
             ([1], SamplingParams(temperature=-1), "temperature: -1 is not in [0, 2] (0 is greedy)"),
             ([1], SamplingParams(top_p=float("nan")), "top_p: nan is not in (0, 1]"),
+            (
+                [1],
+                SamplingParams(logit_bias={1000: 1.0}),
+                "logit_bias: token id 1000 is not in [0, 999]",
+            ),
+            (
+                [1],
+                SamplingParams(grammar=Everything(np.zeros(31, np.uint32))),
+                "grammar: its mask is uint32 (31,), not uint32 (32,)",
+            ),
         ],
     )
     def test_are_refused_and_nobody_notices(self, make, prompt, params, message):

@@ -1,0 +1,308 @@
+"""Who comes first and where to, what the prefix cache saves, what grammars do; written out."""
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.logprobs import StepResult, TokenLogprobs
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.errors import InvalidRequestError
+from jaxserve.pipeline.plan import FROM_DEVICE
+from tests.jaxserve.engine.step_plans import (
+    in_pool,
+    make_request,
+    make_scheduler,
+    news,
+    row,
+    sampled,
+    step,
+)
+
+
+def request(request_id, prompt=(1,), max_tokens=8, arrival=0.0, deadline=None, **params):
+    return Request(
+        request_id=request_id,
+        prompt=list(prompt),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
+        eos_token_ids=frozenset({0}),
+        arrival=arrival,
+        deadline=deadline,
+    )
+
+
+# Who comes first.
+
+
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        ([request("a", arrival=1.0), request("b", arrival=2.0)], "ab"),
+        ([request("a"), request("b", priority=-1)], "ba"),
+        ([request("a", priority=1), request("b"), request("c", priority=1)], "bac"),
+        # A request of priority 1 is due 20 s after it came: not behind all that ever come.
+        ([request("a", priority=1), request("b", arrival=11.0)], "ab"),
+        ([request("a", priority=1), request("b", arrival=9.0)], "ba"),
+        # Deadlines bring forward, never put back.
+        ([request("a"), request("b", arrival=1.0, deadline=5.0)], "ba"),
+        ([request("a"), request("b", deadline=60.0)], "ab"),
+    ],
+)
+def test_requests_wait_in_the_order_in_which_they_are_due(requests, order):
+    scheduler = make_scheduler(max_waiting=9)
+    for one in requests:
+        scheduler.add(one)
+    assert "".join(scheduler.waiting_ids()) == order
+
+
+def test_the_last_due_makes_room_not_the_last_come():
+    scheduler = make_scheduler(pages=4, max_length=8)
+    scheduler.add(request("late", [1], priority=1))
+    scheduler.add(request("soon", [2]))
+    for length in range(4):
+        scheduler.complete(scheduler.plan(0), sampled({0: 10 + length, 1: 20 + length}))
+    assert in_pool(scheduler, pages=4) == [4]
+    assert scheduler.plan(0).groups == [[row(0, [13], 5, [0, 2, 1])]]
+    assert scheduler.waiting_ids() == ["late"]
+
+
+# Running decodes are protected.
+
+
+def test_prefill_beside_decoding_is_limited_and_alone_it_is_not():
+    scheduler = make_scheduler(pages=16, prefill_tokens=2)
+    scheduler.add(request("a", [1, 2, 3, 4], max_tokens=2))
+    first = scheduler.plan(0)
+    assert first.groups == [[row(0, [1, 2, 3, 4], 4, [0, 1])]]
+    scheduler.add(request("b", [5, 6, 7, 8], max_tokens=2))
+    second = scheduler.plan(0)
+    assert second.groups == [
+        [row(0, [FROM_DEVICE], 5, [0, 1, 2]), row(1, [5, 6], 2, [3], sample=False)]
+    ]
+
+
+# Groups.
+
+
+def test_long_outputs_to_come_count_as_pages():
+    """A page each now, but a will need eight of them."""
+    scheduler = make_scheduler(groups=2, pages=16)
+    scheduler.add(request("a", [1], max_tokens=15))
+    scheduler.add(request("b", [2, 3, 4], max_tokens=2))
+    scheduler.add(request("c", [5], max_tokens=2))
+    assert scheduler.plan(0).groups == [
+        [row(0, [1], 1, [0])],
+        [row(0, [2, 3, 4], 3, [0, 1]), row(1, [5], 1, [2])],
+    ]
+
+
+def run(scheduler, request, token=7):
+    """One request alone, to its end; its outputs."""
+    scheduler.add(request)
+    outputs = []
+    while scheduler.has_work:
+        plan = scheduler.plan(0)
+        slots = [{one.slot: token for one in rows} for rows in plan.groups]
+        outputs += scheduler.complete(plan, sampled(*slots))
+    scheduler.check_integrity()
+    return outputs
+
+
+def test_the_group_that_has_the_prompt_takes_it():
+    scheduler = make_scheduler(groups=2, pages=16, prefix_cache=True)
+    scheduler.add(request("busy", [9], max_tokens=15))
+    scheduler.plan(0)
+    scheduler.add(request("a", [1, 2, 3, 4, 5], max_tokens=1))
+    plan = scheduler.plan(0)
+    assert [len(rows) for rows in plan.groups] == [1, 1]
+    scheduler = make_scheduler(groups=2, pages=16, prefix_cache=True)
+    run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=1))
+    scheduler.add(request("other", [9], max_tokens=1))
+    scheduler.add(request("again", [1, 2, 3, 4, 6], max_tokens=1))
+    rows = scheduler.plan(0).groups
+    assert [one.token_ids for one in rows[0]] == [[9], [6]]
+    assert rows[1] == []
+
+
+# The prefix cache.
+
+
+def test_what_was_computed_is_not_computed_again():
+    scheduler = make_scheduler(pages=16, prefix_cache=True)
+    first = run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=3))
+    assert [output.cached_tokens for output in first] == [0, 0, 0]
+    assert scheduler.kv_usage == [0.0]
+    # Prompt and output of a, but for the last token, which was never fed: 5 + 2 tokens.
+    scheduler.add(request("b", [1, 2, 3, 4, 5, 7, 7, 8], max_tokens=2))
+    plan = scheduler.plan(0)
+    assert plan.groups == [[row(0, [7, 8], 8, [0, 1, 2, 3])]]
+    (output,) = scheduler.complete(plan, sampled({0: 7}))
+    assert output == TokenOutput(request_id="b", token_ids=[7], cached_tokens=6)
+    assert (scheduler.prompt_tokens, scheduler.prompt_tokens_found) == (13, 6)
+
+
+def test_the_last_token_is_always_fed():
+    scheduler = make_scheduler(pages=16, prefix_cache=True)
+    run(scheduler, request("a", [1, 2, 3, 4], max_tokens=1))
+    scheduler.add(request("b", [1, 2, 3, 4], max_tokens=2))
+    plan = scheduler.plan(0)
+    assert [one.token_ids for one in plan.groups[0]] == [[3, 4]]
+    scheduler.add(request("c", [1, 2, 9], max_tokens=2))
+    assert [one.token_ids for one in scheduler.plan(0).groups[0]] == [[FROM_DEVICE], [9]]
+
+
+def test_salts_keep_tenants_apart():
+    scheduler = make_scheduler(pages=16, prefix_cache=True)
+    run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=1, cache_salt="x"))
+    for request_id, salt, found in (("b", "y", 0), ("c", "", 0), ("d", "x", 4)):
+        own = request(request_id, [1, 2, 3, 4, 5], max_tokens=1, cache_salt=salt)
+        assert run(scheduler, own)[0].cached_tokens == found
+
+
+def test_running_sequences_take_cached_pages_before_they_preempt():
+    scheduler = make_scheduler(pages=8, prefix_cache=True)
+    run(scheduler, request("a", [1, 2, 3, 4, 5, 6], max_tokens=1))
+    outputs = run(scheduler, request("b", [9], max_tokens=15))
+    assert len(outputs) == 15
+    assert scheduler.num_preemptions == 0
+    assert run(scheduler, request("c", [1, 2, 3, 4, 5, 6], max_tokens=1))[0].cached_tokens < 4
+
+
+def test_what_is_counted_or_scored_passes_through_the_steps():
+    scheduler = make_scheduler(pages=16, prefix_cache=True)
+    run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=3))
+    prompt = [1, 2, 3, 4, 5]
+    scored = run(scheduler, request("b", prompt, max_tokens=1, prompt_logprobs=1))
+    assert scored[0].cached_tokens == 0
+    counted = run(scheduler, request("c", prompt, max_tokens=1, repetition_penalty=1.2))
+    assert counted[0].cached_tokens == 4
+
+
+# Log-probabilities.
+
+
+def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3, 4, 5, 6], max_tokens=2, logprobs=1, prompt_logprobs=2))
+    logs = [TokenLogprobs(token, -token / 8, ((9, -0.5),)) for token in range(8)]
+    first, second = scheduler.plan(0), scheduler.plan(0)
+    rows = [plan.groups[0][0] for plan in (first, second)]
+    assert [one.targets for one in rows] == [[2, 3, 4, 5], [6]]
+    assert [one.target_logprobs for one in rows] == [2, 2]
+    assert rows[1].logprobs == 1
+    result = StepResult([[999] * 3], {}, {(0, 0): logs[2:6]})
+    assert scheduler.complete(first, result) == []
+    third = scheduler.plan(0)
+    assert third.groups[0][0].targets == []
+    result = StepResult([[7, 0, 0]], {(0, 0): logs[7]}, {(0, 0): logs[6:7]})
+    assert scheduler.complete(second, result) == [
+        TokenOutput(
+            request_id="a", token_ids=[7], logprobs=[logs[7]], prompt_logprobs=[None, *logs[2:7]]
+        )
+    ]
+    result = StepResult([[7, 0, 0]], {(0, 0): logs[7]}, {})
+    assert scheduler.complete(third, result) == [
+        TokenOutput(request_id="a", token_ids=[7], finish_reason="length", logprobs=[logs[7]])
+    ]
+
+
+# Grammars.
+
+
+class Script:
+    """Allows the given tokens one after the other; finished after the last."""
+
+    def __init__(self, *tokens):
+        self.rest = list(tokens)
+
+    @property
+    def finished(self):
+        return not self.rest
+
+    def mask(self):
+        return np.asarray([1 << self.rest[0]], np.uint32)
+
+    def accept(self, token_id):
+        assert token_id == self.rest.pop(0)
+
+
+def allowed(plan, slot):
+    (rules,) = (one.rules for one in plan.groups[0] if one.slot == slot)
+    return [t for t in range(32) if int.from_bytes(rules.allowed, "little") >> t & 1]
+
+
+def test_a_grammar_waits_for_its_token_and_the_others_do_not():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1], grammar=Script(5, 6)))
+    scheduler.add(request("b", [2]))
+    first = scheduler.plan(0)
+    assert allowed(first, 0) == [5]
+    second = scheduler.plan(0)
+    assert second == step(1, 1, 2, [row(1, [FROM_DEVICE], 2, [1])])
+    assert scheduler.complete(first, sampled({0: 5, 1: 7})) == [news("a", [5]), news("b", [7])]
+    third = scheduler.plan(0)
+    assert allowed(third, 0) == [6]
+    assert [one.token_ids for one in third.groups[0]] == [[5], [FROM_DEVICE]]
+    scheduler.complete(second, sampled({1: 7}))
+    assert scheduler.complete(third, sampled({0: 6, 1: 7}))[0] == news("a", [6], "stop")
+
+
+def test_end_ids_end_a_grammar_whatever_min_tokens_says():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1], grammar=Script(0), min_tokens=3))
+    assert scheduler.complete(scheduler.plan(0), sampled({0: 0})) == [news("a", [], "stop", 0)]
+
+
+class Broken(Script):
+    """Fails at its second token."""
+
+    def accept(self, token_id):
+        if len(self.rest) == 1:
+            raise RuntimeError("no such rule")
+        super().accept(token_id)
+
+
+class Silent(Script):
+    """Comes to a point where nothing is allowed."""
+
+    def mask(self):
+        return np.asarray([0], np.uint32) if len(self.rest) == 1 else super().mask()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "token", "message"),
+    [
+        (Broken(5, 6, 7), 1, "the grammar failed: no such rule"),
+        (Silent(5, 6, 7), 1, "the grammar failed: the grammar allows no token"),
+    ],
+)
+def test_a_grammar_that_fails_ends_its_request_alone(grammar, token, message):
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1], grammar=grammar))
+    scheduler.add(request("b", [2], max_tokens=4))
+    outputs = []
+    tokens = iter([5, 6, 7, 8])
+    while scheduler.has_work:
+        outputs += scheduler.complete(scheduler.plan(0), sampled({0: next(tokens), 1: 4}))
+    (failed,) = [output for output in outputs if output.finish_reason == "error"]
+    assert (failed.request_id, failed.error) == ("a", message)
+    assert [output.finish_reason for output in outputs if output.request_id == "b"][-1] == "length"
+    scheduler.check_integrity()
+
+
+def test_a_grammar_that_allows_nothing_at_all_is_refused():
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError, match="grammar: the grammar allows no token"):
+        scheduler.add(request("a", [1], grammar=Silent(5)))
+    assert not scheduler.has_work
+
+
+def test_too_many_ids_to_keep_away():
+    scheduler = make_scheduler()
+    ends = Request(
+        request_id="a",
+        prompt=[1],
+        params=SamplingParams(max_tokens=4, min_tokens=2),
+        eos_token_ids=frozenset(range(90)),
+    )
+    with pytest.raises(InvalidRequestError, match="min_tokens: 90 ids would end the request"):
+        scheduler.check(ends)
+    scheduler.check(make_request("b", [1]))
