@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench import load, pipeline, quality
+from jaxserve.bench import options as sampling_options
 from jaxserve.errors import JaxserveError
 
 
@@ -29,12 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_load = benches.add_parser("load", help="load of a checkpoint, next to cat on its files")
     of_load.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_load.add_argument("--quick", action="store_true", help="a small checkpoint: a smoke test")
+    of_engine = benches.add_parser("engine", help="shared prefixes, and what options cost")
+    of_engine.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_engine.add_argument("--quick", action="store_true", help="one round: a smoke test")
     options = parser.parse_args(arguments)
     if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
         parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
     try:
         if options.bench == "load":
             return load.run(options.quick, options.json)
+        if options.bench == "engine":
+            return sampling_options.run(options.quick, options.json)
         if options.bench == "quality":
             return quality.run(options.quick, options.json)
         return pipeline.run(options.only, options.quick, options.json)

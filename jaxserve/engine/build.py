@@ -178,6 +178,7 @@ def make_engine(
         max_waiting=limits.max_waiting,
         prefill_tokens=limits.prefill_tokens,
         prefix_cache=deployment.cache.prefix,
+        side_by_side=deployment.mode == "afd",
     )
     return Engine(
         deployment,

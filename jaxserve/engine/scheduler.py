@@ -20,8 +20,10 @@ The policy:
 5. What is in flight stays untouched until it lands: a preempted, ended or cancelled sequence keeps
    its slot and pages until then, and who needs them misses a step rather than preempt another.
    Pages that come back go to the first due who missed a step.
-6. A sequence with a grammar waits for its token in flight, which decides what may follow; the
-   others of its lane go on.
+6. A sequence with a grammar waits for its token in flight, which decides what may follow. All of a
+   lane wait together, so that they step together. The others go on meanwhile, unless a quarter or
+   more of the lane's sequences have a grammar: then the lane as a whole waits for its step. Where
+   lanes have to run side by side to keep both meshes busy (AFD), such lanes start together.
 7. Pages are published to the prefix cache when their step has landed.
 So the first due sequence of a group always advances, and everything ends.
 """
@@ -29,7 +31,7 @@ So the first due sequence of a group always advances, and everything ends.
 import bisect
 import logging
 from collections import abc, deque
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.prefix_cache import PageNode
@@ -50,6 +52,10 @@ MAX_STEPS_IN_FLIGHT = 2
 
 PATIENCE = 10.0
 """Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
+
+GRAMMARS_THAT_STOP_A_LANE = 4
+"""A lane waits as a whole where one sequence in so many has a grammar. With fewer, their missing
+every second step costs less than an eighth of the tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +94,7 @@ class Scheduler:
       prefill_tokens: most prefill tokens a DP group and step in which somebody decodes; 0: what the
         token budget leaves.
       prefix_cache: whether the pages of what was computed are kept for those who begin alike.
+      side_by_side: whether lanes that wait for grammars are to start together.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class Scheduler:
         max_waiting: int,
         prefill_tokens: int = 0,
         prefix_cache: bool = False,
+        side_by_side: bool = False,
     ):
         if token_budget < slots:
             raise ValueError(f"token_budget = {token_budget} is below slots = {slots}")
@@ -131,6 +139,8 @@ class Scheduler:
             for index in range(groups)
         ]
         self._flights: list[deque[_Flight]] = [deque() for _ in range(lanes)]
+        self._side_by_side = side_by_side
+        self._landed_at = [0] * lanes  # steps issued in all when the lane's last one landed
         self._waiting: list[Sequence] = []  # first due first
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._requests_seen = 0
@@ -226,12 +236,17 @@ class Scheduler:
         """
         if len(self._flights[lane]) >= MAX_STEPS_IN_FLIGHT:
             return None
+        held = self._held_by_grammars(lane)
+        if held == "everybody" or (self._side_by_side and self._others_are_late(lane)):
+            return None
         chunks: list[tuple[Sequence, int]] = []  # sequences and how many tokens of theirs
         budget = [self._token_budget] * len(self._groups)
 
         # Step 1: one token of every decoding sequence that has, or gets, a page for it.
         for sequence in self._oldest_first(lane):
             # asked in the loop's course: an older one may just have preempted this one
+            if held == "grammars" and sequence.has_grammar:
+                continue
             if sequence.wants_step and sequence.decodes and self._has_page(sequence):
                 chunks.append((sequence, 1))
                 budget[_group_of(sequence)] -= 1
@@ -246,6 +261,8 @@ class Scheduler:
         for sequence in self._oldest_first(lane):
             prefills = not sequence.decodes or (sequence.fresh and sequence not in decoding)
             count = min(sequence.unfed, budget[_group_of(sequence)])
+            if held == "grammars" and sequence.has_grammar:
+                continue
             if sequence.wants_step and prefills and count:
                 chunks.append((sequence, count))
                 budget[_group_of(sequence)] -= count
@@ -279,6 +296,7 @@ class Scheduler:
                 outputs.append(self._append(sequence, token_id, result.logprobs.get((group, slot))))
             self._groups[group].publish(sequence, kv_length)
             self._release_if_landed(sequence)
+        self._landed_at[plan.lane] = self._steps_issued
         return outputs
 
     @property
@@ -352,6 +370,32 @@ class Scheduler:
     def _oldest_first(self, lane: int) -> list[Sequence]:
         residents = [sequence for group in self._groups for sequence in group.residents(lane)]
         return sorted(residents, key=_rank)
+
+    def _held_by_grammars(self, lane: int) -> Literal["nobody", "grammars", "everybody"]:
+        """Who of a lane waits because a sequence with a grammar has a token in flight."""
+        if not any(
+            s.has_grammar and s.pending for group in self._groups for s in group.residents(lane)
+        ):
+            return "nobody"
+        return "everybody" if self._stops_for_grammars(lane) else "grammars"
+
+    def _stops_for_grammars(self, lane: int) -> bool:
+        """Whether so many of a lane's sequences have a grammar that all of it waits for them."""
+        running = [s for s in self._oldest_first(lane) if s.status == "running"]
+        with_grammar = sum(sequence.has_grammar for sequence in running)
+        return 0 < len(running) <= GRAMMARS_THAT_STOP_A_LANE * with_grammar
+
+    def _others_are_late(self, lane: int) -> bool:
+        """Whether a lane that stops for grammars should wait for another such lane, whose step in
+        flight was issued before this lane's last one landed."""
+        if self._flights[lane] or not self._stops_for_grammars(lane):
+            return False
+        return any(
+            flights
+            and flights[-1].number < self._landed_at[lane]
+            and self._held_by_grammars(other) == "everybody"
+            for other, flights in enumerate(self._flights)
+        )
 
     def _has_page(self, sequence: Sequence) -> bool:
         """Whether a decoding sequence has the page its token goes to, by preemption if need be."""

@@ -86,11 +86,13 @@ class Sequence:
 
     @property
     def wants_step(self) -> bool:
-        """Whether it has a token to feed. Not if the tokens in flight already reach its end, nor
-        if its grammar has to see the one in flight first."""
-        if self.pending and self.request.params.grammar is not None:
-            return False
+        """Whether it has a token to feed. Not if the tokens in flight already reach its end."""
         return self.status == "running" and self.generated + self.pending < self.max_generated
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the tokens it has decide which one may be next."""
+        return self.request.params.grammar is not None
 
     @property
     def decodes(self) -> bool:

@@ -14,7 +14,6 @@ from tests.jaxserve.engine.step_plans import (
     news,
     row,
     sampled,
-    step,
 )
 
 
@@ -229,20 +228,58 @@ def allowed(plan, slot):
     return [t for t in range(32) if int.from_bytes(rules.allowed, "little") >> t & 1]
 
 
-def test_a_grammar_waits_for_its_token_and_the_others_do_not():
-    scheduler = make_scheduler()
-    scheduler.add(request("a", [1], grammar=Script(5, 6)))
-    scheduler.add(request("b", [2]))
+def test_a_lane_with_many_grammars_waits_for_its_step():
+    scheduler = make_scheduler(lanes=2)
+    for request_id, grammar in (("a", Script(5, 6)), ("other lane", None), ("b", None)):
+        scheduler.add(request(request_id, [1], grammar=grammar))
     first = scheduler.plan(0)
     assert allowed(first, 0) == [5]
-    second = scheduler.plan(0)
-    assert second == step(1, 1, 2, [row(1, [FROM_DEVICE], 2, [1])])
+    assert scheduler.plan(0) is None
+    assert scheduler.plan(1) is not None
     assert scheduler.complete(first, sampled({0: 5, 1: 7})) == [news("a", [5]), news("b", [7])]
+    second = scheduler.plan(0)
+    assert allowed(second, 0) == [6]
+    assert [one.token_ids for one in second.groups[0]] == [[5], [7]]
+    assert scheduler.complete(second, sampled({0: 6, 1: 7}))[0] == news("a", [6], "stop")
+
+
+def test_lanes_that_wait_for_grammars_start_together_where_they_should():
+    for side_by_side in (False, True):
+        scheduler = make_scheduler(lanes=2, side_by_side=side_by_side)
+        for request_id in ("a", "b"):
+            scheduler.add(request(request_id, [1], grammar=Script(5, 6, 7)))
+        first, other = scheduler.plan(0), scheduler.plan(1)
+        scheduler.complete(first, sampled({0: 5}))
+        assert (scheduler.plan(0) is None) == side_by_side
+        scheduler.complete(other, sampled({0: 5}))
+        if side_by_side:
+            assert scheduler.plan(0).number == 2
+            assert scheduler.plan(1).number == 3
+
+
+def test_a_few_grammars_wait_together_and_the_others_do_not():
+    """Two of nine; the second comes while the first waits, and steps with it from then on."""
+    scheduler = make_scheduler(groups=3, pages=20, max_waiting=9)
+    scheduler.add(request("a", [1], grammar=Script(5, 6, 7)))
+    for number in range(7):
+        scheduler.add(request(str(number), [2]))
+    first = scheduler.plan(0)
+    scheduler.add(request("b", [3], grammar=Script(8, 9)))
+
+    def steps(plan):
+        return [len(rows) for rows in plan.groups], sum(
+            one.rules is not None for rows in plan.groups for one in rows
+        )
+
+    assert steps(first) == ([3, 3, 2], 1)
+    second = scheduler.plan(0)
+    assert steps(second) == ([2, 3, 2], 0)
+    everybody = dict.fromkeys(range(3), 5)
+    scheduler.complete(first, sampled(everybody, everybody, everybody))
     third = scheduler.plan(0)
-    assert allowed(third, 0) == [6]
-    assert [one.token_ids for one in third.groups[0]] == [[5], [FROM_DEVICE]]
-    scheduler.complete(second, sampled({1: 7}))
-    assert scheduler.complete(third, sampled({0: 6, 1: 7}))[0] == news("a", [6], "stop")
+    assert steps(third) == ([3, 3, 3], 2)
+    assert scheduler.complete(second, sampled({1: 4, 2: 4}, everybody, {0: 4, 1: 4}))
+    assert steps(scheduler.plan(0)) == ([2, 3, 2], 0)
 
 
 def test_end_ids_end_a_grammar_whatever_min_tokens_says():

@@ -69,6 +69,7 @@ class Limits:
     page_buckets: list[int]
     prefill_tokens: int
     prefix_cache: bool
+    side_by_side: bool
     max_waiting: int = 1000
 
 
@@ -160,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_buckets=sorted({-(-longest // 3), longest}),
             prefill_tokens=data.draw(st.sampled_from([0, 1, 3]), "prefill tokens"),
             prefix_cache=data.draw(st.booleans(), "prefix cache"),
+            side_by_side=data.draw(st.booleans(), "side by side"),
         )
         self.scheduler = Scheduler(**vars(self.limits))
         self.device = Device(self.limits, self.requests)
