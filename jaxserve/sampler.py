@@ -100,13 +100,16 @@ def adjust(
         once = jnp.minimum(times, 1.0)
         return penalised - rules.presence[:, None] * once - rules.frequency[:, None] * times
 
+    def shift() -> Array:
+        slot = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[slot, rules.token_ids].add(rules.biases, mode="drop")
+
     def mask() -> Array:
         forbidden = (rules.masked[:, None] > 0) & ~_bits(rules.allowed, vocab)
         return jnp.where(forbidden, -jnp.inf, logits)
 
     logits = jax.lax.cond(jnp.any(rules.prompt_length < MAX), penalise, lambda: logits)
-    slot = jnp.arange(logits.shape[0])[:, None]
-    logits = logits.at[slot, rules.token_ids].add(rules.biases, mode="drop")
+    logits = jax.lax.cond(jnp.any(rules.token_ids < vocab), shift, lambda: logits)
     return jax.lax.cond(jnp.any(rules.masked > 0), mask, lambda: logits)
 
 

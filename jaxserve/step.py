@@ -66,8 +66,9 @@ class RulesLayout(msgspec.Struct, frozen=True):
     """Where each field of a slot's rules lies in its row of the rules array.
 
     The rules array is int32 `[dp, slots, width]`. It exists only for steps in which some request
-    has rules (penalties, biases, banned or allowed tokens). Floats and bitmasks are raw bits; bit
-    t % 32 of word t // 32 of a bitmask stands for token t.
+    has rules (penalties, biases, banned or allowed tokens). Then the temperatures are here, and 0
+    in the batch array: a token is drawn once, after the rules. Floats and bitmasks are raw bits;
+    bit t % 32 of word t // 32 of a bitmask stands for token t.
     """
 
     vocab: int
@@ -87,6 +88,7 @@ class RulesLayout(msgspec.Struct, frozen=True):
 
     def _sizes(self) -> dict[str, int]:
         return {
+            "temperature": 1,
             "repetition": 1,
             "presence": 1,
             "frequency": 1,

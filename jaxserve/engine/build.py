@@ -22,6 +22,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Broadcast, Engine, Explain
+from jaxserve.engine.garbage import freeze
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
@@ -216,7 +217,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
 
 
 def warm_up(runtime: Runtime) -> None:
-    """Runs every executable and every edge once, so that the first request finds all of it warm.
+    """Runs every executable and every edge once, so that the first request finds all of it warm,
+    and exempts what is there then from garbage collection.
 
     Every process of a deployment does the same steps in the same order.
     """
@@ -225,6 +227,7 @@ def warm_up(runtime: Runtime) -> None:
         sampled = runtime.driver.advance().sampled
         if sampled is not None:
             np.asarray(sampled.addressable_data(0))
+    freeze()
 
 
 def use_compilation_cache() -> None:

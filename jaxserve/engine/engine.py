@@ -19,6 +19,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.garbage import IdleCollection
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
@@ -98,6 +99,7 @@ class Engine:
         self._failure: EngineFailedError | None = None
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._results = ResultReader()
+        self._garbage = IdleCollection()
         self._in_flight: deque[StepPlan] = deque()
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -322,6 +324,7 @@ class Engine:
             for plan in plans:
                 driver.begin(plan)
             finished = driver.advance()
+            self._garbage.worked()
             self._in_flight.append(finished.plan)
             self._results.read(finished)
             self._land_until(finished.plan)
@@ -377,8 +380,9 @@ class Engine:
                 self.cancel(output.request_id)
 
     def _sleep(self) -> None:
-        """Nothing to do: check the books, then wait for a command."""
+        """Nothing to do: check the books, collect garbage, then wait for a command."""
         self.scheduler.check_integrity()
+        self._garbage.idle()
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):
                 self._wake.wait(IDLE_SECONDS)

@@ -103,7 +103,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 def batch_array(plan: StepPlan, slots: int) -> np.ndarray:
     """The plan as int32 `[dp, BatchLayout.width]` (see `BatchLayout`)."""
-    layout = BatchLayout(plan.bucket.tokens, slots)
+    layout, has_rules = BatchLayout(plan.bucket.tokens, slots), plan.has_rules
     batch = np.zeros((len(plan.groups), layout.width), np.int32)
     for group, rows in enumerate(plan.groups):
         fields = layout.fields(batch[group])
@@ -116,7 +116,8 @@ def batch_array(plan: StepPlan, slots: int) -> np.ndarray:
             fields["sample"][row.slot] = row.sample
             fields["top_k"][row.slot] = row.top_k
             for name in ("temperature", "top_p", "min_p"):
-                fields[name].view(np.float32)[row.slot] = getattr(row, name)
+                if name != "temperature" or not has_rules:  # else the rules array has it
+                    fields[name].view(np.float32)[row.slot] = getattr(row, name)
             fields["seed"].view(np.uint32)[row.slot] = row.seed
         fields["token_ids"][: len(tokens)] = tokens
         np.cumsum(lengths, out=fields["query_start"][1:])
@@ -142,6 +143,7 @@ def rules_array(plan: StepPlan, slots: int, vocab: int) -> np.ndarray:
         fields[name][...] = np.iinfo(np.int32).max  # counts nothing; beyond every vocabulary
     for group, rows in enumerate(plan.groups):
         for row in rows:
+            fields["temperature"].view(np.float32)[group, row.slot] = row.temperature
             if row.rules is not None:
                 mine = {name: field[group, row.slot] for name, field in fields.items()}
                 _write_rules(row.rules, mine)

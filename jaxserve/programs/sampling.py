@@ -21,8 +21,8 @@ FLOATS = ("repetition", "presence", "frequency", "biases")
 def choose(programs: Programs, bucket: Bucket) -> Program:
     """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts).
 
-    Draws again, by the rules; in slots without any, the same token. `last_tokens` are those before
-    the step.
+    Draws by the rules; in slots without any, what the step's own last program would have drawn.
+    `last_tokens` are those before the step.
     """
     layout = RulesLayout(programs.config.vocab)
     groups, slots = programs.groups, programs.slots
@@ -32,7 +32,9 @@ def choose(programs: Programs, bucket: Bucket) -> Program:
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         token_ids = fields["token_ids"]
         token_ids = jnp.where(token_ids == FROM_DEVICE, last[0][slot], token_ids)
-        parsed = _rules(layout, rules[0])
+        ruled = layout.fields(rules[0])
+        fields["temperature"] = ruled.pop("temperature")[:, 0]
+        parsed = _rules(ruled)
         with jax.named_scope("count"):
             counts = count(counts, parsed, token_ids, slot, position)
         with jax.named_scope("adjust"):
@@ -125,8 +127,7 @@ def _packed(
     return jnp.concatenate([bits(logs)[:, None], ids.astype(jnp.int32), bits(best)], axis=1)
 
 
-def _rules(layout: RulesLayout, rows: Int[Array, "slots width"]) -> Rules:
-    fields = layout.fields(rows)
+def _rules(fields: dict[str, Array]) -> Rules:
     for name in FLOATS:
         fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
     return Rules(

@@ -38,12 +38,10 @@ def test_fields_are_views():
 def test_rules_in_order():
     """A vocabulary of 70 tokens: bitmasks of three words."""
     layout = RulesLayout(70)
-    assert layout.width == 6 + 2 * 384 + 2 * 3
+    assert layout.width == 7 + 2 * 384 + 2 * 3
     fields = layout.fields(np.arange(2 * layout.width).reshape(2, -1))
-    assert [fields[name].tolist() for name in ("repetition", "masked")] == [
-        [[0], [780]],
-        [[5], [785]],
-    ]
+    assert fields["temperature"].tolist() == [[0], [781]]
+    assert fields["masked"].tolist() == [[6], [787]]
     assert fields["token_ids"].shape == fields["biases"].shape == (2, 384)
-    assert fields["allowed"][0].tolist() == [774, 775, 776]
-    assert fields["prompt"][0].tolist() == [777, 778, 779]
+    assert fields["allowed"][0].tolist() == [775, 776, 777]
+    assert fields["prompt"][0].tolist() == [778, 779, 780]

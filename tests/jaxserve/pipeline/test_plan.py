@@ -13,7 +13,7 @@ from jaxserve.pipeline.plan import (
     rules_array,
     targets_array,
 )
-from jaxserve.step import RulesLayout
+from jaxserve.step import BatchLayout, RulesLayout
 
 PLAN = StepPlan(
     lane=1,
@@ -131,6 +131,18 @@ def test_rules_array():
     assert fields["biases"].view(np.float32)[1, 1, :3].tolist() == [1.0, -2.0, 0.0]
     assert fields["allowed"][1, 1].tolist() == [-1, 5]
     assert fields["prompt"][1, 1].tolist() == [3, 0]
+
+
+def test_where_there_are_rules_the_temperature_is_among_them():
+    row = SequenceRow(1, [1], 1, [0], sample=True, temperature=0.5, top_p=0.75)
+    for rules, where in ((None, "batch"), (SlotRules(fresh=True), "rules")):
+        other = SequenceRow(0, [1], 1, [0], sample=True, rules=rules)
+        plan = StepPlan(0, 0, Bucket(4, 1), [[other, row]])
+        batch = BatchLayout(4, 2).fields(batch_array(plan, 2)[0])
+        ruled = RulesLayout(61).fields(rules_array(plan, 2, 61)[0])
+        assert batch["top_p"].view(np.float32)[1] == 0.75
+        assert batch["temperature"].view(np.float32)[1] == (0.5 if where == "batch" else 0.0)
+        assert ruled["temperature"].view(np.float32)[1, 0] == 0.5
 
 
 def test_too_many_biases_are_refused():

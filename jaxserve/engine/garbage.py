@@ -1,0 +1,32 @@
+"""When Python looks for garbage: at start-up, and whenever the engine has nothing else to do.
+
+A full collection visits every object, and the programs, weights and templates of a model are many:
+it would delay a step by tens of milliseconds, and every process of a deployment by the slowest
+(xDeepServe §4.4). What start-up leaves behind is therefore frozen, that is, never visited again,
+and what serving leaves behind is collected in the pauses between requests.
+"""
+
+import gc
+
+
+def freeze() -> None:
+    """Collects once and exempts everything that is left; when a process is warm."""
+    gc.collect()
+    gc.freeze()
+
+
+class IdleCollection:
+    """Collects once after every stretch of work. Called by the engine's loop alone."""
+
+    def __init__(self) -> None:
+        self._worked = False
+
+    def worked(self) -> None:
+        """Notes that there may be garbage."""
+        self._worked = True
+
+    def idle(self) -> None:
+        """There is time now."""
+        if self._worked:
+            self._worked = False
+            gc.collect()
