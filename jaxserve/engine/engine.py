@@ -19,7 +19,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.garbage import IdleCollection
+from jaxserve.engine.garbage import IdleCollection, thaw
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
@@ -226,6 +226,7 @@ class Engine:
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
         self._results.close()
+        thaw()
         if self._compilations is not None:
             self._compilations.stop()
 

@@ -10,9 +10,18 @@ import gc
 
 
 def freeze() -> None:
-    """Collects once and exempts everything that is left; when a process is warm."""
+    """Collects once and exempts everything that is left; when a process is warm.
+
+    What an earlier engine of the process left behind is not exempt any more.
+    """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def thaw() -> None:
+    """Nothing is exempt any more; when an engine has ended."""
+    gc.unfreeze()
 
 
 class IdleCollection:

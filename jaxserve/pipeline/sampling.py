@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.attention.kv_cache import zeros
-from jaxserve.mesh import cached_sharding
+from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.pipeline.plan import StepPlan, rules_array, targets_array
 from jaxserve.programs import ROWS, AFDPrograms, ColocatedPrograms
 from jaxserve.programs.sampling import counts_shape
@@ -59,7 +58,8 @@ class Sampling:
         counts = counts_shape(programs)
         sharding = cached_sharding(programs.meshes.attention, ROWS)
         self._counts = [
-            zeros(counts.shape, counts.dtype, sharding) for _ in range(programs.deployment.lanes)
+            sharded_zeros(counts.shape, counts.dtype, sharding)
+            for _ in range(programs.deployment.lanes)
         ]
         self._slots, self._vocab = programs.slots, programs.config.vocab
         self._head, self._put = head, put

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from jaxserve.engine.garbage import IdleCollection, freeze
+from jaxserve.engine.garbage import IdleCollection, freeze, thaw
 
 
 class Node:
@@ -35,6 +35,9 @@ def test_freezing_collects_and_exempts_what_is_left():
     del kept
     gc.collect()
     assert reference() is not None, "what is frozen is not visited"
+    thaw()
+    gc.collect()
+    assert reference() is None
 
 
 def test_collects_once_after_work():
