@@ -5,13 +5,13 @@ lists: it may not know JAX, devices, text or time. Its step plans are all that t
 
 The policy:
 1. Requests are admitted in the order in which they are due. One that does not fit yet holds the
-   others back. A request is due `PATIENCE` seconds after it came, so much earlier or later for
+   others back. A request is due some seconds after it came, so much earlier or later for
    every step of its priority, and never after its deadline. So urgent ones come first, and no
    request is overtaken by more than what comes in a bounded time.
 2. A sequence is admitted when a DP group has a free slot, and pages for its tokens and one more,
    with a page to spare for every sequence that lives there already (the watermark). Pages that the
-   prefix cache has are taken from there. Of several groups the cheapest takes it (`_cost`), there
-   the emptiest lane.
+   prefix cache has are taken from there. Of several groups the cheapest takes it (`admission.py`),
+   there the emptiest lane.
 3. A step holds one token of every decoding sequence, then prefill chunks, the first due first, as
    far as the token budget goes, and no more than `prefill_tokens` of them beside decoding.
    Prompt pages are taken at admission, so only decoding runs out of pages.
@@ -33,8 +33,8 @@ import logging
 from collections import abc, deque
 from typing import Any, Literal, NamedTuple
 
+from jaxserve.engine.admission import cost_of, due
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
-from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import (
     MAX_BANNED_IDS,
     FinishReason,
@@ -49,9 +49,6 @@ from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
 MAX_STEPS_IN_FLIGHT = 2
 """Steps of a lane that are issued and not completed: one runs while the next is planned."""
 
-
-PATIENCE = 10.0
-"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
 
 GRAMMARS_THAT_STOP_A_LANE = 4
 """A lane waits as a whole where one sequence in so many has a grammar. With fewer, their missing
@@ -164,7 +161,7 @@ class Scheduler:
         params = request.params
         sequence = Sequence(
             request,
-            (_due(request), self._requests_seen),
+            (due(request), self._requests_seen),
             self._max_generated(request),
             list(request.prompt),
             scores=None if params.prompt_logprobs is None else [None],
@@ -432,7 +429,7 @@ class Scheduler:
             places = []
             for group in self._groups:
                 prefix = group.match(sequence)
-                cost = _cost(group, pages, prefix)
+                cost = cost_of(group, pages, prefix)
                 if cost is not None:
                     places.append((cost, group.index, group, prefix))
             if not places:
@@ -532,32 +529,6 @@ def _rank(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank
 
 
-def _due(request: Request) -> float:
-    """When a request should be served, in seconds of its arrival's clock."""
-    due = request.arrival + PATIENCE * (1 + request.params.priority)
-    return due if request.deadline is None else min(due, request.deadline)
-
-
 def _group_of(sequence: Sequence) -> int:
     assert sequence.home is not None
     return sequence.home.group
-
-
-def _cost(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
-    """What letting a sequence in would cost a group, in pages; None if it cannot (xDeepServe §4.3).
-
-    The group's KV cache afterwards, with the room that its sequences will need to come to their
-    full length, and once more the pages that have to be computed.
-
-    Args:
-      pages: that the sequence needs at once.
-      prefix: those that the group's prefix cache has.
-    """
-    computed = pages - len(prefix)
-    awakened = sum(not node.users for node in prefix)
-    watermark = sum(1 for _ in group.residents())
-    free = group.free_pages - awakened
-    if group.emptiest_lane() is None or computed + watermark > free:
-        return None
-    used = group.pool.pages - free + computed
-    return used + group.promised + computed

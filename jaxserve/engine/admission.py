@@ -1,0 +1,37 @@
+"""Who is let in first, and where to: the two judgements behind admission.
+
+Called by `scheduler.py`. Plain arithmetic over requests and pages.
+"""
+
+from jaxserve.engine.prefix_cache import PageNode
+from jaxserve.engine.request import Request
+from jaxserve.engine.sequence import DPGroup
+
+PATIENCE = 10.0
+"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
+
+
+def due(request: Request) -> float:
+    """When a request should be served, in seconds of its arrival's clock."""
+    patient = request.arrival + PATIENCE * (1 + request.params.priority)
+    return patient if request.deadline is None else min(patient, request.deadline)
+
+
+def cost_of(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
+    """What letting a sequence in would cost a group, in pages; None if it cannot (xDeepServe §4.3).
+
+    The group's KV cache afterwards, with the room that its sequences will need to come to their
+    full length, and once more the pages that have to be computed.
+
+    Args:
+      pages: that the sequence needs at once.
+      prefix: those that the group's prefix cache has.
+    """
+    computed = pages - len(prefix)
+    awakened = sum(not node.users for node in prefix)
+    watermark = sum(1 for _ in group.residents())
+    free = group.free_pages - awakened
+    if group.emptiest_lane() is None or computed + watermark > free:
+        return None
+    used = group.pool.pages - free + computed
+    return used + group.promised + computed

@@ -1,0 +1,60 @@
+import pytest
+
+from jaxserve.engine.admission import cost_of, due
+from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.sequence import DPGroup, Sequence
+
+
+@pytest.mark.parametrize(
+    ("priority", "deadline", "expected"),
+    [
+        (0, None, 110.0),
+        (1, None, 120.0),
+        (-1, None, 100.0),
+        (0, 105.0, 105.0),
+        (0, 300.0, 110.0),
+        (-2, 105.0, 90.0),
+    ],
+)
+def test_due(priority, deadline, expected):
+    params = SamplingParams(priority=priority)
+    request = Request(request_id="a", prompt=[1], params=params, arrival=100.0, deadline=deadline)
+    assert due(request) == expected
+
+
+def group(slots=2):
+    return DPGroup(0, lanes=1, slots=slots, pages=10, page_size=2, prefix_cache=True)
+
+
+def sequence(max_generated=1, prompt=(1, 2, 3)):
+    request = Request(request_id="a", prompt=list(prompt), params=SamplingParams())
+    return Sequence(request, (0.0, 0), max_generated, list(prompt))
+
+
+def test_cost_of_an_empty_group_is_what_is_taken_and_what_is_computed():
+    assert cost_of(group(), 3, []) == 3 + 3
+    assert cost_of(group(), 10, []) == 20
+    assert cost_of(group(), 11, []) is None
+
+
+def test_residents_count_with_what_they_will_need_and_a_page_to_spare():
+    full = group()
+    full.settle(sequence(max_generated=10), 0, 2, [])
+    # 2 pages taken, 4 to come for 3 + 9 tokens.
+    assert cost_of(full, 3, []) == 2 + 3 + 4 + 3
+    assert cost_of(full, 7, []) == 2 + 7 + 4 + 7
+    assert cost_of(full, 8, []) is None
+    full.settle(sequence(), 0, 2, [])
+    assert cost_of(full, 1, []) is None, "no slot"
+
+
+def test_cached_pages_are_taken_but_not_computed():
+    group_ = group()
+    before = sequence(prompt=(1, 2, 3, 4, 5))
+    group_.settle(before, 0, 3, [])
+    group_.publish(before, 5)
+    group_.release(before)
+    prefix = group_.match(sequence(prompt=(1, 2, 3, 4, 9)))
+    assert len(prefix) == 2
+    assert group_.free_pages == 10
+    assert cost_of(group_, 3, prefix) == 3 + 1
