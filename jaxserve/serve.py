@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,8 +32,11 @@ from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.llm import open_engine, read_deployment
 from jaxserve.pipeline import timeline_view
 from jaxserve.pipeline.timeline import Recorder, merge
+from jaxserve.server.access import Access
+from jaxserve.server.chat import ChatTemplate
 from jaxserve.server.generation import TextGenerator, TokenEngine
 from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
 from jaxserve.server.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.1
@@ -97,11 +100,7 @@ class _Serving:
         self._engine: Engine | None = None
         self._timeline: Path | None = options.timeline
         self._recorder = Recorder() if options.timeline else None
-        self._server = GrpcServer(
-            deployment.server.host,
-            deployment.server.grpc_port,
-            insecure_bind=options.insecure_bind,
-        )
+        self._faces = _faces(deployment, options.insecure_bind)
         self._failure: EngineFailedError | None = None
         self._signal: int | None = None
         self._ready = False
@@ -111,21 +110,24 @@ class _Serving:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         tokenizer = Tokenizer.from_folder(self._deployment.model)
-        address = self._server.start()
+        template = _chat_template(self._deployment.model)
         try:
+            addresses = {name: face.start() for name, face in self._faces.items()}
             engine = self._engine = self._open_engine()
             engine.add_failure_callback(self._on_failure)
             generator = TextGenerator(engine, tokenizer)
-            self._server.open(generator)
+            for face in self._faces.values():
+                face.open(generator, template)
             self._ready = True
-            print(_ready_line(address, engine), flush=True)
+            print(_ready_line(addresses, engine), flush=True)
             while self._signal is None and self._failure is None:
                 time.sleep(LOOK_SECONDS)
             if self._failure is None:
                 self._drain(engine)
             generator.close()
         finally:
-            self._server.stop(LAST_ANSWERS_SECONDS)
+            for face in self._faces.values():
+                face.stop(LAST_ANSWERS_SECONDS)
         if self._failure is not None:
             # Not an orderly exit: it would wait for device calls that may never return.
             bootstrap.abandon(f"the engine failed: {self._failure}", peers=self._leader)
@@ -153,7 +155,8 @@ class _Serving:
         """Takes nothing new and finishes what runs, within `server.drain_seconds`."""
         seconds = self._deployment.server.drain_seconds
         logger.info("%s: draining for up to %g s", signal.Signals(self._signal or 0).name, seconds)
-        self._server.refuse()
+        for face in self._faces.values():
+            face.refuse()
         deadline = time.monotonic() + seconds
         while not (idle := engine.drain(LOOK_SECONDS)) and time.monotonic() < deadline:
             pass
@@ -249,10 +252,44 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _ready_line(address: str, engine: TokenEngine) -> str:
+def _faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer | HttpServer]:
+    """The servers of a deployment by the name of their protocol, not started.
+
+    Raises:
+      ConfigError: an address is open to strangers, or a file of keys or certificates is wrong.
+    """
+    server = deployment.server
+    access = Access.from_config(server)
+    faces: dict[str, GrpcServer | HttpServer] = {
+        "grpc": GrpcServer(
+            server.host, server.grpc_port, access=access, insecure_bind=insecure_bind
+        )
+    }
+    if server.http_port >= 0:
+        faces["http"] = HttpServer(
+            server.host,
+            server.http_port,
+            access=access,
+            insecure_bind=insecure_bind,
+            request_seconds=server.request_seconds,
+        )
+    return faces
+
+
+def _chat_template(model: str) -> ChatTemplate | None:
+    """The model's; without a readable one, chats are refused and all else is served."""
+    try:
+        return ChatTemplate.from_folder(model)
+    except CheckpointError as error:
+        logger.warning("no chats will be served: %s", error)
+        return None
+
+
+def _ready_line(addresses: Mapping[str, str], engine: TokenEngine) -> str:
     info = engine.model_info()
-    words = [f"{key}={info[key]}" for key in ("model", "mode", "lanes") if key in info]
-    return "  ".join(["ready", f"grpc={address}", *words])
+    words = [f"{name}={address}" for name, address in addresses.items()]
+    words += [f"{key}={info[key]}" for key in ("model", "mode", "lanes") if key in info]
+    return "  ".join(["ready", *words])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def start(cache: str) -> dict[str, float]:
       BenchError: it ended before it was ready, or is late.
     """
     command = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", str(CONFIG)]
-    command += ["--set", "server.grpc_port=0"]
+    command += ["--set", "server.grpc_port=0", "--set", "server.http_port=0"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(Path(cache)),

@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError
 
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
 Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
@@ -107,14 +108,31 @@ class SchedulerLimits(_Section, frozen=True):
     """Requests that may wait for a slot before new ones are refused."""
 
 
+SERVER_FILES = ("api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+"""Keys of the section `server` that name files."""
+
+
 class Server(_Section, frozen=True):
     """Addresses and limits of the network faces."""
 
     host: str = "127.0.0.1"
     grpc_port: Port = 50051
-    http_port: Port = 8000
+    """0: any free one."""
+    http_port: OptionalPort = 8000
+    """0: any free one; -1: no HTTP."""
+    admin_port: OptionalPort = -1
+    """HTTP for operators, on loopback only; likewise."""
     drain_seconds: Seconds = 30.0
     """How long a SIGTERM waits for running requests."""
+    request_seconds: Seconds = 3600.0
+    """The longest that an HTTP request may run; gRPC's have the deadline that the client sets."""
+    api_keys: str = ""
+    """File with a key a line that clients have to show; relative to the YAML file. Empty: none."""
+    tls_certificate: str = ""
+    """PEM file, likewise relative; with `tls_key`, both faces speak TLS."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    """PEM file: clients need a certificate that it signed (mTLS)."""
 
 
 class Cluster(_Section, frozen=True):
@@ -193,6 +211,11 @@ def load_deployment(
         tree["model"] = "."
     if isinstance(tree.get("model"), str):
         tree["model"] = str((base / tree["model"]).resolve())
+    server = tree.get("server")
+    if isinstance(server, dict):
+        for key in SERVER_FILES:
+            if isinstance(server.get(key), str) and server[key]:
+                server[key] = str((base / server[key]).resolve())
     for key, value in _override_items(overrides):
         _set(tree, key, value)
     _check_keys(tree, Deployment, "")

@@ -96,6 +96,7 @@ class Engine:
         self._grammars: dict[str, Grammar] = {}
         self._queued = 0
         self._status = "starting"
+        self._last_turn = time.monotonic()
         self._failure: EngineFailedError | None = None
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._results = ResultReader()
@@ -113,6 +114,11 @@ class Engine:
     def failure(self) -> EngineFailedError | None:
         """Why the engine failed, if it did."""
         return self._failure
+
+    @property
+    def last_turn(self) -> float:
+        """Seconds of `time.monotonic` at which the step loop last went round, idle or not."""
+        return self._last_turn
 
     @property
     def compilations_after_ready(self) -> int:
@@ -306,6 +312,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._status in ("ready", "draining"):
+                self._last_turn = time.monotonic()
                 self._take_commands()
                 self._step()
         except EngineFailedError as error:

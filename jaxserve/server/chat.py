@@ -61,6 +61,7 @@ class ChatTemplate:
             name: _READS_PARTS.search(source) is not None for name, source in sources.items()
         }
         self._special_tokens = dict(special_tokens or {})
+        self._sources = dict(sources)
         read = frozenset().union(*(template.variables for template in self._templates.values()))
         self.switches = (SWITCHES | read) - RESERVED
 
@@ -80,6 +81,10 @@ class ChatTemplate:
             unique = dict.fromkeys(problems)  # a file may be read twice
             raise CheckpointError(f"chat template of {folder}: " + "; ".join(unique))
         return cls(sources, special_tokens) if sources else None
+
+    def mentions(self, text: str) -> bool:
+        """Whether a template has `text`: what a template writes its model knows."""
+        return any(text in source for source in self._sources.values())
 
     def render(
         self,

@@ -41,6 +41,10 @@ class TokenEngine(Protocol):
     def failure(self) -> EngineFailedError | None:
         """Why the status is "failed"."""
 
+    @property
+    def last_turn(self) -> float:
+        """Seconds of `time.monotonic` at which the step loop last went round, idle or not."""
+
     def submit(
         self,
         prompt: list[int],
@@ -322,7 +326,7 @@ class TextGenerator:
         """
         params.validate()
         token_ids = self.encode(prompt)
-        request_id = new_request_id() if request_id is None else _checked_request_id(request_id)
+        request_id = new_request_id() if request_id is None else checked_request_id(request_id)
         generation = Generation(
             self, request_id, len(token_ids), params, on_text, deadline, max_pending_tokens
         )
@@ -413,7 +417,12 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def _checked_request_id(request_id: str) -> str:
+def checked_request_id(request_id: str) -> str:
+    """Returns it.
+
+    Raises:
+      InvalidRequestError: it has other than 1 to 128 printable ASCII characters.
+    """
     printable = request_id.isascii() and request_id.isprintable()
     if not printable or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
         raise InvalidRequestError(

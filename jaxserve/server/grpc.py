@@ -6,7 +6,6 @@ health. The RPCs are in `inference.py`.
 """
 
 import asyncio
-import ipaddress
 import logging
 import threading
 from collections.abc import Coroutine
@@ -18,8 +17,10 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
+from jaxserve.server.access import Access, check_bind
 from jaxserve.server.generation import TextGenerator
 from jaxserve.server.inference import InferenceService
+from jaxserve.server.interceptors import KeyInterceptor
 
 SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -52,9 +53,9 @@ class GrpcServer:
     """The server on its thread. `start`, `open`, `refuse`, `stop`, each once and in this order.
 
     Args:
-      host: an address of this machine; anything but loopback needs `insecure_bind`, because
-        there is neither TLS nor a key.
+      host: an address of this machine; see `check_bind`.
       port: 0 picks a free one.
+      access: what clients have to show.
       insecure_bind: whether to serve strangers all the same.
       max_pending_tokens: tokens that may wait for a slow reader.
     """
@@ -64,10 +65,12 @@ class GrpcServer:
         host: str = "127.0.0.1",
         port: int = 50051,
         *,
+        access: Access | None = None,
         insecure_bind: bool = False,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
     ):
-        check_bind(host, insecure_bind)
+        self._access = access or Access()
+        check_bind(host, insecure_bind, self._access)
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
         self._max_pending_tokens = max_pending_tokens
@@ -87,8 +90,13 @@ class GrpcServer:
         self._thread.start()
         return self._started.result(START_SECONDS)
 
-    def open(self, generator: TextGenerator) -> None:
-        """Takes requests from now on; health says SERVING until the engine fails or drains."""
+    def open(self, generator: TextGenerator, template: object = None) -> None:
+        """Takes requests from now on; health says SERVING until the engine fails or drains.
+
+        Args:
+          generator: behind the RPCs.
+          template: of chats, which this face does not have; `HttpServer` takes it too.
+        """
         self._call(self._open(generator))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 
@@ -117,7 +125,11 @@ class GrpcServer:
         self._stopped = asyncio.Event()
         self._service = InferenceService(self._max_pending_tokens)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        self._server = grpc.aio.server(
+            interceptors=[KeyInterceptor(self._access)] if self._access.keys else [],
+            options=OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+        )
         jaxserve_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -125,7 +137,7 @@ class GrpcServer:
         for name in ("", SERVICE):
             await self._health.set(name, NOT_SERVING)
         try:
-            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            port = self._add_port(f"{self._host}:{self._port}")
         except RuntimeError:
             raise ConfigError(
                 f"server.grpc_port: cannot listen on {self._host}:{self._port}; is it in use?"
@@ -133,6 +145,18 @@ class GrpcServer:
         await self._server.start()
         self._started.set_result(f"{self._host}:{port}")
         await self._stopped.wait()
+
+    def _add_port(self, address: str) -> int:
+        tls = self._access.tls
+        if tls is None:
+            return self._server.add_insecure_port(address)
+        client_ca = tls.client_ca.read_bytes() if tls.client_ca else None
+        credentials = grpc.ssl_server_credentials(
+            [(tls.key.read_bytes(), tls.certificate.read_bytes())],
+            root_certificates=client_ca,
+            require_client_auth=client_ca is not None,
+        )
+        return self._server.add_secure_port(address, credentials)
 
     async def _health_off(self) -> None:
         await self._health.enter_graceful_shutdown()
@@ -163,20 +187,3 @@ class GrpcServer:
         """Runs a coroutine on the server's loop and waits for it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         future.result(seconds + START_SECONDS)
-
-
-def check_bind(host: str, insecure_bind: bool) -> None:
-    """Refuses an address that others can reach, unless told otherwise.
-
-    Raises:
-      ConfigError: `host` is no loopback address, and `insecure_bind` is not set.
-    """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not insecure_bind:
-        raise ConfigError(
-            f"server.host = {host!r} can be reached from elsewhere, and there is neither TLS nor a "
-            "key; use 127.0.0.1 behind a proxy, or say --insecure-bind"
-        )

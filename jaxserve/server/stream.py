@@ -2,7 +2,8 @@
 
 A message costs far more than a token, so a `StreamBuffer` gathers: the first token goes out at
 once, later ones when enough came together or enough time passed since the last message. A stream
-slower than that interval is never delayed. Called by the network faces; knows no protocol.
+slower than that interval is never delayed. Who wants no stream takes a `WholeBuffer`.
+Called by the network faces; knows no protocol.
 """
 
 import asyncio
@@ -83,3 +84,26 @@ class StreamBuffer:
             self._wake.clear()
         await self._wake.wait()
         return False
+
+
+class WholeBuffer:
+    """All outputs of one request as one: `put` from any thread, `take` from one coroutine."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._outputs: list[GenerationOutput] = []
+
+    def put(self, output: GenerationOutput) -> None:
+        """Adds an output; the last one wakes the coroutine."""
+        self._outputs.append(output)
+        if output.finish_reason is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._ended.set)
+            except RuntimeError:  # the loop is closed, and nobody waits
+                return
+
+    async def take(self) -> GenerationOutput:
+        """Waits for the end."""
+        await self._ended.wait()
+        return merge(self._outputs)

@@ -67,7 +67,7 @@ class Process:
         self.popen = subprocess.Popen(
             [
                 *(sys.executable, "-c", PROGRAM, "--config", str(folder)),
-                *("--set", "server.grpc_port=0", *arguments),
+                *("--set", "server.grpc_port=0", "--set", "server.http_port=0", *arguments),
             ],
             cwd=ROOT,
             env=os.environ | {"FAKE": mode, "PYTHONUNBUFFERED": "1"},
@@ -83,10 +83,16 @@ class Process:
         return self.popen.stdout.readline().rstrip("\n")
 
     def address(self) -> str:
-        """Waits for the ready line."""
-        match = re.fullmatch(r"ready  grpc=(127\.0\.0\.1:\d+)  model=fake  .*", self.line())
-        assert match is not None
-        return match[1]
+        """Waits for the ready line; the address of gRPC."""
+        return self.addresses()[0]
+
+    def addresses(self) -> tuple[str, str]:
+        """Waits for the ready line; the addresses of gRPC and HTTP."""
+        here = r"(127\.0\.0\.1:\d+)"
+        line = self.line()
+        match = re.fullmatch(rf"ready  grpc={here}  http={here}  model=fake  .*", line)
+        assert match is not None, line
+        return match[1], match[2]
 
     def end(self) -> tuple[int, str]:
         """Waits for the end; exit code and standard error."""

@@ -86,6 +86,10 @@ class FakeEngine:
             if request_id in self._running:
                 self.cancelled.append(request_id)
 
+    @property
+    def last_turn(self) -> float:
+        return time.monotonic()
+
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
         self._callbacks.append(callback)
 

@@ -1,0 +1,149 @@
+"""Who may talk to the server: addresses, API keys and certificates, the same for both faces.
+
+Read from `server.*` of a deployment before any port is bound. Called by `grpc.py`, `http/` and
+`serve.py`. Knows nothing of protocols but the header that carries a key.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxserve.config.deployment import Server
+from jaxserve.errors import ConfigError
+
+MIN_KEY_CHARACTERS = 16
+TENANT_CHARACTERS = 12
+
+
+class ApiKeys:
+    """The keys that open the server; kept as digests.
+
+    Args:
+      keys: at least 16 printable ASCII characters each.
+
+    Raises:
+      ConfigError: a key is too short or unprintable, or there is none; says which one, not what.
+    """
+
+    def __init__(self, keys: Sequence[str]):
+        if not keys:
+            raise ConfigError("server.api_keys: the file has no key")
+        for number, key in enumerate(keys, start=1):
+            if len(key) < MIN_KEY_CHARACTERS or not (key.isascii() and key.isprintable()):
+                raise ConfigError(
+                    f"server.api_keys: key {number} is not {MIN_KEY_CHARACTERS} or more printable "
+                    "ASCII characters"
+                )
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ApiKeys":
+        """Reads a file with a key a line; empty lines and those that start with # do not count."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"server.api_keys: {path} cannot be read: {error}") from None
+        keys = [line.strip() for line in lines]
+        return cls([key for key in keys if key and not key.startswith("#")])
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """Whose key an `Authorization: Bearer …` header has, as a name that gives nothing away.
+
+        None if it is nobody's. Takes as long whatever the key is.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            return None
+        return digest.hex()[:TENANT_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files: the server's certificate and key, and who signs the clients' ones (mTLS)."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """For servers.
+
+        Raises:
+          ConfigError: the files are no certificate and its key.
+        """
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"server.tls_certificate, tls_key, tls_client_ca: {error}") from None
+        return context
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a server demands of its clients; by default nothing."""
+
+    keys: ApiKeys | None = field(default=None, repr=False)
+    tls: Tls | None = None
+
+    @classmethod
+    def from_config(cls, server: Server) -> "Access":
+        """Reads the files that the deployment names.
+
+        Raises:
+          ConfigError: a file cannot be read, is wrong, or is missing beside another.
+        """
+        keys = ApiKeys.from_file(server.api_keys) if server.api_keys else None
+        if bool(server.tls_certificate) != bool(server.tls_key):
+            raise ConfigError(
+                "server.tls_certificate and server.tls_key: one is set without the other"
+            )
+        if server.tls_client_ca and not server.tls_key:
+            raise ConfigError("server.tls_client_ca: needs server.tls_certificate and tls_key")
+        if not server.tls_key:
+            return cls(keys)
+        client_ca = Path(server.tls_client_ca) if server.tls_client_ca else None
+        tls = Tls(Path(server.tls_certificate), Path(server.tls_key), client_ca)
+        tls.context()
+        return cls(keys, tls)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """As `ApiKeys.tenant`; where there are no keys everybody is the tenant ""."""
+        return "" if self.keys is None else self.keys.tenant(authorization)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own, for sure."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, insecure_bind: bool, access: Access | None = None) -> None:
+    """Refuses an address that others can reach, unless there is a key or TLS, or told otherwise.
+
+    Raises:
+      ConfigError: `host` is no loopback address, `access` is open, and `insecure_bind` is not set.
+    """
+    guarded = access is not None and (access.keys is not None or access.tls is not None)
+    if not is_loopback(host) and not guarded and not insecure_bind:
+        raise ConfigError(
+            f"server.host = {host!r} can be reached from elsewhere, and there is neither TLS nor a "
+            "key; set server.api_keys or server.tls_certificate, use 127.0.0.1 behind a proxy, or "
+            "say --insecure-bind"
+        )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

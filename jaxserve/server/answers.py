@@ -1,0 +1,262 @@
+"""What a chat model writes, taken apart: its reasoning, its answer, its calls of tools.
+
+Models write all three into one text, each family with marks of its own; the chat template writes
+the same marks, and so tells which ones a model knows. Text goes in as it comes, pieces come out as
+soon as they are certain; a call comes whole. Called by `http/chat.py`; knows no network.
+"""
+
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from jaxserve.server.chat import ChatTemplate
+
+THINK, END_THINK = "<think>", "</think>"
+MAX_CALLS = 128
+"""Calls that one answer may have; the rest stays text."""
+MAX_SECTION_CHARACTERS = 2**20
+"""What looks like calls and goes on for longer is text."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call of a tool; `arguments` is what the model wrote, usually JSON."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What is new of an answer: one of the three."""
+
+    reasoning: str = ""
+    content: str = ""
+    call: Call | None = None
+
+
+class CallFormat(msgspec.Struct, frozen=True):
+    """How a family writes calls: between two marks, in a form of its own."""
+
+    begin: str
+    end: str
+    read: Callable[[str], list[Call] | None]
+    """The calls between the marks; None if it is none of this form."""
+
+
+class AnswerFormat(msgspec.Struct, frozen=True):
+    """Which marks a model knows."""
+
+    thinks: bool
+    calls: CallFormat | None
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> "AnswerFormat":
+        """The marks that the model's template writes."""
+        calls = next((known for known in CALL_FORMATS if template.mentions(known.begin)), None)
+        return cls(template.mentions(THINK) or template.mentions(END_THINK), calls)
+
+    def parser(self, prompt: str, *, tools: bool) -> "AnswerParser":
+        """For one answer.
+
+        Args:
+          prompt: the text that the model goes on with; it may have begun to think in it.
+          tools: whether calls are looked for.
+        """
+        thinking = self.thinks and prompt.rstrip().endswith(THINK)
+        return AnswerParser(self.thinks, thinking, self.calls if tools else None)
+
+
+State = Callable[[str, bool], tuple[list["Piece"], str | None]]
+"""Takes text and whether it is the last; gives pieces, and the text for the next state or None."""
+
+
+class AnswerParser:
+    """Takes one answer apart. Made by `AnswerFormat.parser`."""
+
+    def __init__(self, thinks: bool, thinking: bool, calls: CallFormat | None):
+        self._calls = calls
+        self._called = 0
+        self._state: State = self._content
+        if thinks:
+            self._state = self._reasoning if thinking else self._beginning
+        self._held = ""  # text that may be the beginning of a mark
+        self._newlines = ""  # after a thought; its end swallows them
+        self._body = ""  # of a section of calls
+        self._said = False  # whether this part has any text yet
+
+    @property
+    def called(self) -> bool:
+        """Whether there was a call."""
+        return self._called > 0
+
+    def push(self, text: str) -> list[Piece]:
+        """Adds text; the pieces that are certain now, neighbours joined."""
+        return _joined(self._pieces(text, last=False))
+
+    def finish(self) -> list[Piece]:
+        """The rest."""
+        return _joined(self._pieces("", last=True))
+
+    def _pieces(self, text: str, last: bool) -> Iterator[Piece]:
+        rest: str | None = text
+        while rest is not None:
+            pieces, rest = self._state(rest, last)
+            yield from pieces
+
+    def _beginning(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
+        """Nothing but white space so far: does it think?"""
+        text, self._held = self._held + text, ""
+        begun = text.lstrip()
+        if begun.startswith(THINK):
+            self._state = self._reasoning
+            return [], begun.removeprefix(THINK)
+        if THINK.startswith(begun) and not last:
+            self._held = text
+            return [], None
+        self._state = self._content
+        return [], text
+
+    def _reasoning(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
+        """Up to the end of the thought; line ends around it are not part of it."""
+        out, rest = self._until(END_THINK, text, last)
+        out = self._first_line(self._newlines + out)
+        kept = out.rstrip("\n")
+        self._newlines = out[len(kept) :]
+        if rest is not None:
+            self._state, self._newlines, self._said = self._content, "", False
+        return [Piece(reasoning=kept)] if kept else [], rest
+
+    def _content(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
+        """Up to a call."""
+        if self._calls is None:
+            out, rest = text, None
+        else:
+            out, rest = self._until(self._calls.begin, text, last)
+        out = self._first_line(out)
+        if rest is not None:
+            self._state = self._section
+        return [Piece(content=out)] if out else [], rest
+
+    def _section(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
+        """Between the marks of calls; what is none of their form is text like any other."""
+        assert self._calls is not None
+        out, rest = self._until(self._calls.end, text, last)
+        self._body += out
+        too_long = len(self._body) > MAX_SECTION_CHARACTERS
+        if rest is None and not last and not too_long:
+            return [], None
+        body, self._body, self._state = self._body, "", self._content
+        calls = None if too_long else self._calls.read(body)
+        if calls and self._called + len(calls) <= MAX_CALLS:
+            self._called += len(calls)
+            self._said = False
+            return [Piece(call=call) for call in calls], rest
+        written = self._calls.begin + body + (self._calls.end if rest is not None else "")
+        self._said = True
+        return [Piece(content=written)], rest
+
+    def _first_line(self, text: str) -> str:
+        """The text, without the line ends that a part begins with."""
+        if not self._said:
+            text = text.lstrip("\n")
+            self._said = bool(text)
+        return text
+
+    def _until(self, mark: str, text: str, last: bool) -> tuple[str, str | None]:
+        """The text before a mark, and the text after it, or None if it did not come yet."""
+        text, self._held = self._held + text, ""
+        before, found, after = text.partition(mark)
+        if found:
+            return before, after
+        if not last:
+            longest = min(len(mark) - 1, len(text))
+            held = next(n for n in range(longest, -1, -1) if mark.startswith(text[len(text) - n :]))
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+        return text, None
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbouring texts of a kind as one."""
+    joined: list[Piece] = []
+    for kind, group in itertools.groupby(pieces, _kind):
+        if kind == "call":
+            joined += group
+        elif kind == "reasoning":
+            joined.append(Piece(reasoning="".join(piece.reasoning for piece in group)))
+        else:
+            joined.append(Piece(content="".join(piece.content for piece in group)))
+    return joined
+
+
+def _kind(piece: Piece) -> str:
+    if piece.call is not None:
+        return "call"
+    return "reasoning" if piece.reasoning else "content"
+
+
+def _call(name: str, arguments: str, call_id: str | None = None) -> Call:
+    return Call(name, arguments, call_id or f"call_{uuid.uuid4().hex[:24]}")
+
+
+def _read_json(body: str) -> list[Call] | None:
+    """`{"name": …, "arguments": {…}}` (Qwen, Hermes)."""
+    try:
+        found = json.loads(body)
+        arguments = found["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return [_call(found["name"], arguments)] if isinstance(found["name"], str) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>[^<]*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```"
+    r"<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*"
+    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
+    re.DOTALL,
+)
+_STEP = re.compile(r"\s*function\n(?P<name>[^\n]+)\n")
+
+
+def _read_deepseek(body: str) -> list[Call] | None:
+    """Each with marks of its own, the arguments as a block of code."""
+    return [_call(found["name"].strip(), found["arguments"]) for found in _DEEPSEEK.finditer(body)]
+
+
+def _read_kimi(body: str) -> list[Call] | None:
+    """Each with an id that names the function and counts the calls of the conversation."""
+    return [
+        _call(found["name"], found["arguments"].strip(), found["id"])
+        for found in _KIMI.finditer(body)
+    ]
+
+
+def _read_step(body: str) -> list[Call] | None:
+    """`function`, the name and the arguments, a line each, for every call."""
+    calls, place = [], 0
+    decoder = json.JSONDecoder()
+    while found := _STEP.match(body, place):
+        try:
+            _, place = decoder.raw_decode(body, found.end())
+        except (ValueError, RecursionError):
+            return None
+        calls.append(_call(found["name"].strip(), body[found.end() : place]))
+    return calls if not body[place:].strip() else None
+
+
+CALL_FORMATS = (
+    CallFormat("<tool_call>", "</tool_call>", _read_json),
+    CallFormat("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
+    CallFormat("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi),
+    CallFormat("<|CALL_START|>", "<|CALL_END|>", _read_step),
+)
+"""The forms that are known; a template writes the first mark of its own."""

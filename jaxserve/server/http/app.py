@@ -1,0 +1,150 @@
+"""The ASGI application: who is let in, to which handler, and what becomes of errors.
+
+Called by uvicorn, made by `server.py`. The handlers know nothing of keys, logs or statuses of
+errors; here is no field of any request.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.access import Access
+from jaxserve.server.http.document import document
+from jaxserve.server.http.errors import HttpError, http_error
+from jaxserve.server.http.exchange import ClientGone, Exchange
+from jaxserve.server.http.responses import Error
+from jaxserve.server.http.routes import Endpoint
+from jaxserve.server.http.service import Service
+
+CLIENT_GONE = 499
+"""What the log says instead of a status when there was nobody to send one to."""
+
+logger = logging.getLogger("jaxserve.http")
+
+
+class App:
+    """Serves a table of endpoints.
+
+    Args:
+      service: behind the handlers.
+      endpoints: which to serve.
+      access: what clients have to show.
+    """
+
+    def __init__(self, service: Service, endpoints: Sequence[Endpoint], access: Access):
+        self._service = service
+        self._access = access
+        self._document = document(endpoints, keys=access.keys is not None)
+        routes = [
+            Route(endpoint.path, _Target(self, endpoint), methods=[endpoint.method])
+            for endpoint in endpoints
+        ]
+        routes.append(Route("/openapi.json", _Target(self, self._openapi()), methods=["GET"]))
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        scope["app"], scope["exchange"] = self, exchange
+        try:
+            try:
+                await self._router(scope, receive, send)
+            except ClientGone:
+                exchange.hang_up()
+                exchange.status = CLIENT_GONE
+            except Exception as error:
+                await self._fail(exchange, error)
+        except ClientGone:
+            exchange.hang_up()
+        finally:
+            self._log(exchange)
+
+    async def serve(self, endpoint: Endpoint, exchange: Exchange) -> None:
+        """Lets a request in, if it may, and has it handled."""
+        tenant = self._access.tenant(exchange.headers.get("authorization"))
+        if tenant is None and not endpoint.public:
+            raise HttpError(
+                401,
+                "the API key is missing or wrong",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        exchange.tenant = tenant or ""
+        if not endpoint.counted:
+            await endpoint.handler(self._service, exchange)
+            return
+        with self._service.active():
+            await endpoint.handler(self._service, exchange)
+
+    async def _fail(self, exchange: Exchange, error: Exception) -> None:
+        """Answers with an error; in an answer that has begun, as its last event."""
+        answer = _answer(error)
+        if answer is None:
+            logger.exception("request %s failed", exchange.request_id)
+            message = f"internal error; request {exchange.request_id}"
+            answer = HttpError(500, message, code="internal")
+        exchange.log["error"] = answer.message
+        if exchange.status:
+            await exchange.event(answer.body())
+            await exchange.end_events()
+        else:
+            await exchange.reply(answer.body(), status=answer.status, headers=answer.headers)
+
+    def _log(self, exchange: Exchange) -> None:
+        scope = exchange.scope
+        quiet = getattr(scope.get("endpoint"), "endpoint", None)
+        level = logging.DEBUG if quiet is not None and not quiet.counted else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        seconds = time.monotonic() - exchange.arrival
+        fields = {
+            "request_id": exchange.request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": exchange.status,
+            "seconds": round(seconds, 4),
+            "tenant": exchange.tenant,
+            **exchange.log,
+        }
+        shown = " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
+        logger.log(level, "%s", shown, extra={"fields": fields})
+
+    def _openapi(self) -> Endpoint:
+        async def openapi(service: Service, exchange: Exchange) -> None:
+            await exchange.reply(self._document)
+
+        return Endpoint(
+            path="/openapi.json",
+            handler=openapi,
+            summary="This document",
+            gives=Error,
+            counted=False,
+        )
+
+
+class _Target:
+    """An endpoint as the router wants it."""
+
+    def __init__(self, app: App, endpoint: Endpoint):
+        self._app = app
+        self.endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app.serve(self.endpoint, scope["exchange"])
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HttpError(404, f"{scope['path'][:256]!r} is not served here", code="unknown_path")
+
+
+def _answer(error: Exception) -> HttpError | None:
+    if isinstance(error, HTTPException):  # the router's: another method is needed
+        headers = error.headers
+        return HttpError(error.status_code, error.detail, code="wrong_method", headers=headers)
+    return http_error(error)

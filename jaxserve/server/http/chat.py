@@ -1,0 +1,278 @@
+"""POST /v1/chat/completions: conversations in, answers out, at once or as a stream of events."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.answers import AnswerFormat, AnswerParser, Call, Piece
+from jaxserve.server.chat import FILES, ChatTemplate
+from jaxserve.server.generation import GenerationOutput, TextGenerator
+from jaxserve.server.http.completions import DONE
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.requests import ChatRequest, StreamOptions
+from jaxserve.server.http.responses import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    FunctionCall,
+    ToolCall,
+    Usage,
+)
+from jaxserve.server.http.sampling import of_choice, sampling_params
+from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    """Handles the route."""
+    request = await exchange.read(ChatRequest)
+    exchange.rename(request.request_id)
+    model = service.model(request.model)
+    generator, template = service.ready(), service.template
+    if template is None:
+        raise InvalidRequestError(
+            "messages",
+            f"{model} has no chat template (none of {', '.join(FILES)} has one); "
+            "/v1/completions serves it",
+        )
+    tools = _tools(request)
+    prompt, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
+    jobs = _jobs(generator, request, prompt, token_ids)
+    count = UsageCount(jobs, len(jobs))
+    form = AnswerFormat.of(template)
+    answer = _Answer(
+        request,
+        ChatChunk(
+            id=f"chatcmpl-{exchange.request_id}",
+            created=int(time.time()),
+            model=model,
+            choices=[],
+        ),
+        count,
+        [form.parser(prompt, tools=tools is not None) for _ in jobs],
+    )
+    chat = None
+    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
+        if request.stream:
+            await _stream(exchange, answer, sources)
+        else:
+            chat = await answer.gather(sources)
+    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
+    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
+    if chat is None:
+        await exchange.end_events()
+    else:
+        await exchange.reply(chat)
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the template shows the model."""
+    choice = request.tool_choice
+    if choice is None or choice == "auto":
+        return request.tools or None
+    if not request.tools and choice != "none":
+        raise InvalidRequestError("tool_choice", "is set, but there are no tools")
+    if choice == "none":
+        return None
+    raise InvalidRequestError("tool_choice", "a call cannot be forced yet: only auto and none")
+
+
+def _prompt(
+    generator: TextGenerator,
+    template: ChatTemplate,
+    request: ChatRequest,
+    tools: list[dict[str, Any]] | None,
+) -> tuple[str, list[int]]:
+    """The text that the template makes of a conversation, and its token ids."""
+    switches = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        switches.setdefault("reasoning_effort", request.reasoning_effort)
+    prompt = template.render(
+        request.messages,
+        tools=tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        chat_template_kwargs=switches,
+    )
+    try:
+        return prompt, generator.encode(prompt, add_bos=False)
+    except InvalidRequestError as error:
+        raise InvalidRequestError("messages", error.message) from None
+
+
+def _jobs(
+    generator: TextGenerator, request: ChatRequest, prompt: str, token_ids: list[int]
+) -> list[Job]:
+    """What is to be generated: n answers."""
+    if None not in (request.max_tokens, request.max_completion_tokens):
+        raise InvalidRequestError("max_completion_tokens", "is max_tokens by its new name: set one")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs", "needs logprobs = true")
+    room = int(generator.engine.model_info()["max_length"]) - len(token_ids)
+    params = sampling_params(
+        request,
+        request.max_completion_tokens or room,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    return [
+        Job(choice, token_ids, of_choice(params, choice), prompt)
+        for choice in range(request.n or 1)
+    ]
+
+
+class _Answer:
+    """Outputs of the engine as OpenAI's objects."""
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        chunk: ChatChunk,
+        count: UsageCount,
+        parsers: Sequence[AnswerParser],
+    ):
+        self._request = request
+        self._chunk = chunk
+        self._count = count
+        self._parsers = parsers
+        self._calls = [0] * len(parsers)
+
+    async def gather(self, sources: Sequence[Source]) -> Chat:
+        """Waits for every answer."""
+        choices = []
+        for source in sources:
+            output = await source.take()
+            self._count.add(output)
+            choices.append(self._choice(source, output))
+        return Chat(
+            id=self._chunk.id,
+            created=self._chunk.created,
+            model=self._chunk.model,
+            choices=choices,
+            usage=self._count.usage(),
+            prompt_token_ids=self._prompt_ids(sources),
+        )
+
+    def first_chunks(self, sources: Sequence[Source]) -> list[bytes]:
+        """What says that the answers begin."""
+        self._chunk.prompt_token_ids = self._prompt_ids(sources)
+        chunks = []
+        for source in sources:
+            delta = ChatDelta(role="assistant", content="")
+            chunks.append(self._encode([ChatChunkChoice(index=source.job.index, delta=delta)]))
+            self._chunk.prompt_token_ids = UNSET
+        return chunks
+
+    def chunks(self, source: Source, output: GenerationOutput) -> list[bytes]:
+        """What is new of an answer; nothing, where its meaning is not certain yet."""
+        self._count.add(output)
+        index = source.job.index
+        parser = self._parsers[index]
+        pieces = parser.push(output.text)
+        ended = output.finish_reason is not None
+        if ended:
+            pieces += parser.finish()
+        choices = [
+            ChatChunkChoice(index=index, delta=delta)
+            for piece in pieces
+            if (delta := self._delta(index, piece)) is not None
+        ]
+        if ended or (not choices and self._request.return_token_ids and output.token_ids):
+            choices.append(ChatChunkChoice(index=index, delta=ChatDelta()))
+        if self._request.return_token_ids and choices:
+            choices[0].token_ids = output.token_ids
+        if ended:
+            choices[-1].finish_reason = _finish_reason(output, parser)
+            choices[-1].stop_reason = stop_reason(source, output)
+        return [self._encode([choice]) for choice in choices]
+
+    def last_chunk(self) -> bytes | None:
+        """What the request took, if it was asked for."""
+        if not self._options.include_usage:
+            return None
+        chunk = msgspec.structs.replace(self._chunk, choices=[], usage=self._count.usage())
+        return msgspec.json.encode(chunk)
+
+    @property
+    def _options(self) -> StreamOptions:
+        return self._request.stream_options or StreamOptions()
+
+    def _encode(self, choices: list[ChatChunkChoice]) -> bytes:
+        usage: Usage | None = None
+        if self._options.continuous_usage_stats:
+            usage = self._count.usage()
+        self._chunk.choices = choices
+        self._chunk.usage = UNSET if usage is None and not self._options.include_usage else usage
+        return msgspec.json.encode(self._chunk)
+
+    def _prompt_ids(self, sources: Sequence[Source]) -> Any:
+        return sources[0].job.token_ids if self._request.return_token_ids else UNSET
+
+    def _delta(self, index: int, piece: Piece) -> ChatDelta | None:
+        if piece.call is not None:
+            number = self._calls[index]
+            self._calls[index] += 1
+            return ChatDelta(tool_calls=[_tool_call(piece.call, number)])
+        if not piece.reasoning:
+            return ChatDelta(content=piece.content)
+        if self._request.include_reasoning is False:
+            return None
+        return ChatDelta(reasoning_content=piece.reasoning)
+
+    def _choice(self, source: Source, output: GenerationOutput) -> ChatChoice:
+        parser = self._parsers[source.job.index]
+        pieces = parser.push(output.text) + parser.finish()
+        calls = [_tool_call(piece.call) for piece in pieces if piece.call is not None]
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        content = "".join(piece.content for piece in pieces)
+        shown = reasoning and self._request.include_reasoning is not False
+        return ChatChoice(
+            index=source.job.index,
+            message=ChatMessage(
+                content=content or (None if calls else ""),
+                reasoning_content=reasoning if shown else UNSET,
+                tool_calls=calls or UNSET,
+            ),
+            finish_reason=_finish_reason(output, parser),
+            stop_reason=stop_reason(source, output),
+            token_ids=output.token_ids if self._request.return_token_ids else UNSET,
+        )
+
+
+def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
+    """OpenAI's word."""
+    if output.finish_reason == "stop" and parser.called:
+        return "tool_calls"
+    return output.finish_reason
+
+
+def _tool_call(call: Call, number: int | None = None) -> ToolCall:
+    """A whole call; `number` counts the calls of a stream."""
+    return ToolCall(
+        index=UNSET if number is None else number,
+        id=call.id,
+        type="function",
+        function=FunctionCall(name=call.name, arguments=call.arguments),
+    )
+
+
+async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
+    """Sends every answer's outputs as they come."""
+    await exchange.start_events()
+    for chunk in answer.first_chunks(sources):
+        await exchange.event(chunk)
+
+    async def one(source: Source) -> None:
+        async for output in source.outputs():
+            for chunk in answer.chunks(source, output):
+                await exchange.event(chunk)
+
+    await together([one(source) for source in sources])
+    if (last := answer.last_chunk()) is not None:
+        await exchange.event(last)
+    await exchange.event(DONE)

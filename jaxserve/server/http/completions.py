@@ -1,0 +1,169 @@
+"""POST /v1/completions: prompts in, completions out, at once or as a stream of events."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation import GenerationOutput
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
+from jaxserve.server.http.responses import Completion, CompletionChoice
+from jaxserve.server.http.sampling import of_choice, sampling_params
+from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+DONE = b"[DONE]"
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    """Handles the route."""
+    request = await exchange.read(CompletionRequest)
+    exchange.rename(request.request_id)
+    completion = Completion(
+        id=f"cmpl-{exchange.request_id}",
+        created=int(time.time()),
+        model=service.model(request.model),
+        choices=[],
+    )
+    choices_a_prompt = request.n or 1
+    jobs = await _jobs(service, request, choices_a_prompt)
+    count = UsageCount(jobs, choices_a_prompt)
+    answer = _Answer(request, completion, count)
+    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
+        if request.stream:
+            await _stream(exchange, answer, sources)
+        else:
+            await answer.gather(sources)
+    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
+    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
+    if request.stream:
+        await exchange.end_events()
+    else:
+        await exchange.reply(completion)
+
+
+async def _jobs(service: Service, request: CompletionRequest, n: int) -> list[Job]:
+    """What is to be generated: n choices of the first prompt, then of the next."""
+    if request.best_of is not None and request.best_of != n:
+        raise InvalidRequestError("best_of", f"{request.best_of} is not n = {n}")
+    if request.suffix:
+        raise InvalidRequestError("suffix", "is not supported")
+    params = sampling_params(
+        request,
+        DEFAULT_MAX_TOKENS,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    prompts = _prompts(request.prompt)
+    if len(prompts) * n > MAX_CHOICES:
+        field = "prompt" if n == 1 else "n"
+        raise InvalidRequestError(
+            field, f"{len(prompts)} prompts and n = {n}: at most {MAX_CHOICES} choices"
+        )
+    generator = service.ready()
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        try:
+            token_ids = await service.in_thread(generator.encode, prompt)
+        except InvalidRequestError as error:
+            if len(prompts) == 1:
+                raise
+            field = error.field.replace("prompt", f"prompt[{number}]", 1)
+            raise InvalidRequestError(field, error.message) from None
+        text = prompt if isinstance(prompt, str) else None
+        if request.echo and text is None:
+            text = await service.in_thread(generator.tokenizer.decode, token_ids)
+        for choice in range(n):
+            jobs.append(Job(number * n + choice, token_ids, of_choice(params, choice), text))
+    return jobs
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if kinds in ({str}, {list}):
+        return prompt  # type: ignore[return-value]
+    if not kinds:
+        raise InvalidRequestError("prompt", "is empty")
+    raise InvalidRequestError("prompt", "mixes texts, token ids and lists")
+
+
+class _Answer:
+    """Outputs of the engine as OpenAI's objects."""
+
+    def __init__(self, request: CompletionRequest, completion: Completion, count: UsageCount):
+        self._request = request
+        self._completion = completion
+        self._count = count
+
+    async def gather(self, sources: Sequence[Source]) -> None:
+        """Waits for every choice and puts it into the completion."""
+        for source in sources:
+            output = await source.take()
+            self._count.add(output)
+            self._completion.choices.append(self._choice(source, output, first=True))
+        self._completion.usage = self._count.usage()
+
+    def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
+        """What is new of a choice."""
+        self._count.add(output)
+        return self._encode([self._choice(source, output, first)])
+
+    def last_chunk(self) -> bytes | None:
+        """What the request took, if it was asked for."""
+        if not self._options.include_usage:
+            return None
+        completion = msgspec.structs.replace(
+            self._completion, choices=[], usage=self._count.usage()
+        )
+        return msgspec.json.encode(completion)
+
+    @property
+    def _options(self) -> StreamOptions:
+        return self._request.stream_options or StreamOptions()
+
+    def _encode(self, choices: list[CompletionChoice]) -> bytes:
+        completion = self._completion
+        completion.choices = choices
+        if self._options.continuous_usage_stats:
+            completion.usage = self._count.usage()
+        elif self._options.include_usage:
+            completion.usage = None
+        return msgspec.json.encode(completion)
+
+    def _choice(self, source: Source, output: GenerationOutput, first: bool) -> CompletionChoice:
+        job, ids_wanted = source.job, self._request.return_token_ids
+        text = (job.prompt or "") + output.text if first and self._request.echo else output.text
+        return CompletionChoice(
+            index=job.index,
+            text=text,
+            finish_reason=output.finish_reason,  # type: ignore[arg-type]
+            stop_reason=stop_reason(source, output),
+            token_ids=output.token_ids if ids_wanted else UNSET,
+            prompt_token_ids=job.token_ids if ids_wanted and first else UNSET,
+        )
+
+
+async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
+    """Sends every choice's outputs as they come."""
+    await exchange.start_events()
+
+    async def one(source: Source) -> None:
+        first = True
+        async for output in source.outputs():
+            if first or output.text or output.token_ids or output.finish_reason is not None:
+                await exchange.event(answer.chunk(source, output, first))
+            first = False
+
+    await together([one(source) for source in sources])
+    if (chunk := answer.last_chunk()) is not None:
+        await exchange.event(chunk)
+    await exchange.event(DONE)

@@ -1,0 +1,96 @@
+"""The OpenAPI document: written from the table of routes and the types of their bodies.
+
+Served at /openapi.json. Called by `app.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+import jaxserve
+from jaxserve.server.http.responses import Error
+from jaxserve.server.http.routes import Endpoint
+
+STATUS_TEXTS = {
+    200: "OK",
+    400: "A field is wrong; param names it",
+    401: "The API key is missing or wrong",
+    404: "The model is not served here",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not said to be JSON",
+    429: "Too many requests; Retry-After says when to come back",
+    500: "A mistake of the server",
+    503: "Starting, draining or failed",
+    504: "The request ran for too long",
+}
+
+
+def document(endpoints: Sequence[Endpoint], *, keys: bool) -> bytes:
+    """The document as JSON.
+
+    Args:
+      endpoints: the routes.
+      keys: whether clients have to show an API key.
+    """
+    types: set[type[msgspec.Struct]] = {Error}
+    for endpoint in endpoints:
+        types |= {
+            kind
+            for kind in (endpoint.takes, endpoint.gives, endpoint.streams)
+            if kind is not None and not isinstance(kind, str)
+        }
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, keys)
+    whole: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": jaxserve.__version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    if keys:
+        whole["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return msgspec.json.encode(whole)
+
+
+def _operation(endpoint: Endpoint, keys: bool) -> dict[str, Any]:
+    gives = endpoint.gives
+    if isinstance(gives, str):
+        content: dict[str, Any] = {gives: {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": _reference(gives)}}
+    if endpoint.streams is not None:
+        events = f"Events whose data is a {endpoint.streams.__name__}, an Error, or [DONE] at last"
+        content["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+    responses = {"200": {"description": STATUS_TEXTS[200], "content": content}}
+    secured = keys and not endpoint.public
+    for status in sorted({*endpoint.statuses, 500, *([401] if secured else [])}):
+        responses[str(status)] = {
+            "description": STATUS_TEXTS[status],
+            "content": {"application/json": {"schema": _reference(Error)}},
+        }
+    operation: dict[str, Any] = {
+        "operationId": endpoint.handler.__name__,
+        "summary": endpoint.summary,
+        "responses": responses,
+    }
+    if "{model}" in endpoint.path:
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if endpoint.takes is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _reference(endpoint.takes)}},
+        }
+    if secured:
+        operation["security"] = [{"key": []}]
+    return operation
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

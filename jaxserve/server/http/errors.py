@@ -1,0 +1,137 @@
+"""Errors of jaxserve as HTTP statuses with a body in OpenAI's form.
+
+The sister of `status.py`, which does the same for gRPC. What is not in the table is a mistake of
+the server: the client gets 500 and the request id, the log gets the rest. Called by `app.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import (
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from jaxserve.server.http.responses import Error, ErrorDetail
+
+UNAVAILABLE_RETRY_SECONDS = 5
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""Status → OpenAI's word for the kind of error."""
+
+
+class HttpError(Exception):
+    """A status that is the answer to a request, and no failure of the server.
+
+    Args:
+      status: 400 to 599.
+      message: for the client's eyes.
+      param: the field at fault.
+      code: for programs.
+      headers: beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The answer's body."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return msgspec.json.encode(Error(error=detail))
+
+
+def http_error(error: Exception) -> HttpError | None:
+    """The status of an error that is expected to reach clients; None for any other."""
+    match error:
+        case HttpError():
+            return error
+        case InvalidRequestError(field=field):
+            return HttpError(400, str(error), param=field, code="invalid_value")
+        case OverloadedError(retry_after_s=seconds):
+            headers = {"Retry-After": str(max(1, math.ceil(seconds)))}
+            return HttpError(429, str(error), code="overloaded", headers=headers)
+        case DrainingError() | EngineFailedError():
+            headers = {"Retry-After": str(UNAVAILABLE_RETRY_SECONDS)}
+            return HttpError(503, str(error), code="unavailable", headers=headers)
+        case _:
+            return None
+
+
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
+MAX_SHOWN = 60
+"""Characters of a wrong value that are shown."""
+
+
+def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
+    """What msgspec has against a body, as the field, the value and the range.
+
+    Args:
+      error: msgspec's, or RecursionError.
+      body: what was decoded.
+    """
+    if isinstance(error, RecursionError):
+        return InvalidRequestError("body", "is nested too deeply")
+    message = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidRequestError("body", f"is no JSON: {message}")
+    path = ""
+    if place := _PLACE.search(message):
+        message, path = message[: place.start()], place["path"]
+    field = path.removeprefix(".").replace("[...]", "")  # msgspec's word for any key
+    if unknown := _UNKNOWN.match(message):
+        name = unknown["name"][:MAX_SHOWN]
+        return InvalidRequestError(f"{field}.{name}" if field else name, "is not known here")
+    if missing := _MISSING.match(message):
+        name = missing["name"]
+        return InvalidRequestError(f"{field}.{name}" if field else name, "is missing")
+    known = field and ", got " not in message and "[...]" not in path
+    shown = _value_at(body, path) if known else ""
+    return InvalidRequestError(field or "body", message[0].lower() + message[1:] + shown)
+
+
+def _value_at(body: bytes, path: str) -> str:
+    """`, got 7` for the value at msgspec's path; empty where the path leads nowhere."""
+    value: Any = msgspec.json.decode(body)
+    for step in _STEP.finditer(path):
+        try:
+            value = value[step["name"] if step["name"] is not None else int(step["index"])]
+        except (LookupError, TypeError):
+            return ""
+    if isinstance(value, dict | list):
+        return ""
+    text = msgspec.json.encode(value).decode()
+    return f", got {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '…'}"

@@ -1,0 +1,203 @@
+"""One HTTP request and its answer: what handlers read from and write to.
+
+It bounds what a client can do to the server by being large, slow or gone: bodies have a size and a
+time in which they must come, an answer that the client does not read ends its connection, and a
+handler whose client has left is told so. Made by `app.py` for every request.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation import checked_request_id, new_request_id
+from jaxserve.server.http.errors import HttpError, decoding_error
+
+MAX_BODY_BYTES = 4 * 2**20
+BODY_SECONDS = 30.0
+"""How long a body may take to arrive."""
+STALL_SECONDS = 30.0
+"""How long a client may leave an answer unread that is ready to be sent."""
+
+JSON = "application/json"
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or stopped reading; nothing can be said to it."""
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+      scope: ASGI's.
+      headers: of the request.
+      request_id: the client's X-Request-Id, or made up; sent back and logged.
+      tenant: whose API key it came with.
+      status: of the answer, once it has begun; else 0.
+      log: what the access log says beside.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self.scope = scope
+        self.headers = Headers(scope=scope)
+        self.request_id = _request_id(self.headers.get("x-request-id"))
+        self.tenant = ""
+        self.status = 0
+        self.log: dict[str, Any] = {}
+        self.arrival = time.monotonic()
+        self._receive = receive
+        self._send = send
+        self._gone = False
+
+    async def read(self, kind: type[Body]) -> Body:
+        """The JSON body as a struct.
+
+        Raises:
+          HttpError: it is too large (413), too slow (408), or not said to be JSON (415).
+          InvalidRequestError: it is no JSON, or does not fit; names the field.
+          ClientGone: the client left before it was complete.
+        """
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+            raise HttpError(415, f"content-type: expected {JSON}", code="unsupported_media_type")
+        body = await self._body()
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise decoding_error(error, body) from None
+
+    def rename(self, request_id: str | None) -> None:
+        """Takes the id that the body asks for, if it does.
+
+        Raises:
+          InvalidRequestError: it cannot be one.
+        """
+        if request_id is not None:
+            self.request_id = checked_request_id(request_id)
+
+    async def reply(
+        self,
+        answer: msgspec.Struct | bytes,
+        *,
+        status: int = 200,
+        media_type: str = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """The whole answer at once."""
+        body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
+        await self._start(status, media_type, {"Content-Length": str(len(body)), **(headers or {})})
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def start_events(self) -> None:
+        """Begins an answer of server-sent events."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        await self._start(200, "text/event-stream", headers)
+
+    async def event(self, data: bytes) -> None:
+        """Sends an event; `data` has no line ends."""
+        body = b"data: " + data + b"\n\n"
+        await self._write({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_events(self) -> None:
+        """Ends the answer."""
+        await self._write({"type": "http.response.body"})
+
+    @contextlib.asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Ends what happens inside as soon as the client leaves.
+
+        The body must have been read before, and the answer must end after.
+
+        Raises:
+          ClientGone: it left.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._watch(task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._gone and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
+        finally:
+            watcher.cancel()
+
+    def hang_up(self) -> None:
+        """Ends the connection at once, whatever waits to be sent."""
+        connection = self.scope.get("state", {}).get("connection")
+        if connection is not None:
+            connection.transport.abort()
+
+    async def _watch(self, task: "asyncio.Task[object]") -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        task.cancel()
+
+    async def _body(self) -> bytes:
+        declared = self.headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared) > MAX_BODY_BYTES:
+            raise _too_large()
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive within {BODY_SECONDS:g} s", headers=_CLOSE
+            ) from None
+
+    async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
+        self.status = status
+        everything = {
+            "Content-Type": media_type,
+            "X-Request-Id": self.request_id,
+            "X-Content-Type-Options": "nosniff",
+            **headers,
+        }
+        pairs = [(k.lower().encode(), v.encode()) for k, v in everything.items()]
+        await self._write({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _write(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send(message)
+        except TimeoutError:
+            self.hang_up()
+            raise ClientGone from None
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _too_large() -> HttpError:
+    return HttpError(
+        413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large", headers=_CLOSE
+    )
+
+
+def _request_id(given: str | None) -> str:
+    """The client's, if it is one that can be logged and sent back."""
+    if given is None:
+        return new_request_id()
+    try:
+        return checked_request_id(given)
+    except InvalidRequestError:
+        return new_request_id()

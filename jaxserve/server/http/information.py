@@ -1,0 +1,54 @@
+"""GET: what is served, and how the server is."""
+
+import time
+
+import jaxserve
+from jaxserve.server.http.errors import HttpError
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.responses import Model, ModelList, Status, Version
+from jaxserve.server.http.service import Service
+
+STUCK_SECONDS = 60.0
+"""A step loop that has not moved for so long is not alive: steps have shorter deadlines."""
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    """Whether the process lives: it starts, or its step loop moved lately, however busy it is."""
+    generator = service.generator
+    status = "starting" if generator is None else generator.engine.status
+    stuck = 0.0
+    if generator is not None and status in ("ready", "draining"):
+        stuck = time.monotonic() - generator.engine.last_turn
+    if status in ("failed", "closed") or stuck > STUCK_SECONDS:
+        why = f"the step loop has not moved for {stuck:.0f} s" if stuck > STUCK_SECONDS else status
+        raise HttpError(503, f"not alive: {why}", code="not_alive")
+    await exchange.reply(Status(status=status))
+
+
+async def ready(service: Service, exchange: Exchange) -> None:
+    """Whether requests are taken: the model is loaded and warm, and the server does not drain."""
+    engine = service.ready().engine
+    if engine.status != "ready":
+        raise HttpError(503, f"not ready: {engine.status}", code="not_ready")
+    await exchange.reply(Status(status="ready"))
+
+
+async def version(service: Service, exchange: Exchange) -> None:
+    """Of jaxserve."""
+    await exchange.reply(Version(version=jaxserve.__version__))
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    """The one that is served."""
+    await exchange.reply(ModelList(data=[_model(service)]))
+
+
+async def model(service: Service, exchange: Exchange) -> None:
+    """It by name."""
+    service.model(exchange.scope["path_params"]["model"])
+    await exchange.reply(_model(service))
+
+
+def _model(service: Service) -> Model:
+    info = service.ready().engine.model_info()
+    return Model(id=str(info["model"]), created=service.created, max_model_len=info["max_length"])

@@ -1,0 +1,203 @@
+"""What clients may send: the bodies of OpenAI's API, with the fields that vLLM's clients add.
+
+These types are the check (msgspec refuses what does not fit, with its place) and the documentation
+(`document.py` writes the OpenAPI document from them). A key that is not here is an error, so that
+no wish of a client is ignored in silence; keys that change nothing in the answer are here and
+say so. Called by the handlers in `completions.py`, `chat.py` and `tokens.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.engine.request import (
+    MAX_INT32,
+    MAX_STOP_STRING_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_UINT32,
+)
+
+MAX_CHOICES = 128
+"""Choices of one request: `n` times its prompts."""
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+
+Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARACTERS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+JsonObject = dict[str, Any]
+
+
+class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body, or a part of one; unknown keys are errors."""
+
+
+class StreamOptions(_Strict, kw_only=True):
+    """How to stream."""
+
+    include_usage: bool = False
+    """A last chunk without choices says what the request took."""
+    continuous_usage_stats: bool = False
+    """Every chunk says what the request took so far."""
+    include_obfuscation: bool = False
+    """Taken and without effect: chunks are not padded."""
+
+
+class JsonSchema(_Strict, kw_only=True):
+    """A JSON schema by name."""
+
+    name: str = "schema"
+    description: str | None = None
+    schema: JsonObject = {}
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict, kw_only=True):
+    """The form that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Strict, kw_only=True):
+    """The form that the answer must have, in vLLM's words; exactly one is set."""
+
+    json: JsonObject | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+
+
+class GenerationFields(_Strict, kw_only=True):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    """The served model's name; None means it."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_UINT32)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[int, Meta(ge=0, le=MAX_INT32)],
+                Annotated[float, Meta(ge=-100, le=100)],
+            ],
+            Meta(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    """Special tokens have no text here, so False is refused."""
+    prompt_logprobs: TopLogprobs | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT32)] | None = None
+    """Lower is earlier."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Prefixes are shared only with requests of the same salt."""
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """Part of the answer's id; X-Request-Id does the same."""
+
+    user: str | None = None
+    """Taken and without effect, as the next ones."""
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of either."""
+    echo: bool | None = None
+    """The text of a choice begins with its prompt."""
+    logprobs: TopLogprobs | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    """Only as many as `n`."""
+    suffix: str | None = None
+    """Refused: no model here fills in the middle."""
+
+
+class FunctionChoice(_Strict, kw_only=True):
+    """A function by name."""
+
+    name: str
+
+
+class NamedToolChoice(_Strict, kw_only=True):
+    """The one tool to call."""
+
+    function: FunctionChoice
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    """Each with `role` and `content`, and what the model's template reads beside."""
+    max_completion_tokens: Count | None = None
+    """The new name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """Taken; the model decides."""
+    reasoning_effort: str | None = None
+    """A switch of templates that read it."""
+    chat_template_kwargs: JsonObject | None = None
+    """Switches of the template, such as enable_thinking."""
+    add_generation_prompt: bool | None = None
+    """False goes on with the last message instead of answering it."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning_content out."""
+
+
+class TokenizeRequest(_Strict, kw_only=True):
+    """POST /tokenize: a prompt, or a conversation; exactly one is set."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    """Whether a prompt starts with the model's begin token."""
+    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_generation_prompt: bool = True
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Strict, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

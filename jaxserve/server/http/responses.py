@@ -1,0 +1,224 @@
+"""What the server answers: the objects of OpenAI's API, as they are sent.
+
+Written by the handlers, documented by `document.py`. Fields that clients expect to be null are
+null; fields that are extensions are left out where there is nothing to say.
+"""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Log probabilities in the form of completions: a list entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One completion, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the token id that ended it."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """A token that might have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct, kw_only=True):
+    """A token and its rivals."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Log probabilities in the form of chats."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """What to call; in a stream, what is new of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the model asks for; in a stream it has an index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The model's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chat(msgspec.Struct, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """A chunk of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxserve"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All of them: one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct, kw_only=True):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The answer of /health and /ready."""
+
+    status: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """The answer of /version."""
+
+    version: str
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong: for people, for programs, and which field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Error(msgspec.Struct, kw_only=True):
+    """The answer of everything that failed, and the last event of a stream that did."""
+
+    error: ErrorDetail

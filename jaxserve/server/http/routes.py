@@ -1,0 +1,127 @@
+"""The table of routes: which path is whose, what goes in and what comes out.
+
+`app.py` serves by it, and `document.py` writes the OpenAPI document from it, so that neither can
+say something else than the other.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+
+from jaxserve.server.http import information, requests, responses, tokens
+from jaxserve.server.http.chat import chat_completions
+from jaxserve.server.http.completions import completions
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.service import Service
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+TEXT = "text/plain"
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One route."""
+
+    path: str
+    handler: Handler
+    method: Literal["GET", "POST"] = "GET"
+    summary: str
+    takes: type[msgspec.Struct] | None = None
+    gives: type[msgspec.Struct] | str
+    """A JSON body, or the media type of another one."""
+    streams: type[msgspec.Struct] | None = None
+    """What the events have, where `stream` is true."""
+    statuses: tuple[int, ...] = ()
+    """Of errors, beside those of every route."""
+    public: bool = False
+    """Whether no key is asked for."""
+    counted: bool = True
+    """Whether it is refused when too many requests are active, and its end waited for."""
+
+
+GENERATION = (400, 404, 408, 413, 415, 429, 503, 504)
+INFORMATION = (503,)
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        method="POST",
+        handler=chat_completions,
+        summary="Answer a conversation",
+        takes=requests.ChatRequest,
+        gives=responses.Chat,
+        streams=responses.ChatChunk,
+        statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/v1/completions",
+        method="POST",
+        handler=completions,
+        summary="Complete prompts",
+        takes=requests.CompletionRequest,
+        gives=responses.Completion,
+        streams=responses.Completion,
+        statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/v1/models",
+        handler=information.models,
+        summary="The models that are served",
+        gives=responses.ModelList,
+        statuses=INFORMATION,
+        counted=False,
+    ),
+    Endpoint(
+        path="/v1/models/{model}",
+        handler=information.model,
+        summary="A model that is served",
+        gives=responses.Model,
+        statuses=(404, *INFORMATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/tokenize",
+        method="POST",
+        handler=tokens.tokenize,
+        summary="Text or a conversation to token ids",
+        takes=requests.TokenizeRequest,
+        gives=responses.Tokens,
+        statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/detokenize",
+        method="POST",
+        handler=tokens.detokenize,
+        summary="Token ids to text",
+        takes=requests.DetokenizeRequest,
+        gives=responses.Text,
+        statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/health",
+        handler=information.health,
+        summary="Whether the process lives",
+        gives=responses.Status,
+        statuses=INFORMATION,
+        public=True,
+        counted=False,
+    ),
+    Endpoint(
+        path="/ready",
+        handler=information.ready,
+        summary="Whether requests are taken",
+        gives=responses.Status,
+        statuses=INFORMATION,
+        public=True,
+        counted=False,
+    ),
+    Endpoint(
+        path="/version",
+        handler=information.version,
+        summary="The version of jaxserve",
+        gives=responses.Version,
+        counted=False,
+    ),
+)
+"""Of the public port; `/metrics` and `/openapi.json` come with what they show."""

@@ -1,0 +1,61 @@
+"""What every RPC passes before its method: the API key.
+
+Called by `grpc.py` where the deployment has keys. The HTTP face does the same in `http/app.py`.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from jaxserve.server.access import Access
+
+OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
+"""Services that need no key: probes have none."""
+
+tenant: ContextVar[str] = ContextVar("tenant", default="")
+"""Whose key the RPC at hand came with."""
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Ends every RPC without a key as UNAUTHENTICATED, health excepted.
+
+    Args:
+      access: has keys.
+    """
+
+    def __init__(self, access: Access):
+        self._access = access
+        self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._streaming_refusal: Any = grpc.stream_stream_rpc_method_handler(_refuse_stream)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Lets the RPC through, or hands back one that refuses."""
+        service = handler_call_details.method.strip("/").partition("/")[0]
+        if service in OPEN_SERVICES:
+            return await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        found = self._access.tenant(str(metadata.get("authorization", "")))
+        handler = await continuation(handler_call_details)
+        if found is not None:
+            tenant.set(found)
+            return handler
+        if handler is not None and handler.response_streaming:
+            return self._streaming_refusal
+        return self._refusal
+
+
+async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, "authorization: the API key is missing or wrong"
+    )
+
+
+async def _refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    await _refuse(request, context)
+    yield

@@ -1,0 +1,83 @@
+"""A running HTTP server with a fake engine behind it, and clients for it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from jaxserve.server.chat import ChatTemplate
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.tokenizer import Tokenizer
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import LETTERS, ids_of
+
+SECONDS = 20
+"""No client of these tests waits longer."""
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+    "{# <tool_call> #}"
+)
+
+
+class HttpRig:
+    """A server with everything around it, opened."""
+
+    def __init__(
+        self,
+        script: str = "one two three",
+        tokenizer: Tokenizer = LETTERS,
+        template: str | None = TEMPLATE,
+        **server: Any,
+    ):
+        self.engine = FakeEngine(ids_of(script))
+        self.generator = TextGenerator(self.engine, tokenizer)
+        self.server = HttpServer(port=0, **server)
+        self.address = self.server.start()
+        self.template = None if template is None else ChatTemplate({"default": template})
+        self.server.open(self.generator, self.template)
+        self.url = f"http://{self.address}"
+        self.client = httpx.Client(base_url=self.url, timeout=SECONDS)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop(0)
+        self.generator.close()
+        self.engine.close()
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "hi", **fields})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})
+
+    def refused(self, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+        """The error of a request that is wrong."""
+        if path == "/v1/completions":
+            fields = {"prompt": "hi", **fields}
+        response = self.client.post(path, json=fields)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        return error
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream, the last one, [DONE], left out."""
+    assert response.headers["content-type"] == "text/event-stream"
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def until_first_event(response: httpx.Response) -> Iterator[str]:
+    """The lines of a stream that is open, the first one taken."""
+    lines = response.iter_lines()
+    assert next(lines).startswith("data: ")
+    return lines

@@ -1,0 +1,272 @@
+"""POST /v1/completions, as bodies and events on the wire."""
+
+import httpx
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from tests.jaxserve.server.http.rig import HttpRig, events
+from tests.jaxserve.server.letters import ids_of
+
+
+def test_a_completion(rig: HttpRig) -> None:
+    response = rig.complete(request_id="a")
+    body = response.json()
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "id": "cmpl-a",
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [
+            {
+                "index": 0,
+                "text": "one two three",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 13,
+            "total_tokens": 16,
+            "prompt_tokens_details": None,
+        },
+    }
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"] == "a"
+
+
+def test_max_tokens_is_sixteen_where_nothing_is_said(rig: HttpRig) -> None:
+    rig.complete()
+    assert rig.engine.params == [SamplingParams(max_tokens=16)]
+
+
+def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
+    rig.complete(
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.25,
+        seed=0,
+        stop=["x", "y"],
+        stop_token_ids=[9],
+        ignore_eos=True,
+        min_tokens=2,
+    )
+    assert rig.engine.params == [
+        SamplingParams(
+            max_tokens=7,
+            temperature=0,
+            top_p=0.5,
+            top_k=0,
+            min_p=0.25,
+            seed=0,
+            stop=("x", "y"),
+            stop_token_ids=(9,),
+            ignore_eos=True,
+            min_tokens=2,
+        )
+    ]
+
+
+def test_what_changes_nothing_is_taken(rig: HttpRig) -> None:
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "logprobs": None,
+        "best_of": 1,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "suffix": None,
+        "priority": 0,
+        "model": "fake",
+    }
+    assert rig.complete(**neutral).status_code == 200
+
+
+def test_a_stop_string(rig: HttpRig) -> None:
+    choice = rig.complete(stop="two").json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        "one ",
+        "stop",
+        "two",
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 13])
+def test_a_stop_string_across_chunk_borders(rig: HttpRig, chunk: int) -> None:
+    rig.engine.chunk = chunk
+    rig.engine.pace = 0.04  # each chunk is an event of its own
+    chunks = events(rig.complete(stop=["wo th"], stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one t"
+
+
+def test_several_prompts_and_choices(rig: HttpRig) -> None:
+    body = rig.complete(prompt=["a", "bc"], n=2, seed=7, echo=True).json()
+    texts = [(choice["index"], choice["text"]) for choice in body["choices"]]
+    assert texts == [
+        (0, "aone two three"),
+        (1, "aone two three"),
+        (2, "bcone two three"),
+        (3, "bcone two three"),
+    ]
+    assert [params.seed for params in rig.engine.params] == [7, 8, 7, 8]
+    # a prompt counts once, with bos; every choice counts
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2 + 3, 4 * 13)
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6]]])
+def test_token_ids(rig: HttpRig, prompt: list) -> None:
+    choice = rig.complete(prompt=prompt, return_token_ids=True, max_tokens=2).json()["choices"][0]
+    assert rig.engine.prompts == [[5, 6]]
+    assert choice["prompt_token_ids"] == [5, 6]
+    assert choice["token_ids"] == ids_of("on")
+    assert choice["finish_reason"] == "length"
+
+
+def test_echo_of_token_ids_is_their_text(rig: HttpRig) -> None:
+    choice = rig.complete(prompt=ids_of("abc"), echo=True, max_tokens=3).json()["choices"][0]
+    assert choice["text"] == "abcone"
+
+
+def test_a_stream(rig: HttpRig) -> None:
+    chunks = events(rig.complete(stream=True))
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two three"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_usage_of_a_stream(rig: HttpRig) -> None:
+    *chunks, last = events(rig.complete(stream=True, stream_options={"include_usage": True}))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 13)
+
+
+def test_usage_as_it_grows(rig: HttpRig) -> None:
+    rig.engine.pace = 0.04
+    chunks = events(
+        rig.complete(stream=True, max_tokens=4, stream_options={"continuous_usage_stats": True})
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+def test_a_stream_of_several_choices(rig: HttpRig) -> None:
+    chunks = events(rig.complete(stream=True, n=3, echo=True))
+    texts = ["", "", ""]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["hione two three"] * 3
+
+
+def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
+    rig.engine.script = []
+    (chunk,) = events(rig.complete(stream=True))
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": ""}, "prompt", "is empty"),
+        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": [[]]}, "prompt", "is empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "is empty"),
+        ({"prompt": [3, "a"]}, "prompt", "mixes texts, token ids and lists"),
+        ({"prompt": [3, 300]}, "prompt[1]", "token id 300 is not in [0, 299]"),
+        ({"prompt": [-1]}, "prompt[0]", "token id -1 is not in [0, 299]"),
+        ({"prompt": "x" * 99}, "prompt", "100 tokens leave no room for an output"),
+        ({"prompt": None}, "prompt", "expected `str | array`, got `null`"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n", "65 prompts and n = 2: at most 128 choices"),
+        ({"max_tokens": 0}, "max_tokens", "expected `int` >= 1, got 0"),
+        ({"max_tokens": "7"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"max_tokens": 10**30}, "max_tokens", "got 1"),
+        ({"min_tokens": 17}, "min_tokens", "17 is not in [0, 16] (max_tokens)"),
+        ({"temperature": -1}, "temperature", "expected `float` >= 0.0, got -1"),
+        ({"temperature": 2.5}, "temperature", "expected `float` <= 2.0, got 2.5"),
+        ({"top_p": 0}, "top_p", "expected `float` > 0.0, got 0"),
+        ({"min_p": 2}, "min_p", "expected `float` <= 1.0, got 2"),
+        ({"top_k": -2}, "top_k", "expected `int` >= -1, got -2"),
+        ({"seed": 2**32}, "seed", "expected `int` <= 4294967295, got 4294967296"),
+        ({"n": 129}, "n", "expected `int` <= 128, got 129"),
+        ({"n": 0}, "n", "expected `int` >= 1, got 0"),
+        ({"best_of": 2}, "best_of", "2 is not n = 1"),
+        ({"logprobs": 21}, "logprobs", "expected `int` <= 20, got 21"),
+        ({"stop": ""}, "stop", "expected `str` of length >= 1, got \"\""),
+        ({"stop": ["x"] * 17}, "stop", "expected `array` of length <= 16"),
+        ({"stop": ["x" * 257]}, "stop[0]", "expected `str` of length <= 256"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "expected `int` >= 0, got -1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "expected `float` <= 100.0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "expected `int`, got `str`"),
+        ({"presence_penalty": 3}, "presence_penalty", "expected `float` <= 2.0, got 3"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "expected `float` > 0.0, got 0"),
+        ({"suffix": "x"}, "suffix", "is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "only true"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "expected `str` of length <= 256"),
+        ({"request_id": "é"}, "request_id", "must be 1 to 128 printable ASCII"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "is not known here"),
+        ({"best": 1}, "best", "is not known here"),
+    ],
+)
+def test_a_bad_field_is_named(
+    rig: HttpRig, fields: dict[str, object], param: str, message: str
+) -> None:
+    error = rig.refused(**fields)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert message in error["message"]
+    assert error["code"] == "invalid_value"
+    assert rig.engine.prompts == []
+
+
+def test_a_missing_prompt(rig: HttpRig) -> None:
+    response = rig.client.post("/v1/completions", json={})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "prompt: is missing"
+
+
+def test_another_model(rig: HttpRig) -> None:
+    response = rig.complete(model="gpt-4")
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert error["message"] == "model: 'gpt-4' is not served here; 'fake' is"
+
+
+def test_an_error_in_a_stream_is_its_last_event(rig: HttpRig) -> None:
+    rig.engine.allowed = 3
+    with rig.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as call:
+        lines = call.iter_lines()
+        assert "choices" in next(lines)
+        rig.engine.fail("process 1 (ffn) is gone")
+        rest = [line for line in lines if line]
+    assert '"message":"process 1 (ffn) is gone"' in rest[-1]
+    assert "[DONE]" not in "".join(rest)
+
+
+def test_choices_that_cannot_all_be_had_are_all_given_up(rig: HttpRig) -> None:
+    rig.engine.allowed = 1
+    submit, seen = rig.engine.submit, []
+
+    def limited(*arguments, **options):  # type: ignore[no-untyped-def]
+        seen.append(options["request_id"])
+        if len(seen) == 3:
+            raise KeyError("a secret path")
+        return submit(*arguments, **options)
+
+    rig.engine.submit = limited  # type: ignore[method-assign]
+    response: httpx.Response = rig.complete(n=4)
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] in response.json()["error"]["message"]
+    assert rig.engine.wait_until_idle()
+    assert len(set(seen)) == 3
