@@ -1,4 +1,4 @@
-"""A fresh server for each test."""
+"""A fresh server for each test, and one for those that only ask."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,14 @@ from tests.jaxserve.server.http.rig import HttpRig
 
 @pytest.fixture
 def rig() -> Iterator[HttpRig]:
+    rig = HttpRig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[HttpRig]:
+    """One for tests that leave nothing behind."""
     rig = HttpRig()
     yield rig
     rig.close()

@@ -201,7 +201,7 @@ def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
         ({"n": 0}, "n", "expected `int` >= 1, got 0"),
         ({"best_of": 2}, "best_of", "2 is not n = 1"),
         ({"logprobs": 21}, "logprobs", "expected `int` <= 20, got 21"),
-        ({"stop": ""}, "stop", "expected `str` of length >= 1, got \"\""),
+        ({"stop": ""}, "stop", 'expected `str` of length >= 1, got ""'),
         ({"stop": ["x"] * 17}, "stop", "expected `array` of length <= 16"),
         ({"stop": ["x" * 257]}, "stop[0]", "expected `str` of length <= 256"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "expected `int` >= 0, got -1"),
@@ -218,14 +218,14 @@ def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
     ],
 )
 def test_a_bad_field_is_named(
-    rig: HttpRig, fields: dict[str, object], param: str, message: str
+    shared: HttpRig, fields: dict[str, object], param: str, message: str
 ) -> None:
-    error = rig.refused(**fields)
+    error = shared.refused(**fields)
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: ")
     assert message in error["message"]
     assert error["code"] == "invalid_value"
-    assert rig.engine.prompts == []
+    assert shared.engine.prompts == []
 
 
 def test_a_missing_prompt(rig: HttpRig) -> None:

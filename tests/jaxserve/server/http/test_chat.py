@@ -1,0 +1,176 @@
+"""POST /v1/chat/completions, as bodies and events on the wire."""
+
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from tests.jaxserve.server.conversations import TOOLS
+from tests.jaxserve.server.http.rig import HttpRig, events
+from tests.jaxserve.server.letters import LETTERS, ids_of
+
+CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+
+
+def deltas(chunks: list[dict], key: str) -> str:
+    return "".join(chunk["choices"][0]["delta"].get(key, "") for chunk in chunks)
+
+
+def test_an_answer(rig: HttpRig) -> None:
+    body = rig.chat(request_id="a").json()
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "id": "chatcmpl-a",
+        "object": "chat.completion",
+        "model": "fake",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "one two three", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 19,
+            "completion_tokens": 13,
+            "total_tokens": 32,
+            "prompt_tokens_details": None,
+        },
+    }
+    assert rig.engine.prompts == [ids_of("[user]hi[assistant]")]
+
+
+def test_the_answer_may_fill_the_room_there_is(rig: HttpRig) -> None:
+    rig.chat()
+    rig.chat(max_completion_tokens=5)
+    rig.chat(max_tokens=6)
+    assert rig.engine.params == [SamplingParams(max_tokens=n) for n in (100 - 19, 5, 6)]
+
+
+def test_a_stream(rig: HttpRig) -> None:
+    chunks = events(rig.chat(stream=True, stream_options={"include_usage": True}))
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    *chunks, usage = chunks
+    assert deltas(chunks, "content") == "one two three"
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
+        "stop"
+    ]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 13
+
+
+def test_a_stream_of_several_answers(rig: HttpRig) -> None:
+    chunks = events(rig.chat(stream=True, n=3))
+    texts = ["", "", ""]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["one two three"] * 3
+
+
+def test_token_ids(rig: HttpRig) -> None:
+    body = rig.chat(return_token_ids=True, max_tokens=3).json()
+    assert body["prompt_token_ids"] == ids_of("[user]hi[assistant]")
+    assert body["choices"][0]["token_ids"] == ids_of("one")
+    chunks = events(rig.chat(return_token_ids=True, max_tokens=3, stream=True))
+    found = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+    assert found == ids_of("one")
+    assert chunks[0]["prompt_token_ids"] == ids_of("[user]hi[assistant]")
+
+
+class TestTools:
+    def test_an_answer(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of(CALL)
+        rig.engine.max_length = rig.generator._max_length = 2000
+        choice = rig.chat(tools=TOOLS).json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["id"].startswith("call_")
+        assert (call["type"], call["function"]) == (
+            "function",
+            {"name": "weather", "arguments": '{"city": "x"}'},
+        )
+        assert choice["message"]["content"] == "Let me see.\n"
+        assert choice["finish_reason"] == "tool_calls"
+        assert "index" not in call
+        assert '"weather"' in LETTERS.decode(rig.engine.prompts[0])
+
+    def test_a_stream(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of(CALL + "\n" + CALL)
+        rig.engine.max_length = rig.generator._max_length = 2000
+        chunks = events(rig.chat(tools=TOOLS, tool_choice="auto", stream=True))
+        calls = [
+            call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
+        ]
+        assert [call["index"] for call in calls] == [0, 1]
+        assert calls[0]["id"] != calls[1]["id"]
+        assert "tool_call>" not in deltas(chunks, "content")
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    def test_none_means_that_the_model_sees_none(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of(CALL)
+        choice = rig.chat(tools=TOOLS, tool_choice="none").json()["choices"][0]
+        assert choice["message"]["content"].startswith("Let me see.")
+        assert "tool_calls" not in choice["message"]
+        assert "weather" not in LETTERS.decode(rig.engine.prompts[0])
+
+
+class TestReasoning:
+    def test_in_the_answer(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of("<think>\nHm.\n</think>\n\nYes.")
+        message = rig.chat().json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+    def test_begun_in_the_prompt(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of("Hm.\n</think>\n\nYes.")
+        chunks = events(rig.chat(chat_template_kwargs={"enable_thinking": True}, stream=True))
+        assert deltas(chunks, "reasoning_content") == "Hm."
+        assert deltas(chunks, "content") == "Yes."
+
+    def test_left_out(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of("<think>\nHm.\n</think>\n\nYes.")
+        message = rig.chat(include_reasoning=False).json()["choices"][0]["message"]
+        assert "reasoning_content" not in message
+        chunks = events(rig.chat(include_reasoning=False, stream=True))
+        assert deltas(chunks, "reasoning_content") == ""
+        assert deltas(chunks, "content") == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "expected `array` of length >= 1"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": ["x"]}, "messages[0]", "expected `object`, got `str`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "'image_url' is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "no room"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "set one"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs = true"),
+        ({"tool_choice": "auto!"}, "tool_choice", "invalid enum value"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no switch"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token", "no swi"),
+        ({"function_call": "x"}, "function_call", "is not known here"),
+    ],
+)
+def test_a_bad_field_is_named(
+    shared: HttpRig, fields: dict[str, object], param: str, message: str
+) -> None:
+    whole = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    error = shared.refused("/v1/chat/completions", **whole)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert shared.engine.prompts == []
+
+
+def test_a_model_without_a_template() -> None:
+    rig = HttpRig(template=None)
+    messages = [{"role": "user", "content": "hi"}]
+    error = rig.refused("/v1/chat/completions", messages=messages)
+    assert "fake has no chat template" in error["message"]
+    rig.close()

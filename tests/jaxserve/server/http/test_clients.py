@@ -1,0 +1,138 @@
+"""The openai Python SDK against the server, as its users call it."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+
+from jaxserve.errors import OverloadedError
+from tests.jaxserve.server.conversations import TOOLS
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.server.letters import ids_of
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+
+
+@pytest.fixture
+def sdk(rig: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{rig.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
+    ) as client:
+        yield client
+
+
+def test_completions(sdk: openai.OpenAI) -> None:
+    completion = sdk.completions.create(model="fake", prompt="hi", max_tokens=7, temperature=0)
+    assert completion.choices[0].text == "one two"
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == 10
+
+
+def test_streamed_completions(sdk: openai.OpenAI) -> None:
+    stream = sdk.completions.create(
+        model="fake", prompt="hi", stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "one two three"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 13
+
+
+def test_chats(sdk: openai.OpenAI) -> None:
+    chat = sdk.chat.completions.create(model="fake", messages=MESSAGES, n=2, stop=["three"])
+    assert [choice.message.content for choice in chat.choices] == ["one two "] * 2
+    assert chat.choices[0].message.role == "assistant"
+
+
+def test_streamed_chats(sdk: openai.OpenAI) -> None:
+    with sdk.chat.completions.stream(model="fake", messages=MESSAGES) as stream:
+        for _ in stream:
+            pass
+        chat = stream.get_final_completion()
+    assert chat.choices[0].message.content == "one two three"
+    assert chat.choices[0].finish_reason == "stop"
+
+
+def test_what_an_answer_was_goes_back_as_it_came(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    message = sdk.chat.completions.create(model="fake", messages=MESSAGES).choices[0].message
+    sdk.chat.completions.create(model="fake", messages=[*MESSAGES, message, *MESSAGES])
+    assert rig.engine.prompts[1] == ids_of("[user]hi[assistant]one two three[user]hi[assistant]")
+
+
+def test_tools(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    rig.engine.script = ids_of(CALL)
+    rig.engine.max_length = rig.generator._max_length = 2000
+    chat = sdk.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+    (call,) = chat.choices[0].message.tool_calls or []
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "x"}')
+    assert chat.choices[0].message.content is None
+
+
+def test_streamed_tools(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    rig.engine.script = ids_of(CALL)
+    rig.engine.max_length = rig.generator._max_length = 2000
+    with sdk.chat.completions.stream(model="fake", messages=MESSAGES, tools=TOOLS) as stream:
+        chat = stream.get_final_completion()
+    (call,) = chat.choices[0].message.tool_calls or []
+    assert call.function.arguments == '{"city": "x"}'
+    assert chat.choices[0].finish_reason == "tool_calls"
+
+
+def test_models(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == ["fake"]
+    assert sdk.models.retrieve("fake").owned_by == "jaxserve"
+
+
+def test_errors(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature: expected") as caught:
+        sdk.completions.create(model="fake", prompt="hi", temperature=3)
+    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        sdk.completions.create(model="other", prompt="hi")
+    rig.engine.refusal = OverloadedError("8 requests wait already")
+    with pytest.raises(openai.RateLimitError, match="8 requests wait already"):
+        sdk.completions.create(model="fake", prompt="hi")
+    rig.engine.refusal = None
+    rig.engine.allowed = 3
+    stream = sdk.completions.create(model="fake", prompt="hi", stream=True)
+    next(iter(stream))
+    rig.engine.fail("process 1 (ffn) is gone")
+    with pytest.raises(openai.APIError, match="process 1"):
+        list(stream)
+
+
+def test_extensions(sdk: openai.OpenAI) -> None:
+    extra = {"min_tokens": 3, "ignore_eos": True, "top_k": 5, "return_token_ids": True}
+    completion = sdk.completions.create(model="fake", prompt="hi", max_tokens=3, extra_body=extra)
+    assert completion.choices[0].model_extra is not None
+    assert completion.choices[0].model_extra["token_ids"] == ids_of("one")
+
+
+def test_closing_a_stream_returns_the_pages(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    rig.engine.allowed = 3
+    stream = sdk.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+    next(iter(stream))
+    assert rig.engine.running == 1
+    stream.close()
+    assert rig.engine.wait_until_idle()
+
+
+def test_many_streams_of_an_asynchronous_client(rig: HttpRig) -> None:
+    rig.engine.pace = 0.002
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{rig.url}/v1", api_key="none", timeout=SECONDS
+        ) as client:
+            return await asyncio.gather(*(one(client) for _ in range(64)))
+
+    assert asyncio.run(many()) == ["one two three"] * 64

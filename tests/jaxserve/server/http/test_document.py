@@ -1,0 +1,77 @@
+"""The OpenAPI document, and schemathesis against the server by it."""
+
+import json
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from jaxserve.server.http.document import document
+from jaxserve.server.http.requests import CompletionRequest
+from jaxserve.server.http.routes import ENDPOINTS
+from tests.jaxserve.server.http.rig import HttpRig
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+DOCUMENT = json.loads(document(ENDPOINTS, keys=False))
+schema = schemathesis.openapi.from_dict(DOCUMENT)
+
+
+@pytest.fixture(scope="module")
+def patient() -> HttpRig:
+    """A rig whose engine is quick, for many requests."""
+    rig = HttpRig()
+    rig.engine.chunk = 16
+    yield rig
+    rig.close()
+
+
+@schema.include(path_regex="^/(v1|tokenize|detokenize|version)").parametrize()
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_the_server_does_what_the_document_says(case, patient: HttpRig) -> None:
+    case.call_and_validate(base_url=patient.url, checks=CHECKS, timeout=20)
+    assert patient.engine.wait_until_idle()
+
+
+def test_every_route_is_in_it(shared: HttpRig) -> None:
+    served = shared.client.get("/openapi.json").json()
+    assert served["openapi"] == "3.1.0"
+    assert sorted(served["paths"]) == [
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/tokenize",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/version",
+    ]
+
+
+def test_every_field_is_in_it() -> None:
+    properties = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert set(properties) == {field.name for field in msgspec.structs.fields(CompletionRequest)}
+    assert DOCUMENT["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
+
+
+def test_keys_are_in_it() -> None:
+    with_keys = json.loads(document(ENDPOINTS, keys=True))
+    completions = with_keys["paths"]["/v1/completions"]["post"]
+    assert completions["security"] == [{"key": []}]
+    assert "401" in completions["responses"]
+    assert "security" not in with_keys["paths"]["/health"]["get"]
+    assert "security" not in DOCUMENT["paths"]["/v1/completions"]["post"]

@@ -1,0 +1,312 @@
+"""A server's own life: ports, draining, clients that go, stall or never speak."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from jaxserve.errors import ConfigError, DrainingError, OverloadedError
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.http import exchange, server, service
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.vocabulary import TokenizersVocabulary
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
+from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+
+STREAM = {"prompt": "hi", "stream": True}
+
+
+def wait_for(condition, seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_health_over_a_life() -> None:
+    life = HttpServer(port=0)
+    client = httpx.Client(base_url=f"http://{life.start()}", timeout=SECONDS)
+    assert client.get("/health").json() == {"status": "starting"}
+    assert client.get("/ready").status_code == 503
+    response = client.post("/v1/completions", json={"prompt": "hi"})
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the server is starting"
+    engine = FakeEngine(ids_of("one"))
+    generator = TextGenerator(engine, LETTERS)
+    life.open(generator)
+    assert client.get("/ready").json() == {"status": "ready"}
+    assert client.get("/health").json() == {"status": "ready"}
+    life.refuse()
+    response = client.get("/ready")
+    assert response.status_code == 503
+    assert "shuts down" in response.json()["error"]["message"]
+    assert client.get("/health").status_code == 200  # alive to the end
+    engine.fail("gone")
+    assert client.get("/health").status_code == 503
+    client.close()
+    start = time.monotonic()
+    life.stop(10)
+    assert time.monotonic() - start < 5
+    generator.close()
+    engine.close()
+
+
+def test_a_stuck_step_loop_is_not_alive(rig: HttpRig, monkeypatch) -> None:
+    stuck = time.monotonic() - 1000
+    monkeypatch.setattr(FakeEngine, "last_turn", stuck)
+    response = rig.client.get("/health")
+    assert response.status_code == 503
+    assert "has not moved for" in response.json()["error"]["message"]
+
+
+def test_what_is_served(shared: HttpRig) -> None:
+    models = shared.client.get("/v1/models").json()
+    (model,) = models["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 100)
+    assert shared.client.get("/v1/models/fake").json() == model
+    assert shared.client.get("/v1/models/other").status_code == 404
+    assert shared.client.get("/version").json() == {"version": "0.1.0"}
+
+
+def test_unknown_paths_and_methods(shared: HttpRig) -> None:
+    response = shared.client.get("/v1/nothing")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_path")
+    response = shared.client.get("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["code"] == "wrong_method"
+
+
+def test_request_ids(shared: HttpRig) -> None:
+    named = shared.client.get("/version", headers={"X-Request-Id": "my id"})
+    assert named.headers["x-request-id"] == "my id"
+    made = [shared.client.get("/version").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    long = shared.client.get("/version", headers={"X-Request-Id": "x" * 200})
+    assert long.headers["x-request-id"] != "x" * 200
+
+
+def test_two_requests_of_one_name_do_not_meet(rig: HttpRig) -> None:
+    rig.engine.pace = 0.02
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(rig.complete(request_id="a").status_code))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert answers == [200, 200, 200]
+
+
+def test_an_overloaded_engine_says_when_to_come_back(rig: HttpRig) -> None:
+    rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
+    response = rig.complete()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkeypatch) -> None:
+    monkeypatch.setattr(service, "MAX_ACTIVE", 1)
+    rig.engine.allowed = 1
+    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
+        _lines = until_first_event(call)  # who drops it closes the connection
+        response = httpx.post(f"{rig.url}/v1/completions", content=b"no JSON", timeout=SECONDS)
+        assert response.status_code == 429
+        assert rig.client.get("/health").status_code == 200
+    assert rig.engine.wait_until_idle()
+    rig.engine.allowed = None
+    wait_for(lambda: rig.complete().status_code == 200)
+
+
+def test_a_draining_engine_is_unavailable(rig: HttpRig) -> None:
+    rig.engine.refusal = DrainingError("the engine drains")
+    response = rig.complete()
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["message"] == "the engine drains"
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest(rig: HttpRig) -> None:
+    rig.engine.pace = 0.03
+    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
+        lines = until_first_event(call)
+        rig.server.refuse()
+        late = httpx.post(f"{rig.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+        assert late.status_code == 503
+        stopping = threading.Thread(target=lambda: (rig.engine.drain(10), rig.server.stop(10)))
+        stopping.start()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    stopping.join(10)
+    assert not stopping.is_alive()
+
+
+def test_what_does_not_finish_in_time_is_cut_with_a_word(rig: HttpRig) -> None:
+    rig.engine.allowed = 3
+    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
+        lines = until_first_event(call)
+        rig.server.refuse()
+        assert rig.engine.drain(0.1) is False
+        rig.engine.close()
+        rest = [line for line in lines if line]
+    assert "shut down before the request was complete" in rest[-1]
+
+
+def test_a_request_that_runs_too_long_is_given_up() -> None:
+    rig = HttpRig(request_seconds=0.3)
+    rig.engine.allowed = 3
+    response = rig.complete()
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+    assert rig.engine.wait_until_idle()
+    rig.close()
+
+
+# --------------------------------------------------------------- clients that go, or are slow
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_client_that_vanishes_returns_the_pages(rig: HttpRig, stream: bool, reset: bool) -> None:
+    rig.engine.allowed = 3
+    client = raw(rig)
+    client.sendall(request_bytes({"prompt": "hi", "stream": stream, "n": 2}))
+    wait_for(lambda: rig.engine.running == 2)
+    if reset:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    client.close()
+    assert rig.engine.wait_until_idle()
+    wait_for(lambda: rig.generator.live == 0)
+    rig.engine.allowed = None
+    assert rig.complete().status_code == 200  # nobody else noticed
+
+
+def test_a_thousand_vanishing_clients_leave_nothing_behind(rig: HttpRig) -> None:
+    """No page, no task, no file descriptor."""
+    rig.complete()
+    rig.engine.allowed = 1
+    state = rig.server._server.server_state
+    wait_for(lambda: len(state.tasks) == 0)
+    before = descriptors()
+    body = request_bytes(STREAM)
+    for number in range(1000):
+        client = raw(rig)
+        # One in four says nothing, stops in the headers, in the body, or after the request.
+        client.sendall((b"", body[:20], body[:-3], body)[number % 4])
+        if number % 8 == 3:
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+        client.close()
+    assert rig.engine.wait_until_idle(SECONDS)
+    wait_for(lambda: rig.generator.live == 0)
+    wait_for(lambda: len(state.tasks) == 0 and len(state.connections) <= 1)
+    wait_for(lambda: descriptors() <= before)
+    rig.engine.allowed = None
+    assert rig.complete().json()["choices"][0]["text"] == "one two three"
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class _Verbose(Tokenizer):
+    """A tokenizer whose every token is a novel."""
+
+    def __init__(self, text: str):
+        super().__init__(TokenizersVocabulary(raw_letters()))
+        self._text = text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._text * len(token_ids)
+
+
+@pytest.mark.parametrize("pending", [20, 10**6])
+def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
+    """By the tokens that wait for it, or by the clock once the engine has nothing more."""
+    monkeypatch.setattr(service, "MAX_PENDING_TOKENS", pending)
+    monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
+    rig = HttpRig(tokenizer=_Verbose("y" * 200_000))
+    rig.engine.script = ids_of("x" * 90)
+    rig.engine.pace = 0.001
+    client = raw(rig)
+    client.sendall(request_bytes({**STREAM, "max_tokens": 90}))
+    assert client.recv(15) == b"HTTP/1.1 200 OK"
+    assert rig.engine.wait_until_idle(SECONDS)
+    state = rig.server._server.server_state
+    wait_for(lambda: not state.connections and not state.tasks)
+    assert rig.generator.live == 0
+    client.close()
+    rig.close()
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    rig = HttpRig()
+    silent, slow, second = raw(rig), raw(rig), raw(rig)
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
+    second.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert second.recv(15) == b"HTTP/1.1 200 OK"
+    second.sendall(b"GET /version HT")
+    for client in (silent, slow, second):
+        client.settimeout(SECONDS)
+        with pytest.raises(ConnectionError):
+            while client.recv(4096):
+                pass
+            raise ConnectionError
+        client.close()
+    # A request that is under way has its time.
+    rig.engine.pace = 0.05
+    assert events(rig.complete(stream=True))
+    rig.close()
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.3)
+    rig = HttpRig()
+    client = raw(rig)
+    client.sendall(request_bytes(STREAM)[:-3])
+    assert b"408 Request Timeout" in client.recv(4096)
+    client.close()
+    rig.close()
+
+
+def raw(rig: HttpRig) -> socket.socket:
+    host, _, port = rig.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
+def request_bytes(fields: dict[str, object]) -> bytes:
+    request = httpx.Request("POST", "http://x/v1/completions", json=fields)
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content
+
+
+# ----------------------------------------------------------------------------------- ports
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"http_port: cannot listen on 127.0.0.1:{port}"):
+            HttpServer(port=port).start()
+
+
+def test_two_servers_do_not_share_a_port(shared: HttpRig) -> None:
+    with pytest.raises(ConfigError, match="is it in use"):
+        HttpServer(port=int(shared.address.rpartition(":")[2])).start()
+
+
+def test_version_6() -> None:
+    life = HttpServer("::1", 0)
+    try:
+        address = life.start()
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    assert address.startswith("[::1]:")
+    assert httpx.get(f"http://{address}/health", timeout=SECONDS).status_code == 200
+    life.stop(0)
