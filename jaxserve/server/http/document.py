@@ -64,8 +64,11 @@ def _operation(endpoint: Endpoint, keys: bool) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _reference(gives)}}
     if endpoint.streams is not None:
-        events = f"Events whose data is a {endpoint.streams.__name__}, an Error, or [DONE] at last"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+        data = f"A {endpoint.streams.__name__} as JSON; at last [DONE], or an Error"
+        event = {"data": {"type": "string", "description": data}}
+        content["text/event-stream"] = {
+            "schema": {"type": "object", "required": ["data"], "properties": event}
+        }
     responses = {"200": {"description": STATUS_TEXTS[200], "content": content}}
     secured = keys and not endpoint.public
     for status in sorted({*endpoint.statuses, 500, *([401] if secured else [])}):

@@ -125,12 +125,12 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
 
 def _value_at(body: bytes, path: str) -> str:
     """`, got 7` for the value at msgspec's path; empty where the path leads nowhere."""
-    value: Any = msgspec.json.decode(body)
-    for step in _STEP.finditer(path):
-        try:
+    try:
+        value: Any = msgspec.json.decode(body)
+        for step in _STEP.finditer(path):
             value = value[step["name"] if step["name"] is not None else int(step["index"])]
-        except (LookupError, TypeError):
-            return ""
+    except (LookupError, TypeError, msgspec.DecodeError):  # 1e999 is no number of its own
+        return ""
     if isinstance(value, dict | list):
         return ""
     text = msgspec.json.encode(value).decode()

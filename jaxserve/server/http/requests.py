@@ -22,9 +22,17 @@ from jaxserve.engine.request import (
 MAX_CHOICES = 128
 """Choices of one request: `n` times its prompts."""
 MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
+MAX_BIASES = 300
+MAX_PRIORITY = 100
+MAX_SALT_CHARACTERS = 200
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARACTERS)]
@@ -32,6 +40,24 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 JsonObject = dict[str, Any]
+Text = Annotated[str, Meta(min_length=1)]
+Message = Annotated[
+    JsonObject,
+    Meta(
+        extra_json_schema={
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"type": "string", "minLength": 1},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}],
+                    "description": "A text, or parts of one; null beside tool_calls.",
+                },
+            },
+        }
+    ),
+]
+"""Checked by `server/chat.py`: it depends on the template what else a message may have."""
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -116,9 +142,9 @@ class GenerationFields(_Strict, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT32)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Lower is earlier."""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     """Prefixes are shared only with requests of the same salt."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Part of the answer's id; X-Request-Id does the same."""
@@ -135,7 +161,7 @@ class GenerationFields(_Strict, kw_only=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1)]
     """A text, token ids, or a list of either."""
     echo: bool | None = None
     """The text of a choice begins with its prompt."""
@@ -162,7 +188,7 @@ class NamedToolChoice(_Strict, kw_only=True):
 class ChatRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     """Each with `role` and `content`, and what the model's template reads beside."""
     max_completion_tokens: Count | None = None
     """The new name of max_tokens."""
@@ -186,10 +212,10 @@ class TokenizeRequest(_Strict, kw_only=True):
     """POST /tokenize: a prompt, or a conversation; exactly one is set."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     add_special_tokens: bool = True
     """Whether a prompt starts with the model's begin token."""
-    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool = True
     tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: JsonObject | None = None

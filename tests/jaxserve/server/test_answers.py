@@ -1,5 +1,6 @@
 """Answers of every family, taken apart whole and in every cut."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_calls(form, written) -> None:
 def test_the_cut_makes_no_difference(form, written, cuts) -> None:
     text = f"\nHm < 5 <think\n\n</think>\nSee <tool <| {written} done"
     places = [0, *sorted(cuts), len(text)]
-    texts = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    texts = [text[a:b] for a, b in itertools.pairwise(places)]
     parsers = [AnswerParser(thinks=True, thinking=True, calls=form) for _ in range(3)]
     expected = ("Hm < 5 <think", "See <tool <|  done", CALLS)
     assert parse(parsers[0], text) == expected

@@ -177,10 +177,10 @@ def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": ""}, "prompt", "is empty"),
-        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": ""}, "prompt", "expected `str` of length >= 1"),
+        ({"prompt": []}, "prompt", "expected `array` of length >= 1"),
         ({"prompt": [[]]}, "prompt", "is empty"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "is empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "expected `str` of length >= 1"),
         ({"prompt": [3, "a"]}, "prompt", "mixes texts, token ids and lists"),
         ({"prompt": [3, 300]}, "prompt[1]", "token id 300 is not in [0, 299]"),
         ({"prompt": [-1]}, "prompt[0]", "token id -1 is not in [0, 299]"),
@@ -211,7 +211,7 @@ def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty", "expected `float` > 0.0, got 0"),
         ({"suffix": "x"}, "suffix", "is not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "only true"),
-        ({"cache_salt": "x" * 257}, "cache_salt", "expected `str` of length <= 256"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "expected `str` of length <= 200"),
         ({"request_id": "é"}, "request_id", "must be 1 to 128 printable ASCII"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "is not known here"),
         ({"best": 1}, "best", "is not known here"),

@@ -1,6 +1,7 @@
 """The OpenAPI document, and schemathesis against the server by it."""
 
 import json
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -26,22 +27,35 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+SPECIFIC = (
+    *("model", "request_id", "suffix", "best_of", "skip_special_tokens", "top_logprobs"),
+    *("tool_choice", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"),
+    *("structured_outputs", "response_format", "cache_salt", "min_tokens"),
+    *("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "priority"),
+)
+"""Fields whose right values no schema knows; without them more requests reach the engine."""
+
 DOCUMENT = json.loads(document(ENDPOINTS, keys=False))
 schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
-def patient() -> HttpRig:
+def patient() -> Iterator[HttpRig]:
     """A rig whose engine is quick, for many requests."""
     rig = HttpRig()
     rig.engine.chunk = 16
     yield rig
+    assert len(rig.engine.prompts) > 10  # not everything was refused
     rig.close()
 
 
 @schema.include(path_regex="^/(v1|tokenize|detokenize|version)").parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_server_does_what_the_document_says(case, patient: HttpRig) -> None:
+    if case.meta.generation.mode.is_positive and isinstance(case.body, dict):
+        for field in SPECIFIC:
+            case.body.pop(field, None)
     case.call_and_validate(base_url=patient.url, checks=CHECKS, timeout=20)
     assert patient.engine.wait_until_idle()
 
