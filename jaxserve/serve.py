@@ -32,11 +32,14 @@ from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.llm import open_engine, read_deployment
 from jaxserve.pipeline import timeline_view
 from jaxserve.pipeline.timeline import Recorder, merge
+from jaxserve.server import logs
 from jaxserve.server.access import Access
 from jaxserve.server.chat import ChatTemplate
 from jaxserve.server.generation import TextGenerator, TokenEngine
 from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.1
@@ -51,9 +54,7 @@ logger = logging.getLogger("jaxserve.serve")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal or a failure; returns the exit code."""
     options = _parse(arguments)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(options.log_format)
     try:
         deployment = read_deployment(options.config, options.model, options.set)
         if options.check:
@@ -115,9 +116,14 @@ class _Serving:
             addresses = {name: face.start() for name, face in self._faces.items()}
             engine = self._engine = self._open_engine()
             engine.add_failure_callback(self._on_failure)
-            generator = TextGenerator(engine, tokenizer)
+            metrics = Metrics(str(engine.model_info()["model"]))
+            metrics.watch(engine)
+            generator = TextGenerator(engine, tokenizer, metrics.started)
             for face in self._faces.values():
-                face.open(generator, template)
+                if isinstance(face, GrpcServer):
+                    face.open(generator)
+                else:
+                    face.open(generator, template, metrics=metrics, on_drain=_terminate)
             self._ready = True
             print(_ready_line(addresses, engine), flush=True)
             while self._signal is None and self._failure is None:
@@ -245,6 +251,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="allow a server.host that is not loopback, although there is neither TLS nor a key",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines for people, or JSON objects for machines",
+    )
     bootstrap.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.config is None and options.model is None:
@@ -265,6 +277,14 @@ def _faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer 
             server.host, server.grpc_port, access=access, insecure_bind=insecure_bind
         )
     }
+    if server.admin_port >= 0:
+        faces["admin"] = HttpServer(
+            "127.0.0.1",
+            server.admin_port,
+            access=Access(access.keys),
+            endpoints=ADMIN_ENDPOINTS,
+            name="server.admin_port",
+        )
     if server.http_port >= 0:
         faces["http"] = HttpServer(
             server.host,
@@ -274,6 +294,11 @@ def _faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer 
             request_seconds=server.request_seconds,
         )
     return faces
+
+
+def _terminate() -> None:
+    """As if from outside: the main thread drains and ends."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _chat_template(model: str) -> ChatTemplate | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import IdleCollection, thaw
+from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
@@ -124,6 +125,21 @@ class Engine:
     def compilations_after_ready(self) -> int:
         """Programs that the step loop had to wait for since `start`: more than 0 is a flaw."""
         return self._compilations.count if self._compilations else 0
+
+    def load(self) -> EngineLoad:
+        """How much there is to do; from any thread."""
+        cache, scheduler = self.deployment.cache, self.scheduler
+        return EngineLoad(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + self._queued,
+            kv_usage=scheduler.kv_usage,
+            page_size=cache.page_size,
+            pages=cache.pages,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prompt_tokens,
+            prefix_hits=scheduler.prompt_tokens_found,
+            compilations=self.compilations_after_ready,
+        )
 
     def model_info(self) -> dict[str, Any]:
         """Model, layout and limits, as plain values."""

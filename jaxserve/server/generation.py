@@ -17,6 +17,7 @@ from typing import Any, Protocol, SupportsIndex, cast
 
 import msgspec
 
+from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
@@ -44,6 +45,9 @@ class TokenEngine(Protocol):
     @property
     def last_turn(self) -> float:
         """Seconds of `time.monotonic` at which the step loop last went round, idle or not."""
+
+    def load(self) -> EngineLoad:
+        """How much there is to do; from any thread."""
 
     def submit(
         self,
@@ -125,6 +129,7 @@ class Generation:
         on_text: Callable[[GenerationOutput], None],
         deadline: float | None,
         max_pending_tokens: int | None,
+        observe: Callable[[GenerationOutput], None] | None = None,
     ):
         self.request_id = request_id
         self.prompt_token_count = prompt_token_count
@@ -132,6 +137,7 @@ class Generation:
         self.overflowed = False
         self._generator = generator
         self._on_text = on_text
+        self._observe = observe
         self._limit = max_pending_tokens
         self._consumed = 0  # tokens; written by the consumer alone
         # Written by the engine's thread alone.
@@ -191,6 +197,8 @@ class Generation:
         if output.finish_reason is not None:
             self._end()
         try:
+            if self._observe is not None:
+                self._observe(output)
             self._on_text(output)
         except Exception:
             logger.exception("request %s: its consumer failed", self.request_id)
@@ -234,20 +242,29 @@ class Generation:
         return "".join(parts), token_ids, None
 
 
+Observer = Callable[[], Callable[[GenerationOutput], None]]
+"""Called when a request is submitted; what it returns is told of every output."""
+
+
 class TextGenerator:
     """Prompts in, text deltas out. One an engine; any thread may submit.
+
+    Args:
+      engine, tokenizer: see below.
+      observe: called for every request; a request that the engine refuses has no outputs.
 
     Attributes:
       engine: where tokens come from.
       tokenizer: of the engine's model.
     """
 
-    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer):
+    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer, observe: Observer | None = None):
         self.engine = engine
         self.tokenizer = tokenizer
         info = engine.model_info()
         self._vocab_size: int = info["vocab_size"]
         self._max_length: int = info["max_length"]
+        self._observe = observe
         self._closed = False
         self._live: dict[str, Generation] = {}
         self._lock = threading.Lock()
@@ -262,6 +279,19 @@ class TextGenerator:
     def live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    def live_ids(self) -> list[str]:
+        """Their ids."""
+        with self._lock:
+            return list(self._live)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a live request by its id; whether there was one."""
+        with self._lock:
+            generation = self._live.get(request_id)
+        if generation is not None:
+            generation.cancel()
+        return generation is not None
 
     def encode(self, prompt: Prompt, *, add_bos: bool = True) -> list[int]:
         """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
@@ -328,7 +358,14 @@ class TextGenerator:
         token_ids = self.encode(prompt)
         request_id = new_request_id() if request_id is None else checked_request_id(request_id)
         generation = Generation(
-            self, request_id, len(token_ids), params, on_text, deadline, max_pending_tokens
+            self,
+            request_id,
+            len(token_ids),
+            params,
+            on_text,
+            deadline,
+            max_pending_tokens,
+            None if self._observe is None else self._observe(),
         )
         with self._lock:
             if self._closed:

@@ -90,13 +90,8 @@ class GrpcServer:
         self._thread.start()
         return self._started.result(START_SECONDS)
 
-    def open(self, generator: TextGenerator, template: object = None) -> None:
-        """Takes requests from now on; health says SERVING until the engine fails or drains.
-
-        Args:
-          generator: behind the RPCs.
-          template: of chats, which this face does not have; `HttpServer` takes it too.
-        """
+    def open(self, generator: TextGenerator) -> None:
+        """Takes requests from now on; health says SERVING until the engine fails or drains."""
         self._call(self._open(generator))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 

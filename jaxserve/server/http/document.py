@@ -16,6 +16,7 @@ STATUS_TEXTS = {
     200: "OK",
     400: "A field is wrong; param names it",
     401: "The API key is missing or wrong",
+    403: "The Host header is not this machine's",
     404: "The model is not served here",
     408: "The body did not arrive in time",
     413: "The body is too large",

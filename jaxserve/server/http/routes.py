@@ -9,15 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from jaxserve.server.http import information, requests, responses, tokens
+from jaxserve.server.http import information, operations, requests, responses, tokens
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.service import Service
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
-
-TEXT = "text/plain"
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +40,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 GENERATION = (400, 404, 408, 413, 415, 429, 503, 504)
 INFORMATION = (503,)
+
+METRICS = Endpoint(
+    path="/metrics",
+    handler=operations.metrics,
+    summary="Prometheus metrics",
+    gives="text/plain",
+    statuses=INFORMATION,
+    counted=False,
+)
 
 ENDPOINTS = (
     Endpoint(
@@ -116,6 +123,7 @@ ENDPOINTS = (
         public=True,
         counted=False,
     ),
+    METRICS,
     Endpoint(
         path="/version",
         handler=information.version,
@@ -124,4 +132,46 @@ ENDPOINTS = (
         counted=False,
     ),
 )
-"""Of the public port; `/metrics` and `/openapi.json` come with what they show."""
+"""Of the public port."""
+
+ADMIN_ENDPOINTS = (
+    METRICS,
+    Endpoint(
+        path="/state",
+        handler=operations.state,
+        summary="What runs, and how much",
+        gives=operations.State,
+        statuses=(403, *INFORMATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/abort",
+        method="POST",
+        handler=operations.abort,
+        summary="End a request",
+        takes=operations.Abort,
+        gives=responses.Status,
+        statuses=(403, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/log_level",
+        method="POST",
+        handler=operations.log_level,
+        summary="Log more or less",
+        takes=operations.LogLevel,
+        gives=responses.Status,
+        statuses=(403, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/drain",
+        method="POST",
+        handler=operations.drain,
+        summary="Finish what runs and end the process",
+        gives=responses.Status,
+        statuses=(403, *INFORMATION),
+        counted=False,
+    ),
+)
+"""Of the admin port."""

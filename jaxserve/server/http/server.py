@@ -23,6 +23,7 @@ from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.app import App
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import Service
+from jaxserve.server.metrics import Metrics
 
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_CONNECTIONS = 8192
@@ -83,11 +84,27 @@ class HttpServer:
         self._thread.start()
         return self._started.result(START_SECONDS)
 
-    def open(self, generator: TextGenerator, template: ChatTemplate | None = None) -> None:
-        """Takes requests from now on."""
+    def open(
+        self,
+        generator: TextGenerator,
+        template: ChatTemplate | None = None,
+        *,
+        metrics: Metrics | None = None,
+        on_drain: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes requests from now on.
+
+        Args:
+          generator: behind the handlers.
+          template: of chats; None: they are refused.
+          metrics: what /metrics shows.
+          on_drain: has the process end in good order; called on the server's thread.
+        """
 
         async def opened() -> None:
             self._service.template = template
+            self._service.metrics = metrics
+            self._service.on_drain = on_drain
             self._service.generator = generator
 
         self._call(opened())

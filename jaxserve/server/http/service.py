@@ -20,6 +20,7 @@ from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import ClientGone, Exchange
 from jaxserve.server.http.requests import MAX_CHOICES
 from jaxserve.server.http.responses import Usage
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import StreamBuffer, WholeBuffer
 
 TOKENISING_THREADS = 2
@@ -80,6 +81,8 @@ class Service:
     Attributes:
       generator: None until the engine is ready.
       template: of chats; None where the model has none.
+      metrics: what is measured; None until the engine is ready.
+      on_drain: has the process end in good order.
       draining: whether new requests are refused.
       created: seconds of the epoch at which the model was there.
     """
@@ -87,6 +90,8 @@ class Service:
     def __init__(self, request_seconds: float):
         self.generator: TextGenerator | None = None
         self.template: ChatTemplate | None = None
+        self.metrics: Metrics | None = None
+        self.on_drain: Callable[[], None] | None = None
         self.draining = False
         self.created = int(time.time())
         self._request_seconds = request_seconds

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 
@@ -89,6 +90,11 @@ class FakeEngine:
     @property
     def last_turn(self) -> float:
         return time.monotonic()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=len(self._running), waiting=2, kv_usage=[0.25, 0.75], page_size=16, pages=10
+        )
 
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
         self._callbacks.append(callback)

@@ -9,6 +9,7 @@ import httpx
 from jaxserve.server.chat import ChatTemplate
 from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.server import HttpServer
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.tokenizer import Tokenizer
 from tests.jaxserve.server.fake_engine import FakeEngine
 from tests.jaxserve.server.letters import LETTERS, ids_of
@@ -36,11 +37,13 @@ class HttpRig:
         **server: Any,
     ):
         self.engine = FakeEngine(ids_of(script))
-        self.generator = TextGenerator(self.engine, tokenizer)
+        self.metrics = Metrics("fake")
+        self.metrics.watch(self.engine)
+        self.generator = TextGenerator(self.engine, tokenizer, self.metrics.started)
         self.server = HttpServer(port=0, **server)
         self.address = self.server.start()
         self.template = None if template is None else ChatTemplate({"default": template})
-        self.server.open(self.generator, self.template)
+        self.server.open(self.generator, self.template, metrics=self.metrics)
         self.url = f"http://{self.address}"
         self.client = httpx.Client(base_url=self.url, timeout=SECONDS)
 

@@ -66,6 +66,7 @@ def test_every_route_is_in_it(shared: HttpRig) -> None:
     assert sorted(served["paths"]) == [
         "/detokenize",
         "/health",
+        "/metrics",
         "/ready",
         "/tokenize",
         "/v1/chat/completions",

@@ -1,4 +1,4 @@
-"""The rules that somebody's CVE taught, a test or more each. The engine must never see an attack."""
+"""The rules that somebody's CVE taught, a test or more each: the engine never sees an attack."""
 
 import hmac
 import json

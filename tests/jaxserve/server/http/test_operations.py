@@ -1,0 +1,81 @@
+"""Metrics on the public port; state, abort, log level and drain on the admin port."""
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS
+from jaxserve.server.http.server import HttpServer
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, until_first_event
+
+
+@pytest.fixture
+def drained() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def admin(rig: HttpRig, drained: threading.Event) -> Iterator[httpx.Client]:
+    server = HttpServer(port=0, endpoints=ADMIN_ENDPOINTS)
+    address = server.start()
+    server.open(rig.generator, metrics=rig.metrics, on_drain=drained.set)
+    with httpx.Client(base_url=f"http://{address}", timeout=SECONDS) as client:
+        yield client
+    server.stop(0)
+
+
+def test_metrics(rig: HttpRig) -> None:
+    rig.complete()
+    response = rig.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'jaxserve:generation_tokens_total{model_name="fake"} 13.0' in response.text
+    assert 'jaxserve:num_requests_waiting{model_name="fake"} 2.0' in response.text
+
+
+def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
+    rig.engine.allowed = 3
+    fields = {"prompt": "hi", "stream": True, "request_id": "mine"}
+    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
+        lines = until_first_event(call)
+        state = admin.get("/state").json()
+        (live,) = state["live"]
+        assert live.startswith("mine.")
+        assert state["load"]["running"] == 1
+        assert admin.post("/abort", json={"request_id": "other"}).status_code == 404
+        assert admin.post("/abort", json={"request_id": live}).json() == {"status": "aborted"}
+        assert rig.engine.wait_until_idle()
+        assert "[DONE]" not in "".join(lines)
+
+
+def test_log_level(admin: httpx.Client) -> None:
+    try:
+        assert admin.post("/log_level", json={"level": "DEBUG"}).status_code == 200
+        assert logging.getLogger("jaxserve").level == logging.DEBUG
+    finally:
+        logging.getLogger("jaxserve").setLevel(logging.NOTSET)
+    assert admin.post("/log_level", json={"level": "LOUD"}).status_code == 400
+    wrong = {"level": "DEBUG", "logger": "root"}
+    assert admin.post("/log_level", json=wrong).status_code == 400
+
+
+def test_drain(admin: httpx.Client, drained: threading.Event) -> None:
+    assert admin.get("/drain").status_code == 405
+    assert admin.post("/drain").json() == {"status": "draining"}
+    assert drained.wait(SECONDS)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "192.0.2.1", ""])
+def test_a_name_that_is_not_ours(admin: httpx.Client, drained: threading.Event, host: str) -> None:
+    """A web page whose name points to loopback (DNS rebinding)."""
+    for method, path in (("GET", "/state"), ("POST", "/drain"), ("POST", "/abort")):
+        response = admin.request(method, path, headers={"Host": host})
+        assert response.status_code == 403
+    assert not drained.is_set()
+
+
+def test_the_public_port_has_none_of_it(shared: HttpRig) -> None:
+    for path in ("/state", "/drain", "/abort", "/log_level"):
+        assert shared.client.post(path).status_code == 404

@@ -1,0 +1,93 @@
+"""What the exposition says after known requests."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.server import metrics as module
+from jaxserve.server.generation import GenerationOutput
+from jaxserve.server.metrics import Metrics
+from tests.jaxserve.server.fake_engine import FakeEngine
+
+
+class Clock:
+    """A clock that goes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Sample name, with its labels but the model's → value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = [f"{k}={v}" for k, v in sample.labels.items() if k != "model_name"]
+            found[" ".join([sample.name.removeprefix("jaxserve:"), *labels])] = sample.value
+            assert sample.labels["model_name"] == "m"
+    return found
+
+
+def test_the_times_of_a_request(clock: Clock) -> None:
+    metrics = Metrics("m")
+    note = metrics.started()
+    for seconds, tokens, reason in ((2.0, 1, None), (0.5, 2, None), (0.25, 1, "length")):
+        clock.now += seconds
+        note(
+            GenerationOutput(
+                request_id="a",
+                token_ids=[1] * tokens,
+                finish_reason=reason,
+                prompt_token_count=7,
+                completion_token_count=4,
+            )
+        )
+    found = samples(metrics)
+    assert found["time_to_first_token_seconds_sum"] == 2.0
+    # Two tokens that came together count as one observation of half the time each.
+    assert found["inter_token_latency_seconds_count"] == 2
+    assert found["inter_token_latency_seconds_sum"] == 0.25 + 0.25
+    assert found["request_time_per_output_token_seconds_sum"] == 0.25
+    assert found["e2e_request_latency_seconds_sum"] == 2.75
+    assert found["request_decode_time_seconds_sum"] == 0.75
+    assert found["prompt_tokens_total"] == 7
+    assert found["generation_tokens_total"] == 4
+    assert found["request_success_total finished_reason=length"] == 1
+    assert found["time_to_first_token_seconds_bucket le=2.5"] == 1
+    assert found["time_to_first_token_seconds_bucket le=1.2"] == 0
+
+
+def test_a_request_that_the_engine_refuses_counts_nothing(clock: Clock) -> None:
+    metrics = Metrics("m")
+    metrics.started()
+    assert samples(metrics)["prompt_tokens_total"] == 0
+
+
+def test_a_request_without_a_token(clock: Clock) -> None:
+    metrics = Metrics("m")
+    metrics.started()(GenerationOutput(request_id="a", finish_reason="cancelled"))
+    found = samples(metrics)
+    assert found["request_success_total finished_reason=cancelled"] == 1
+    assert found["time_to_first_token_seconds_count"] == 0
+
+
+def test_what_fleet_routers_read() -> None:
+    metrics = Metrics("m")
+    metrics.watch(FakeEngine([]))
+    found = samples(metrics)
+    assert found["num_requests_running"] == 0
+    assert found["num_requests_waiting"] == 2
+    assert found["kv_cache_usage_perc"] == 0.5
+    assert found["dp_group_kv_cache_usage_perc dp_group=1"] == 0.75
+    assert found["cache_config_info block_size=16 num_gpu_blocks=20"] == 1
+    assert found["num_preemptions_total"] == 0
+    assert found["prefix_cache_hits_total"] == 0
