@@ -18,6 +18,7 @@ from typing import Any, Protocol, SupportsIndex, cast
 import msgspec
 
 from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
@@ -83,6 +84,9 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
       error: what went wrong, where `finish_reason` is "error" or "cancelled".
       prompt_token_count: tokens of the prompt, bos included.
       completion_token_count: all tokens handed out so far.
+      logprobs: of `token_ids`, where the request asked for them.
+      prompt_logprobs: of the prompt's tokens, the first of which has none; once, likewise.
+      cached_token_count: tokens of the prompt that the engine did not have to compute.
     """
 
     request_id: str
@@ -94,6 +98,9 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     prompt_token_count: int = 0
     completion_token_count: int = 0
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_token_count: int = 0
 
 
 def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
@@ -104,6 +111,11 @@ def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
         outputs[-1],
         text="".join(output.text for output in outputs),
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[logprobs for output in outputs for logprobs in output.logprobs],
+        prompt_logprobs=next(
+            (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None),
+            None,
+        ),
     )
 
 
@@ -224,6 +236,9 @@ class Generation:
             error=news.error if stop is None else None,
             prompt_token_count=self.prompt_token_count,
             completion_token_count=self._completion_token_count,
+            logprobs=news.logprobs[: len(token_ids)],
+            prompt_logprobs=news.prompt_logprobs,
+            cached_token_count=news.cached_tokens,
         )
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, list[int], str | None]:

@@ -107,6 +107,13 @@ class TiktokenVocabulary:
         known = [token_id for token_id in token_ids if token_id in self._with_text]
         return self._encoding.decode_bytes(known).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Vocabulary`."""
+        try:
+            return self._encoding.decode_single_token_bytes(token_id)
+        except KeyError:
+            return b""
+
     def token_to_id(self, token: str) -> int | None:
         """See `Vocabulary`."""
         return self._ids.get(token, self._ranks.get(token.encode()))

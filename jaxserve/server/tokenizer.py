@@ -116,6 +116,10 @@ class Tokenizer:
         """Whether the id names a token that is not special."""
         return self._vocabulary.has_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text; of a special one, its spelling's."""
+        return self._vocabulary.token_bytes(token_id)
+
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its spelling, special ones included."""
         return self._vocabulary.token_to_id(token)

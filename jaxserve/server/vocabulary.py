@@ -4,13 +4,19 @@ The other is `tiktoken_files.py`. Called by `tokenizer.py`.
 Knows nothing of which ids begin or end a text.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from jaxserve.errors import CheckpointError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How SentencePiece spells a byte that is no character."""
 
 
 class Vocabulary(Protocol):
@@ -37,6 +43,9 @@ class Vocabulary(Protocol):
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its spelling."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, special ones spelt out; of an unknown id none."""
+
     def has_text(self, token_id: int) -> bool:
         """Whether the id is that of a token that is not special."""
 
@@ -55,6 +64,12 @@ class TokenizersVocabulary:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=0)
+        self._added = {
+            token_id: token.content
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
+        decoder = json.loads(tokenizer.to_str())["decoder"]
+        self._letters = _byte_letters() if '"ByteLevel"' in json.dumps(decoder) else None
         self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -85,6 +100,19 @@ class TokenizersVocabulary:
         """See `Vocabulary`."""
         return self._tokenizer.token_to_id(token)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Vocabulary`."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._letters is not None:
+            return bytes(self._letters[letter] for letter in token)
+        if spelt := _BYTE.fullmatch(token):
+            return bytes([int(spelt[1], 16)])
+        return token.replace("▁", " ").encode()
+
     def has_text(self, token_id: int) -> bool:
         """See `Vocabulary`."""
         if token_id in self.special_ids:
@@ -103,3 +131,12 @@ class TokenizersVocabulary:
         if add_bos and bos is not None and bos not in prefix:
             prefix = [bos, *prefix]
         return prefix
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter → byte, as byte-level vocabularies spell them: printable Latin-1 is itself, and the
+    other bytes, in order, are the letters from U+0100 on (GPT-2)."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    letters = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}

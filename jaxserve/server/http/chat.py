@@ -13,6 +13,7 @@ from jaxserve.server.chat import FILES, ChatTemplate
 from jaxserve.server.generation import GenerationOutput, TextGenerator
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest, StreamOptions
 from jaxserve.server.http.responses import (
     Chat,
@@ -27,6 +28,7 @@ from jaxserve.server.http.responses import (
 )
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+from jaxserve.server.tokenizer import Tokenizer
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -43,7 +45,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         )
     tools = _tools(request)
     prompt, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
-    jobs = _jobs(generator, request, prompt, token_ids)
+    jobs = _jobs(generator, request, exchange.tenant, prompt, token_ids)
     count = UsageCount(jobs, len(jobs))
     form = AnswerFormat.of(template)
     answer = _Answer(
@@ -56,6 +58,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         ),
         count,
         [form.parser(prompt, tools=tools is not None) for _ in jobs],
+        generator.tokenizer,
     )
     chat = None
     async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
@@ -106,7 +109,7 @@ def _prompt(
 
 
 def _jobs(
-    generator: TextGenerator, request: ChatRequest, prompt: str, token_ids: list[int]
+    generator: TextGenerator, request: ChatRequest, tenant: str, prompt: str, token_ids: list[int]
 ) -> list[Job]:
     """What is to be generated: n answers."""
     if None not in (request.max_tokens, request.max_completion_tokens):
@@ -117,6 +120,7 @@ def _jobs(
     params = sampling_params(
         request,
         request.max_completion_tokens or room,
+        tenant,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
@@ -135,20 +139,24 @@ class _Answer:
         chunk: ChatChunk,
         count: UsageCount,
         parsers: Sequence[AnswerParser],
+        tokenizer: Tokenizer,
     ):
         self._request = request
         self._chunk = chunk
         self._count = count
         self._parsers = parsers
+        self._tokenizer = tokenizer
         self._calls = [0] * len(parsers)
 
     async def gather(self, sources: Sequence[Source]) -> Chat:
         """Waits for every answer."""
-        choices = []
+        choices, scores = [], None
         for source in sources:
             output = await source.take()
-            self._count.add(output)
+            self._count.add(source, output)
             choices.append(self._choice(source, output))
+            if self._request.prompt_logprobs is not None and scores is None:
+                scores = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         return Chat(
             id=self._chunk.id,
             created=self._chunk.created,
@@ -156,6 +164,7 @@ class _Answer:
             choices=choices,
             usage=self._count.usage(),
             prompt_token_ids=self._prompt_ids(sources),
+            prompt_logprobs=UNSET if scores is None else scores,
         )
 
     def first_chunks(self, sources: Sequence[Source]) -> list[bytes]:
@@ -170,7 +179,7 @@ class _Answer:
 
     def chunks(self, source: Source, output: GenerationOutput) -> list[bytes]:
         """What is new of an answer; nothing, where its meaning is not certain yet."""
-        self._count.add(output)
+        self._count.add(source, output)
         index = source.job.index
         parser = self._parsers[index]
         pieces = parser.push(output.text)
@@ -182,8 +191,11 @@ class _Answer:
             for piece in pieces
             if (delta := self._delta(index, piece)) is not None
         ]
-        if ended or (not choices and self._request.return_token_ids and output.token_ids):
+        told = self._request.return_token_ids or self._request.logprobs
+        if ended or (not choices and told and output.token_ids):
             choices.append(ChatChunkChoice(index=index, delta=ChatDelta()))
+        if self._request.logprobs and choices:
+            choices[0].logprobs = chat_logprobs(self._tokenizer, output.logprobs)
         if self._request.return_token_ids and choices:
             choices[0].token_ids = output.token_ids
         if ended:
@@ -237,6 +249,9 @@ class _Answer:
                 content=content or (None if calls else ""),
                 reasoning_content=reasoning if shown else UNSET,
                 tool_calls=calls or UNSET,
+            ),
+            logprobs=(
+                chat_logprobs(self._tokenizer, output.logprobs) if self._request.logprobs else None
             ),
             finish_reason=_finish_reason(output, parser),
             stop_reason=stop_reason(source, output),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -9,10 +10,12 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation import GenerationOutput
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
-from jaxserve.server.http.responses import Completion, CompletionChoice
+from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+from jaxserve.server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -30,9 +33,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
         choices=[],
     )
     choices_a_prompt = request.n or 1
-    jobs = await _jobs(service, request, choices_a_prompt)
+    jobs = await _jobs(service, request, choices_a_prompt, exchange.tenant)
     count = UsageCount(jobs, choices_a_prompt)
-    answer = _Answer(request, completion, count)
+    answer = _Answer(request, completion, count, service.ready().tokenizer)
     async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
         if request.stream:
             await _stream(exchange, answer, sources)
@@ -46,7 +49,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await exchange.reply(completion)
 
 
-async def _jobs(service: Service, request: CompletionRequest, n: int) -> list[Job]:
+async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: str) -> list[Job]:
     """What is to be generated: n choices of the first prompt, then of the next."""
     if request.best_of is not None and request.best_of != n:
         raise InvalidRequestError("best_of", f"{request.best_of} is not n = {n}")
@@ -55,8 +58,9 @@ async def _jobs(service: Service, request: CompletionRequest, n: int) -> list[Jo
     params = sampling_params(
         request,
         DEFAULT_MAX_TOKENS,
+        tenant,
         logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
     )
     prompts = _prompts(request.prompt)
     if len(prompts) * n > MAX_CHOICES:
@@ -82,6 +86,13 @@ async def _jobs(service: Service, request: CompletionRequest, n: int) -> list[Jo
     return jobs
 
 
+def _prompt_logprobs(request: CompletionRequest) -> int | None:
+    """How many of the prompt's are wanted: an echo has the same as what follows it."""
+    echoed = request.logprobs if request.echo else None
+    wanted = [count for count in (request.prompt_logprobs, echoed) if count is not None]
+    return max(wanted, default=None)
+
+
 def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
     """The prompts of a request: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
@@ -99,22 +110,30 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[i
 class _Answer:
     """Outputs of the engine as OpenAI's objects."""
 
-    def __init__(self, request: CompletionRequest, completion: Completion, count: UsageCount):
+    def __init__(
+        self,
+        request: CompletionRequest,
+        completion: Completion,
+        count: UsageCount,
+        tokenizer: Tokenizer,
+    ):
         self._request = request
         self._completion = completion
         self._count = count
+        self._tokenizer = tokenizer
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
 
     async def gather(self, sources: Sequence[Source]) -> None:
         """Waits for every choice and puts it into the completion."""
         for source in sources:
             output = await source.take()
-            self._count.add(output)
+            self._count.add(source, output)
             self._completion.choices.append(self._choice(source, output, first=True))
         self._completion.usage = self._count.usage()
 
     def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
         """What is new of a choice."""
-        self._count.add(output)
+        self._count.add(source, output)
         return self._encode([self._choice(source, output, first)])
 
     def last_chunk(self) -> bytes | None:
@@ -145,11 +164,34 @@ class _Answer:
         return CompletionChoice(
             index=job.index,
             text=text,
+            logprobs=self._logprobs(source, output, first),
             finish_reason=output.finish_reason,  # type: ignore[arg-type]
             stop_reason=stop_reason(source, output),
             token_ids=output.token_ids if ids_wanted else UNSET,
             prompt_token_ids=job.token_ids if ids_wanted and first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(output),
         )
+
+    def _logprobs(
+        self, source: Source, output: GenerationOutput, first: bool
+    ) -> CompletionLogprobs | None:
+        """Of the new tokens, and before them of an echoed prompt."""
+        if self._request.logprobs is None:
+            return None
+        index = source.job.index
+        if index not in self._writers:
+            top = self._request.logprobs > 0
+            self._writers[index] = CompletionLogprobsWriter(self._tokenizer, top)
+        writer = self._writers[index]
+        if self._request.echo and output.prompt_logprobs is not None:
+            prompt = writer.prompt(source.job.token_ids, output.prompt_logprobs)
+            return joined(prompt, writer.tokens(output.logprobs))
+        return writer.tokens(output.logprobs)
+
+    def _prompt_logprobs(self, output: GenerationOutput) -> Any:
+        if self._request.prompt_logprobs is None or output.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
 
 async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:

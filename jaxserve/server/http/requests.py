@@ -137,6 +137,7 @@ class GenerationFields(_Strict, kw_only=True):
     skip_special_tokens: bool | None = None
     """Special tokens have no text here, so False is refused."""
     prompt_logprobs: TopLogprobs | None = None
+    """In a streamed chat it has no place in the chunks."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

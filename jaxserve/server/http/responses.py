@@ -36,6 +36,18 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token that might have stood in the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For every token of a prompt, by their ids, the token itself and its rivals; the first: none."""
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One completion, or what is new of it."""
 
@@ -47,6 +59,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """The stop string or the token id that ended it."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -131,6 +144,7 @@ class Chat(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

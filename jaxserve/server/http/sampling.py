@@ -1,7 +1,6 @@
 """The sampling fields of a request as the engine's `SamplingParams`.
 
-What clients can ask for and the engine cannot do yet is refused by name. Called by `completions.py`
-and `chat.py`.
+Called by `completions.py` and `chat.py`.
 """
 
 from typing import Any
@@ -18,44 +17,32 @@ SAME_NAMES = (
 )
 """Fields that mean in `SamplingParams` what they mean in a request."""
 
-NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "priority": 0,
-}
-"""Values that ask for nothing, so that an engine without the field can serve them."""
 
-ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__)
-
-
-def sampling_params(fields: GenerationFields, max_tokens: int, **more: Any) -> SamplingParams:
+def sampling_params(
+    fields: GenerationFields, max_tokens: int, tenant: str, **more: Any
+) -> SamplingParams:
     """Validated parameters.
 
     Args:
       fields: the request.
       max_tokens: where the request has none.
+      tenant: whose it is; prefixes are shared only inside one.
       more: what the request says under other names, None left out: `logprobs`, `grammar`...
 
     Raises:
-      InvalidRequestError: names the field that is out of range, or that the engine lacks.
+      InvalidRequestError: names the field that is out of range.
     """
     if fields.skip_special_tokens is False:
         raise InvalidRequestError("skip_special_tokens", "special tokens have no text: only true")
-    if fields.cache_salt is not None and "cache_salt" not in ENGINE_FIELDS:
-        raise _lacks("cache_salt")
     given: dict[str, Any] = {"max_tokens": max_tokens}
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}
     given |= {"stop": fields.stop, "stop_token_ids": fields.stop_token_ids, **more}
+    if tenant or fields.cache_salt:
+        given["cache_salt"] = f"{tenant}/{fields.cache_salt or ''}"
     if given["max_tokens"] is None:
         given["max_tokens"] = max_tokens
-    wanted = {name: value for name, value in given.items() if value is not None}
-    for name in sorted(wanted.keys() - ENGINE_FIELDS):
-        if name not in NEUTRAL or wanted.pop(name) != NEUTRAL[name]:
-            raise _lacks(name)
-    params = SamplingParams(**wanted)
+    params = SamplingParams(**{k: value for k, value in given.items() if value is not None})
     params.validate()
     return params
 
@@ -65,7 +52,3 @@ def of_choice(params: SamplingParams, number: int) -> SamplingParams:
     if params.seed is None or number == 0:
         return params
     return msgspec.structs.replace(params, seed=(params.seed + number) & MAX_UINT32)
-
-
-def _lacks(name: str) -> InvalidRequestError:
-    return InvalidRequestError(name, "is not supported by this engine yet")

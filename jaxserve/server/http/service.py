@@ -19,7 +19,7 @@ from jaxserve.server.generation import Generation, GenerationOutput, TextGenerat
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import ClientGone, Exchange
 from jaxserve.server.http.requests import MAX_CHOICES
-from jaxserve.server.http.responses import Usage
+from jaxserve.server.http.responses import PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import StreamBuffer, WholeBuffer
 
@@ -191,12 +191,17 @@ class UsageCount:
     """What the choices of a request took so far."""
 
     def __init__(self, jobs: Sequence[Job], choices_a_prompt: int):
+        self._choices = choices_a_prompt
         self._prompt = sum(len(job.token_ids) for job in jobs) // choices_a_prompt
         self._completion = 0
+        self._cached: dict[int, int] = {}  # of each prompt, what its first choice found
 
-    def add(self, output: GenerationOutput) -> None:
+    def add(self, source: Source, output: GenerationOutput) -> None:
         """Counts the tokens of an output."""
         self._completion += len(output.token_ids)
+        prompt, choice = divmod(source.job.index, self._choices)
+        if choice == 0:
+            self._cached[prompt] = output.cached_token_count
 
     def usage(self) -> Usage:
         """As clients get it."""
@@ -204,6 +209,7 @@ class UsageCount:
             prompt_tokens=self._prompt,
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
         )
 
 

@@ -11,14 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 
 EOS = 1
 
 
+def logprobs(token_ids: list[int], top: int) -> list[TokenLogprobs]:
+    """A token's is minus a hundredth of its id; its rivals are the ids before it."""
+    return [
+        TokenLogprobs(i, -i / 100, tuple((i - n, (n - i) / 100) for n in range(min(top, i + 1))))
+        for i in token_ids
+    ]
+
+
 @dataclass
 class _Running:
+    prompt: list[int]
     params: SamplingParams
     on_output: Callable[[TokenOutput], None]
     deadline: float | None
@@ -39,6 +49,7 @@ class FakeEngine:
     allowed: int | None = None
     refusal: Exception | None = None
     vocab_size: int = 300
+    cached_tokens: int = 0
     max_length: int = 100
     status: str = "ready"
     failure: EngineFailedError | None = None
@@ -79,7 +90,7 @@ class FakeEngine:
                 raise InvalidRequestError("request_id", "is already running")
             self.prompts.append(prompt)
             self.params.append(params)
-            self._running[request_id] = _Running(params, on_output, deadline)
+            self._running[request_id] = _Running(prompt, params, on_output, deadline)
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -176,8 +187,16 @@ class FakeEngine:
             reason = "stop"
         if not token_ids and reason is None:
             return None
+        params, first = request.params, request.sent == len(token_ids)
         return TokenOutput(
             request_id=request_id,
+            logprobs=[] if params.logprobs is None else logprobs(token_ids, params.logprobs),
+            prompt_logprobs=(
+                [None, *logprobs(request.prompt[1:], params.prompt_logprobs)]
+                if first and params.prompt_logprobs is not None
+                else None
+            ),
+            cached_tokens=self.cached_tokens,
             token_ids=token_ids,
             finish_reason=reason,
             stop_token_id=EOS if reason == "stop" else None,

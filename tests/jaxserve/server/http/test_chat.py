@@ -34,7 +34,7 @@ def test_an_answer(rig: HttpRig) -> None:
             "prompt_tokens": 19,
             "completion_tokens": 13,
             "total_tokens": 32,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
     assert rig.engine.prompts == [ids_of("[user]hi[assistant]")]
@@ -77,6 +77,25 @@ def test_token_ids(rig: HttpRig) -> None:
     found = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
     assert found == ids_of("one")
     assert chunks[0]["prompt_token_ids"] == ids_of("[user]hi[assistant]")
+
+
+class TestLogprobs:
+    def test_of_an_answer(self, rig: HttpRig) -> None:
+        choice = rig.chat(logprobs=True, top_logprobs=1, max_tokens=1).json()["choices"][0]
+        entry = {"token": "o", "logprob": -0.80, "bytes": [111]}
+        assert choice["logprobs"] == {
+            "content": [{**entry, "top_logprobs": [entry]}],
+            "refusal": None,
+        }
+
+    def test_of_a_stream(self, rig: HttpRig) -> None:
+        chunks = events(rig.chat(logprobs=True, stream=True))
+        found = [
+            entry["token"]
+            for chunk in chunks
+            for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        assert "".join(found) == "one two three"
 
 
 class TestTools:

@@ -29,7 +29,7 @@ def test_a_completion(rig: HttpRig) -> None:
             "prompt_tokens": 3,
             "completion_tokens": 13,
             "total_tokens": 16,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
     assert response.headers["content-type"] == "application/json"
@@ -53,6 +53,11 @@ def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
         stop_token_ids=[9],
         ignore_eos=True,
         min_tokens=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={"5": -100},
+        priority=-3,
     )
     assert rig.engine.params == [
         SamplingParams(
@@ -66,6 +71,11 @@ def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
             stop_token_ids=(9,),
             ignore_eos=True,
             min_tokens=2,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.25,
+            logit_bias={5: -100.0},
+            priority=-3,
         )
     ]
 
@@ -172,6 +182,80 @@ def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
     rig.engine.script = []
     (chunk,) = events(rig.complete(stream=True))
     assert chunk["choices"][0]["finish_reason"] == "stop"
+
+
+class TestLogprobs:
+    """The fake engine's are minus a hundredth of the id; o, n, e are 80, 79, 70."""
+
+    def test_of_a_completion(self, rig: HttpRig) -> None:
+        choice = rig.complete(logprobs=2, max_tokens=3).json()["choices"][0]
+        assert choice["logprobs"] == {
+            "tokens": ["o", "n", "e"],
+            "token_logprobs": [-0.80, -0.79, -0.70],
+            "top_logprobs": [
+                {"o": -0.80, "n": -0.79},
+                {"n": -0.79, "m": -0.78},
+                {"e": -0.70, "d": -0.69},
+            ],
+            "text_offset": [0, 1, 2],
+        }
+
+    def test_without_rivals(self, rig: HttpRig) -> None:
+        choice = rig.complete(logprobs=0, max_tokens=2).json()["choices"][0]
+        assert choice["logprobs"]["token_logprobs"] == [-0.80, -0.79]
+        assert choice["logprobs"]["top_logprobs"] == [None, None]
+
+    def test_of_an_echo_as_lm_eval_asks_for_it(self, rig: HttpRig) -> None:
+        """Token ids in, log-likelihoods of all but the first out, then the one generated token."""
+        prompt = ids_of("abc")
+        choice = rig.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=1, temperature=0)
+        logprobs = choice.json()["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["a", "b", "c", "o"]
+        assert logprobs["token_logprobs"] == [None, *(-i / 100 for i in [*prompt[1:], 80])]
+        assert logprobs["text_offset"] == [0, 1, 2, 3]
+        assert logprobs["top_logprobs"][0] is None
+        assert rig.engine.params[0].prompt_logprobs == 1
+
+    @pytest.mark.parametrize("chunk", [1, 2, 13])
+    def test_of_a_stream(self, rig: HttpRig, chunk: int) -> None:
+        rig.engine.chunk = chunk
+        whole = rig.complete(logprobs=2, echo=True).json()["choices"][0]["logprobs"]
+        chunks = [c["choices"][0] for c in events(rig.complete(logprobs=2, echo=True, stream=True))]
+        for key in whole:
+            assert [x for chunk in chunks for x in chunk["logprobs"][key]] == whole[key]
+
+    def test_a_stop_string_cuts_them_with_the_tokens(self, rig: HttpRig) -> None:
+        rig.engine.chunk = 13
+        choice = rig.complete(logprobs=0, stop=[" t"], return_token_ids=True).json()["choices"][0]
+        assert choice["text"] == "one"
+        assert choice["token_ids"] == ids_of("one t")
+        assert choice["logprobs"]["tokens"] == list("one t")
+
+    def test_of_part_of_a_character(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of("é")
+        choice = rig.complete(logprobs=0).json()["choices"][0]
+        assert choice["text"] == "é"
+        assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+
+    def test_of_the_prompt(self, rig: HttpRig) -> None:
+        choice = rig.complete(prompt=ids_of("ab"), prompt_logprobs=1, max_tokens=1).json()
+        (place, b) = ids_of("ab")[1], "b"
+        assert choice["choices"][0]["prompt_logprobs"] == [
+            None,
+            {str(place): {"logprob": -place / 100, "rank": 1, "decoded_token": b}},
+        ]
+
+
+def test_cached_tokens(rig: HttpRig) -> None:
+    rig.engine.cached_tokens = 2
+    usage = rig.complete(prompt=["abc", "def"], n=2).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_prefixes_are_shared_inside_a_salt(rig: HttpRig) -> None:
+    rig.complete()
+    rig.complete(cache_salt="x")
+    assert [params.cache_salt for params in rig.engine.params] == ["", "/x"]
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ SPECIFIC = (
     *("model", "request_id", "suffix", "best_of", "skip_special_tokens", "top_logprobs"),
     *("tool_choice", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"),
     *("structured_outputs", "response_format", "cache_salt", "min_tokens"),
-    *("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "priority"),
 )
 """Fields whose right values no schema knows; without them more requests reach the engine."""
 

@@ -222,6 +222,18 @@ class TestTemplates:
         assert "{{ 7 * 7 }}" in text
 
 
+def test_tenants_do_not_share_prefixes(locked: HttpRig) -> None:
+    """Timing tells who has asked the same before: each key has a salt of its own."""
+    for key in (KEY, OTHER):
+        headers = {"Authorization": f"Bearer {key}"}
+        for salt in ({}, {"cache_salt": "x"}):
+            fields = {"prompt": "hi", **salt}
+            assert locked.client.post("/v1/completions", json=fields, headers=headers).is_success
+    salts = [params.cache_salt for params in locked.engine.params]
+    assert len(set(salts)) == 4
+    assert all(KEY not in salt and OTHER not in salt for salt in salts)
+
+
 def test_errors_are_opaque(rig: HttpRig, caplog: pytest.LogCaptureFixture) -> None:
     rig.engine.refusal = KeyError("a secret path")
     response = rig.complete(request_id="a1")

@@ -1,0 +1,131 @@
+"""Log-probabilities of tokens in the forms of completions, chats and vLLM's prompt_logprobs.
+
+Called by `completions.py` and `chat.py`, with what the engine reported.
+"""
+
+from collections.abc import Sequence
+
+from jaxserve.engine.logprobs import TokenLogprobs
+from jaxserve.server.http.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    TopLogprob,
+)
+from jaxserve.server.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON does not have."""
+
+
+class CompletionLogprobsWriter:
+    """The log-probabilities of one choice, piece by piece; it counts the offsets.
+
+    Args:
+      tokenizer: gives the texts of tokens.
+      top: whether the likeliest tokens were asked for, beside the ones that came.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, top: bool):
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offset = 0
+
+    def prompt(
+        self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt; its first token has none."""
+        return self._logprobs(token_ids, found)
+
+    def tokens(self, found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """Of new tokens."""
+        return self._logprobs([one.token_id for one in found], found)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, one in zip(token_ids, found, strict=True):
+            text = _text(self._tokenizer, token_id)
+            logprobs.tokens.append(text)
+            logprobs.text_offset.append(self._offset)
+            logprobs.token_logprobs.append(None if one is None else _number(one.logprob))
+            rivals = None
+            if one is not None and self._top:
+                rivals = {_text(self._tokenizer, key): _number(value) for key, value in one.top}
+                rivals.setdefault(text, _number(one.logprob))
+            logprobs.top_logprobs.append(rivals)
+            self._offset += len(text)
+        return logprobs
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """One after the other."""
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """Of an answer's tokens."""
+    content = []
+    for one in found:
+        rivals = [
+            TopLogprob(
+                token=_text(tokenizer, token_id),
+                logprob=_number(logprob),
+                bytes=list(tokenizer.token_bytes(token_id)),
+            )
+            for token_id, logprob in one.top
+        ]
+        content.append(
+            ChatLogprob(
+                token=_text(tokenizer, one.token_id),
+                logprob=_number(one.logprob),
+                bytes=list(tokenizer.token_bytes(one.token_id)),
+                top_logprobs=rivals,
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, found: Sequence[TokenLogprobs | None] | None
+) -> list[dict[str, PromptLogprob] | None] | None:
+    """Of a prompt, in vLLM's form: for every token the ids that might have stood there."""
+    if found is None:
+        return None
+    places: list[dict[str, PromptLogprob] | None] = []
+    for one in found:
+        if one is None:
+            places.append(None)
+            continue
+        place = {
+            str(token_id): PromptLogprob(
+                logprob=_number(logprob), rank=rank, decoded_token=_text(tokenizer, token_id)
+            )
+            for rank, (token_id, logprob) in enumerate(one.top, start=1)
+        }
+        own = PromptLogprob(
+            logprob=_number(one.logprob), rank=None, decoded_token=_text(tokenizer, one.token_id)
+        )
+        place.setdefault(str(one.token_id), own)
+        places.append(place)
+    return places
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; what is no whole text alone is spelt as OpenAI does it."""
+    found = tokenizer.token_bytes(token_id)
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST)
