@@ -66,8 +66,11 @@ class AnswerFormat(msgspec.Struct, frozen=True):
           prompt: the text that the model goes on with; it may have begun to think in it.
           tools: whether calls are looked for.
         """
-        thinking = self.thinks and prompt.rstrip().endswith(THINK)
-        return AnswerParser(self.thinks, thinking, self.calls if tools else None)
+        return AnswerParser(self.thinks, self.thinking(prompt), self.calls if tools else None)
+
+    def thinking(self, prompt: str) -> bool:
+        """Whether the prompt ends in a thought that the model goes on with."""
+        return self.thinks and prompt.rstrip().endswith(THINK)
 
 
 State = Callable[[str, bool], tuple[list["Piece"], str | None]]

@@ -8,11 +8,12 @@ import msgspec
 from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.answers import AnswerFormat, AnswerParser, Call, Piece
+from jaxserve.server.answers import END_THINK, AnswerFormat, AnswerParser, Call, Piece
 from jaxserve.server.chat import FILES, ChatTemplate
 from jaxserve.server.generation import GenerationOutput, TextGenerator
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.forms import forced_call, grammar
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest, StreamOptions
 from jaxserve.server.http.responses import (
@@ -28,6 +29,7 @@ from jaxserve.server.http.responses import (
 )
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+from jaxserve.server.structured import TokenGrammar
 from jaxserve.server.tokenizer import Tokenizer
 
 
@@ -45,9 +47,13 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         )
     tools = _tools(request)
     prompt, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
-    jobs = _jobs(generator, request, exchange.tenant, prompt, token_ids)
-    count = UsageCount(jobs, len(jobs))
     form = AnswerFormat.of(template)
+    thought = END_THINK.encode() if form.thinking(prompt) else b""
+    constraint = await forced_call(service, request, form, thought)
+    if constraint is None:
+        constraint = await grammar(service, request, thought)
+    jobs = _jobs(generator, request, exchange.tenant, prompt, token_ids, constraint)
+    count = UsageCount(jobs, len(jobs))
     answer = _Answer(
         request,
         ChatChunk(
@@ -81,9 +87,7 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
         return request.tools or None
     if not request.tools and choice != "none":
         raise InvalidRequestError("tool_choice", "is set, but there are no tools")
-    if choice == "none":
-        return None
-    raise InvalidRequestError("tool_choice", "a call cannot be forced yet: only auto and none")
+    return None if choice == "none" else request.tools
 
 
 def _prompt(
@@ -109,7 +113,12 @@ def _prompt(
 
 
 def _jobs(
-    generator: TextGenerator, request: ChatRequest, tenant: str, prompt: str, token_ids: list[int]
+    generator: TextGenerator,
+    request: ChatRequest,
+    tenant: str,
+    prompt: str,
+    token_ids: list[int],
+    constraint: TokenGrammar | None,
 ) -> list[Job]:
     """What is to be generated: n answers."""
     if None not in (request.max_tokens, request.max_completion_tokens):
@@ -123,6 +132,7 @@ def _jobs(
         tenant,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
+        grammar=constraint,
     )
     return [
         Job(choice, token_ids, of_choice(params, choice), prompt)

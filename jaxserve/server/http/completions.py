@@ -10,6 +10,7 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation import GenerationOutput
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.forms import grammar
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -61,6 +62,7 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
         tenant,
         logprobs=request.logprobs,
         prompt_logprobs=_prompt_logprobs(request),
+        grammar=await grammar(service, request),
     )
     prompts = _prompts(request.prompt)
     if len(prompts) * n > MAX_CHOICES:

@@ -48,7 +48,9 @@ def sampling_params(
 
 
 def of_choice(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of the choice `number` of `n`: with a seed of its own, if there is one."""
+    """The parameters of the choice `number` of `n`: seed and grammar are its own."""
+    if params.grammar is not None:
+        params = msgspec.structs.replace(params, grammar=params.grammar.copy())
     if params.seed is None or number == 0:
         return params
     return msgspec.structs.replace(params, seed=(params.seed + number) & MAX_UINT32)

@@ -24,6 +24,7 @@ from jaxserve.server.http.app import App
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import Service
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.structured import GrammarCompiler
 
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_CONNECTIONS = 8192
@@ -104,6 +105,8 @@ class HttpServer:
         async def opened() -> None:
             self._service.template = template
             self._service.metrics = metrics
+            vocab_size = generator.engine.model_info()["vocab_size"]
+            self._service.compiler = GrammarCompiler(generator.tokenizer, vocab_size)
             self._service.on_drain = on_drain
             self._service.generator = generator
 

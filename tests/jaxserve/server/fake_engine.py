@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
@@ -33,6 +35,7 @@ class _Running:
     on_output: Callable[[TokenOutput], None]
     deadline: float | None
     sent: int = 0
+    generated: int = 0
 
 
 @dataclass
@@ -171,10 +174,32 @@ class FakeEngine:
         for request_id, request in self._running.items():
             request.on_output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
 
+    def _constrained(self, request_id: str, request: _Running) -> TokenOutput:
+        """One token: the next one of the script that the grammar allows, or else its lowest."""
+        grammar = request.params.grammar
+        bits = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little")
+        rest = self.script[request.sent :]
+        skipped = next((n for n, token_id in enumerate(rest) if bits[token_id]), None)
+        token_id = int(np.flatnonzero(bits)[0]) if skipped is None else rest[skipped]
+        request.sent += 0 if skipped is None else skipped + 1
+        if token_id == EOS:
+            return TokenOutput(request_id=request_id, finish_reason="stop", stop_token_id=EOS)
+        try:
+            grammar.accept(token_id)
+            request.generated += 1
+            reason: FinishReason | None = "stop" if grammar.finished else None
+            if reason is None and request.generated == request.params.max_tokens:
+                reason = "length"
+        except ValueError as error:
+            return TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
+        return TokenOutput(request_id=request_id, token_ids=[token_id], finish_reason=reason)
+
     def _step(self, request_id: str, request: _Running) -> TokenOutput | None:
         late = request.deadline is not None and time.monotonic() > request.deadline
         if late or request_id in self.cancelled:
             return TokenOutput(request_id=request_id, finish_reason="cancelled")
+        if request.params.grammar is not None:
+            return self._constrained(request_id, request)
         end = min(request.sent + self.chunk, len(self.script), request.params.max_tokens)
         if self.allowed is not None:
             end = min(end, self.allowed)

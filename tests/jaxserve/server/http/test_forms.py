@@ -1,0 +1,156 @@
+"""Structured output over HTTP: the fake engine writes its script as far as the grammar allows."""
+
+import json
+
+import openai
+import pydantic
+import pytest
+
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events
+from tests.jaxserve.server.letters import ids_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "integer"}},
+                "required": [key],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, key in (("add", "a"), ("bid", "b"))
+]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.fixture
+def wide(rig: HttpRig) -> HttpRig:
+    """With room for tools in the prompt."""
+    rig.engine.max_length = rig.generator._max_length = 2000
+    return rig
+
+
+def test_a_json_object(rig: HttpRig) -> None:
+    rig.engine.script = ids_of('Sure! {"x": [1]} and more')
+    choice = rig.chat(response_format={"type": "json_object"}).json()["choices"][0]
+    assert json.loads(choice["message"]["content"]) == {"x": [1]}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_schema(rig: HttpRig) -> None:
+    rig.engine.script = ids_of('Sure! {"a": 17} and more')
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    chunks = events(rig.chat(response_format=form, stream=True))
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert json.loads(text)["a"] == 17
+
+
+@pytest.mark.parametrize(
+    ("form", "script", "text"),
+    [
+        ({"choice": ["red", "green"]}, "is it green?", "green"),
+        ({"regex": "[0-9]{3}"}, "call 123456", "123"),
+        ({"json": {"const": 7}}, "12345678", "7"),
+        ({"json": '{"const": 7}'}, "12345678", "7"),
+        ({"grammar": 'start: "(" start ")" | "x"'}, "f((x))y", "((x))"),
+    ],
+)
+def test_other_forms(rig: HttpRig, form: dict, script: str, text: str) -> None:
+    rig.engine.script = ids_of(script)
+    assert rig.complete(structured_outputs=form).json()["choices"][0]["text"] == text
+
+
+def test_every_choice_has_a_grammar_of_its_own(rig: HttpRig) -> None:
+    rig.engine.script = ids_of("green")
+    body = rig.complete(structured_outputs={"choice": ["red", "green"]}, n=3).json()
+    assert [choice["text"] for choice in body["choices"]] == ["green"] * 3
+    assert len({id(params.grammar) for params in rig.engine.params}) == 3
+
+
+def test_a_thought_is_free(rig: HttpRig) -> None:
+    rig.engine.script = ids_of("Is it red?\n</think>\n\ngreen")
+    fields = {"structured_outputs": {"choice": ["red", "green"]}}
+    message = rig.chat(chat_template_kwargs={"enable_thinking": True}, **fields)
+    message = message.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Is it red?", "green")
+
+
+def test_a_call_that_is_asked_for(wide: HttpRig) -> None:
+    wide.engine.script = ids_of(
+        'I would rather <tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
+    )
+    choice = wide.chat(tools=TOOLS, tool_choice="required").json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 5}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
+    wide.engine.script = ids_of(
+        '<tool_call>\n{"name": "add bid", "arguments": {"a" "b": 5}}\n</tool_call>'
+    )
+    named = {"type": "function", "function": {"name": "bid"}}
+    choice = wide.chat(tools=TOOLS, tool_choice=named).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "bid"
+    assert json.loads(call["function"]["arguments"]) == {"b": 5}
+
+
+class _Answer(pydantic.BaseModel):
+    a: int
+
+
+def test_the_sdk_parses_it(rig: HttpRig) -> None:
+    rig.engine.script = ids_of('{"a": 17}')
+    with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", timeout=SECONDS) as client:
+        chat = client.chat.completions.parse(
+            model="fake", messages=[{"role": "user", "content": "hi"}], response_format=_Answer
+        )
+    assert chat.choices[0].message.parsed == _Answer(a=17)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format.json_schema.schema",
+            "",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "set one of json, json_object, regex"),
+        ({"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs", "set one of"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid regex"),
+        (
+            {"structured_outputs": {"regex": "x" * 70_000}},
+            "structured_outputs.regex",
+            "70000 characters, at most 65536",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length >= 1"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "set one of them",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+            "'x' is no tool",
+        ),
+    ],
+)
+def test_a_bad_form_is_named(
+    shared: HttpRig, fields: dict[str, object], param: str, message: str
+) -> None:
+    shared.engine.max_length = shared.generator._max_length = 2000
+    messages = [{"role": "user", "content": "hi"}]
+    error = shared.refused("/v1/chat/completions", messages=messages, **fields)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert shared.engine.prompts == []
