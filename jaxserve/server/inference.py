@@ -7,8 +7,10 @@ the server in `grpc.py`, and knows nothing of ports and threads.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +27,7 @@ from jaxserve.server.generation import (
     TextGenerator,
     new_request_id,
 )
+from jaxserve.server.interceptors import tenant
 from jaxserve.server.status import StatusError, status_error
 from jaxserve.server.stream import StreamBuffer
 
@@ -53,6 +56,8 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         self.draining = False
         self._max_pending_tokens = max_pending_tokens
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
+        self._running: dict[tuple[str, str], Generation] = {}  # by tenant and request id
+        self._aborted: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,6 +112,28 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
                         generation.consumed(len(output.token_ids))
                 finish = self._finish_info(output, generation)
                 await _write(context, generation, pb.GenerateStreamResponse(finish=finish))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """The token ids of a text."""
+        response = pb.TokenizeResponse()
+        async with self._answering(None, context):
+            generator = self._ready_generator()
+            encode = functools.partial(generator.encode, request.text, add_bos=not request.no_bos)
+            loop = asyncio.get_running_loop()
+            response.token_ids.extend(await loop.run_in_executor(self._tokenising, encode))
+        return response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends a running request of the same tenant."""
+        async with self._answering(None, context):
+            generation = self._running.get((tenant.get(), request.request_id))
+            if generation is None:
+                raise StatusError(
+                    grpc.StatusCode.NOT_FOUND, f"no request {request.request_id!r} is running"
+                )
+            self._aborted.add(generation)
+            generation.cancel()
+        return pb.AbortResponse()
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
@@ -169,9 +196,12 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             deadline=None if remaining is None else time.monotonic() + remaining,
             max_pending_tokens=self._max_pending_tokens,
         )
+        name = (tenant.get(), request.request_id)
+        self._running[name] = generation
         try:
             yield generation, buffer
         finally:
+            del self._running[name]
             generation.cancel()
 
     def _ready_generator(self) -> TextGenerator:
@@ -190,6 +220,7 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             usage=pb.Usage(
                 prompt_tokens=output.prompt_token_count,
                 completion_tokens=output.completion_token_count,
+                cached_tokens=output.cached_token_count,
             ),
         )
         if output.stop_string is not None:
@@ -205,6 +236,8 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, output.error or "too slow")
         if engine.failure is not None:
             return engine.failure
+        if generation in self._aborted:
+            return StatusError(grpc.StatusCode.CANCELLED, "the request was aborted")
         if generation.deadline is not None and time.monotonic() >= generation.deadline:
             return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
         if self.draining or engine.status != "ready":
@@ -235,11 +268,20 @@ def _prompt(request: pb.GenerateRequest) -> str | list[int]:
 
 def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     """The request's sampling fields; what it does not set has SamplingParams' default."""
-    optional = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    optional = (
+        *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+        "repetition_penalty",
+    )
+    salted = bool(tenant.get() or request.cache_salt)
     return SamplingParams(
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         min_tokens=request.min_tokens,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=dict(request.logit_bias),
+        priority=request.priority,
+        cache_salt=f"{tenant.get()}/{request.cache_salt}" if salted else "",
         **{name: getattr(request, name) for name in optional if request.HasField(name)},
     )

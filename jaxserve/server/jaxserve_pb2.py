@@ -24,35 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejaxserve/server/jaxserve.proto\x12\x0bjaxserve.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x81\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\nmin_tokens\x18\r \x01(\rB\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x98\x01\n\nFinishInfo\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.jaxserve.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.jaxserve.v1.UsageB\x0c\n\nstopped_by\"p\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x17.jaxserve.v1.FinishInfo\"7\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x9c\x01\n\x16GenerateStreamResponse\x12)\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.jaxserve.v1.PromptInfoH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.jaxserve.v1.DeltaH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.jaxserve.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"\x15\n\x13GetModelInfoRequest\"\xca\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10jaxserve_version\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0c\n\x04mode\x18\x07 \x01(\t\x12\x11\n\tattention\x18\x08 \x01(\t\x12\x0b\n\x03\x66\x66n\x18\t \x01(\t\x12\r\n\x05lanes\x18\n \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x80\x02\n\tInference\x12G\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.jaxserve.v1.GenerateRequest\x1a#.jaxserve.v1.GenerateStreamResponse0\x01\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejaxserve/server/jaxserve.proto\x12\x0bjaxserve.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x87\x05\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x18\n\x10presence_penalty\x18\x0e \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0f \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x01H\x07\x88\x01\x01\x12?\n\nlogit_bias\x18\x11 \x03(\x0b\x32+.jaxserve.v1.GenerateRequest.LogitBiasEntry\x12\x10\n\x08priority\x18\x12 \x01(\x11\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x98\x01\n\nFinishInfo\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.jaxserve.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.jaxserve.v1.UsageB\x0c\n\nstopped_by\"p\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x17.jaxserve.v1.FinishInfo\"7\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x9c\x01\n\x16GenerateStreamResponse\x12)\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.jaxserve.v1.PromptInfoH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.jaxserve.v1.DeltaH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.jaxserve.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"/\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06no_bos\x18\x02 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\xca\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10jaxserve_version\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0c\n\x04mode\x18\x07 \x01(\t\x12\x11\n\tattention\x18\x08 \x01(\t\x12\x0b\n\x03\x66\x66n\x18\t \x01(\t\x12\r\n\x05lanes\x18\n \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x89\x03\n\tInference\x12G\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.jaxserve.v1.GenerateRequest\x1a#.jaxserve.v1.GenerateStreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.jaxserve.v1.TokenizeRequest\x1a\x1d.jaxserve.v1.TokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxserve.server.jaxserve_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1274
-  _globals['_FINISHREASON']._serialized_end=1369
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1700
+  _globals['_FINISHREASON']._serialized_end=1795
   _globals['_TOKENIDS']._serialized_start=47
   _globals['_TOKENIDS']._serialized_end=70
   _globals['_GENERATEREQUEST']._serialized_start=73
-  _globals['_GENERATEREQUEST']._serialized_end=458
-  _globals['_USAGE']._serialized_start=460
-  _globals['_USAGE']._serialized_end=517
-  _globals['_FINISHINFO']._serialized_start=520
-  _globals['_FINISHINFO']._serialized_end=672
-  _globals['_GENERATERESPONSE']._serialized_start=674
-  _globals['_GENERATERESPONSE']._serialized_end=786
-  _globals['_PROMPTINFO']._serialized_start=788
-  _globals['_PROMPTINFO']._serialized_end=843
-  _globals['_DELTA']._serialized_start=845
-  _globals['_DELTA']._serialized_end=885
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=888
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1044
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1046
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1067
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1070
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1272
-  _globals['_INFERENCE']._serialized_start=1372
-  _globals['_INFERENCE']._serialized_end=1628
+  _globals['_GENERATEREQUEST']._serialized_end=720
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=569
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=617
+  _globals['_USAGE']._serialized_start=722
+  _globals['_USAGE']._serialized_end=802
+  _globals['_FINISHINFO']._serialized_start=805
+  _globals['_FINISHINFO']._serialized_end=957
+  _globals['_GENERATERESPONSE']._serialized_start=959
+  _globals['_GENERATERESPONSE']._serialized_end=1071
+  _globals['_PROMPTINFO']._serialized_start=1073
+  _globals['_PROMPTINFO']._serialized_end=1128
+  _globals['_DELTA']._serialized_start=1130
+  _globals['_DELTA']._serialized_end=1170
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1173
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1329
+  _globals['_TOKENIZEREQUEST']._serialized_start=1331
+  _globals['_TOKENIZEREQUEST']._serialized_end=1378
+  _globals['_TOKENIZERESPONSE']._serialized_start=1380
+  _globals['_TOKENIZERESPONSE']._serialized_end=1417
+  _globals['_ABORTREQUEST']._serialized_start=1419
+  _globals['_ABORTREQUEST']._serialized_end=1453
+  _globals['_ABORTRESPONSE']._serialized_start=1455
+  _globals['_ABORTRESPONSE']._serialized_end=1470
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1472
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1493
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1496
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1698
+  _globals['_INFERENCE']._serialized_start=1798
+  _globals['_INFERENCE']._serialized_end=2191
 # @@protoc_insertion_point(module_scope)

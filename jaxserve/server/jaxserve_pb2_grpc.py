@@ -44,6 +44,16 @@ class InferenceStub:
                 request_serializer=jaxserve_dot_server_dot_jaxserve__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/jaxserve.v1.Inference/Tokenize',
+                request_serializer=jaxserve_dot_server_dot_jaxserve__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/jaxserve.v1.Inference/Abort',
+                request_serializer=jaxserve_dot_server_dot_jaxserve__pb2.AbortRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/jaxserve.v1.Inference/GetModelInfo',
                 request_serializer=jaxserve_dot_server_dot_jaxserve__pb2.GetModelInfoRequest.SerializeToString,
@@ -68,6 +78,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids of a text, as Generate makes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends a running request of the same API key; its own call ends as CANCELLED. NOT_FOUND where
+        there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -86,6 +111,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.GenerateRequest.FromString,
                     response_serializer=jaxserve_dot_server_dot_jaxserve__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.TokenizeRequest.FromString,
+                    response_serializer=jaxserve_dot_server_dot_jaxserve__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=jaxserve_dot_server_dot_jaxserve__pb2.AbortRequest.FromString,
+                    response_serializer=jaxserve_dot_server_dot_jaxserve__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -147,6 +182,60 @@ class Inference:
             '/jaxserve.v1.Inference/GenerateStream',
             jaxserve_dot_server_dot_jaxserve__pb2.GenerateRequest.SerializeToString,
             jaxserve_dot_server_dot_jaxserve__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Tokenize',
+            jaxserve_dot_server_dot_jaxserve__pb2.TokenizeRequest.SerializeToString,
+            jaxserve_dot_server_dot_jaxserve__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Abort',
+            jaxserve_dot_server_dot_jaxserve__pb2.AbortRequest.SerializeToString,
+            jaxserve_dot_server_dot_jaxserve__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -142,6 +142,56 @@ def test_model_info(rig: Rig) -> None:
     )
 
 
+def test_tokenize(rig: Rig) -> None:
+    def ids(**fields: object) -> list[int]:
+        return list(rig.stub.Tokenize(pb.TokenizeRequest(**fields), timeout=SECONDS).token_ids)
+
+    assert ids(text="ab") == [0, *ids_of("ab")]
+    assert ids(text="ab", no_bos=True) == ids_of("ab")
+    with pytest.raises(grpc.RpcError) as caught:
+        ids(text="x" * 200)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_abort(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    call = rig.stream(text="hi", request_id="a")
+    first_delta(call)
+    rig.stub.Abort(pb.AbortRequest(request_id="a"), timeout=SECONDS)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() == grpc.StatusCode.CANCELLED
+    assert caught.value.details() == "the request was aborted"
+    assert rig.engine.wait_until_idle()
+    with pytest.raises(grpc.RpcError) as caught:
+        rig.stub.Abort(pb.AbortRequest(request_id="a"), timeout=SECONDS)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_penalties_and_biases_reach_the_engine(rig: Rig) -> None:
+    rig.engine.cached_tokens = 2
+    answer = rig.generate(
+        text="hi",
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={7: -100.0},
+        priority=-3,
+        cache_salt="x",
+    )
+    assert rig.engine.params == [
+        SamplingParams(
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={7: -100.0},
+            priority=-3,
+            cache_salt="/x",
+        )
+    ]
+    assert answer.finish.usage.cached_tokens == 2
+
+
 def test_an_asyncio_client_with_many_streams(rig: Rig) -> None:
     rig.engine.pace = 0.002
 
@@ -441,6 +491,8 @@ def test_reflection_is_enough_for_a_client_without_stubs(rig: Rig) -> None:
     assert [method.name for method in service.methods] == [
         "Generate",
         "GenerateStream",
+        "Tokenize",
+        "Abort",
         "GetModelInfo",
     ]
     method = service.FindMethodByName("Generate")

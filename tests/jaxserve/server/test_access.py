@@ -1,0 +1,204 @@
+"""Keys and certificates, from files to both faces."""
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.config.deployment import Server
+from jaxserve.errors import ConfigError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access import Access, ApiKeys, check_bind
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from tests.jaxserve.server import certificates
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.letters import LETTERS, ids_of
+
+ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
+SECONDS = 20
+
+
+class TestKeys:
+    def test_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.write_text(f"# ours\n{ALICE}\n\n  {BOB}  \n")
+        keys = ApiKeys.from_file(path)
+        tenants = {keys.tenant(f"Bearer {ALICE}"), keys.tenant(f"bearer {BOB}")}
+        assert len(tenants) == 2
+        assert None not in tenants
+        assert keys.tenant("Bearer # ours") is None
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("# nothing\n", "the file has no key"),
+            (f"{ALICE}\nshort\n", "key 2 is not 16 or more printable"),
+            ("é" * 20, "key 1 is not"),
+        ],
+    )
+    def test_wrong_files(self, tmp_path: Path, text: str, message: str) -> None:
+        (tmp_path / "keys").write_text(text)
+        with pytest.raises(ConfigError, match=message) as caught:
+            ApiKeys.from_file(tmp_path / "keys")
+        assert "short" not in str(caught.value)
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"api_keys: .*nowhere cannot be read"):
+            ApiKeys.from_file(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_an_open_address_needs_an_explicit_word(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.host = .* --insecure-bind"):
+        check_bind(host, insecure_bind=False)
+    check_bind(host, insecure_bind=True)
+    check_bind(host, insecure_bind=False, access=Access(ApiKeys([ALICE])))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    check_bind(host, insecure_bind=False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tls_key": "server.key"}, "one is set without the other"),
+        ({"tls_certificate": "server.pem"}, "one is set without the other"),
+        ({"tls_client_ca": "ca.pem"}, "needs server.tls_certificate"),
+        ({"tls_certificate": "nowhere", "tls_key": "server.key"}, "No such file"),
+        ({"tls_certificate": "server.pem", "tls_key": "client.key"}, "(?i)mismatch"),
+    ],
+)
+def test_certificates_that_do_not_fit(files: Path, fields: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Access.from_config(Server(**{key: str(files / name) for key, name in fields.items()}))
+
+
+class Both:
+    """Both faces with the same access."""
+
+    def __init__(self, access: Access):
+        self.engine = FakeEngine(ids_of("one two three"))
+        self.generator = TextGenerator(self.engine, LETTERS)
+        self.grpc = GrpcServer(port=0, access=access)
+        self.http = HttpServer(port=0, access=access)
+        self.grpc_address, self.http_address = self.grpc.start(), self.http.start()
+        self.grpc.open(self.generator)
+        self.http.open(self.generator)
+
+    def close(self) -> None:
+        self.grpc.stop(0)
+        self.http.stop(0)
+        self.generator.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def locked() -> Iterator[Both]:
+    both = Both(Access(ApiKeys([ALICE, BOB])))
+    yield both
+    both.close()
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+class TestKeysOfRpcs:
+    def test_none_and_wrong_ones(self, locked: Both) -> None:
+        with grpc.insecure_channel(locked.grpc_address) as channel:
+            stub = InferenceStub(channel)
+            for metadata in ((), bearer("wrong"), (("authorization", ALICE),)):
+                for call in (
+                    lambda **how: stub.Generate(pb.GenerateRequest(text="hi"), **how),
+                    lambda **how: list(stub.GenerateStream(pb.GenerateRequest(text="hi"), **how)),
+                    lambda **how: stub.GetModelInfo(pb.GetModelInfoRequest(), **how),
+                ):
+                    with pytest.raises(grpc.RpcError) as caught:
+                        call(metadata=metadata, timeout=SECONDS)
+                    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert locked.engine.prompts == []
+
+    def test_probes_need_none(self, locked: Both) -> None:
+        with grpc.insecure_channel(locked.grpc_address) as channel:
+            request = health_pb2.HealthCheckRequest()
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def test_tenants_do_not_share_prefixes(self, locked: Both) -> None:
+        with grpc.insecure_channel(locked.grpc_address) as channel:
+            stub = InferenceStub(channel)
+            for key in (ALICE, BOB):
+                request = pb.GenerateRequest(text="hi")
+                stub.Generate(request, metadata=bearer(key), timeout=SECONDS)
+        salts = [params.cache_salt for params in locked.engine.params]
+        assert len(set(salts)) == 2
+        assert "" not in salts
+
+    def test_only_the_owner_aborts(self, locked: Both) -> None:
+        locked.engine.allowed = 3
+        abort = pb.AbortRequest(request_id="a")
+        with grpc.insecure_channel(locked.grpc_address) as channel:
+            stub = InferenceStub(channel)
+            request = pb.GenerateRequest(text="hi", request_id="a")
+            call = stub.GenerateStream(request, metadata=bearer(ALICE), timeout=SECONDS)
+            next(call)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Abort(abort, metadata=bearer(BOB), timeout=SECONDS)
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+            assert locked.engine.running == 1
+            stub.Abort(abort, metadata=bearer(ALICE), timeout=SECONDS)
+            assert locked.engine.wait_until_idle()
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls(files: Path, mutual: bool) -> None:
+    config = Server(
+        tls_certificate=str(files / "server.pem"),
+        tls_key=str(files / "server.key"),
+        tls_client_ca=str(files / "ca.pem") if mutual else "",
+    )
+    both = Both(Access.from_config(config))
+    context = ssl.create_default_context(cafile=str(files / "ca.pem"))
+    stranger = ssl.create_default_context(cafile=str(files / "ca.pem"))
+    context.load_cert_chain(files / "client.pem", files / "client.key")
+    url = f"https://{both.http_address}/v1/completions"
+    fields = {"prompt": "hi", "stream": True}
+    assert "[DONE]" in httpx.post(url, json=fields, verify=context, timeout=SECONDS).text
+    if mutual:
+        with pytest.raises(httpx.TransportError):
+            httpx.post(url, json=fields, verify=stranger, timeout=SECONDS)
+    else:
+        assert httpx.post(url, json=fields, verify=stranger, timeout=SECONDS).is_success
+    with pytest.raises(httpx.TransportError):
+        httpx.post(url.replace("https", "http"), json=fields, timeout=SECONDS)
+
+    root = (files / "ca.pem").read_bytes()
+    own = [(files / name).read_bytes() for name in ("client.key", "client.pem")]
+    for credentials, welcome in (
+        (grpc.ssl_channel_credentials(root, *own), True),
+        (grpc.ssl_channel_credentials(root), not mutual),
+    ):
+        with grpc.secure_channel(both.grpc_address, credentials) as channel:
+            request = pb.GenerateRequest(text="hi")
+            if welcome:
+                answer = InferenceStub(channel).Generate(request, timeout=SECONDS)
+                assert answer.text == "one two three"
+            else:
+                with pytest.raises(grpc.RpcError) as caught:
+                    InferenceStub(channel).Generate(request, timeout=SECONDS)
+                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    both.close()
