@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import load, pipeline, quality
+from jaxserve.bench import front, load, pipeline, quality, serving
 from jaxserve.bench import options as sampling_options
 from jaxserve.errors import JaxserveError
 
@@ -33,10 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_engine = benches.add_parser("engine", help="shared prefixes, and what options cost")
     of_engine.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_engine.add_argument("--quick", action="store_true", help="one round: a smoke test")
+    of_front = benches.add_parser("front", help="the network faces, over an engine stub")
+    of_front.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_front.add_argument("--quick", action="store_true", help="few tokens: a smoke test")
+    serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
     options = parser.parse_args(arguments)
     if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
         parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
     try:
+        if options.bench == "serve":
+            return serving.run(options)
+        if options.bench == "front":
+            return front.run_bench(options.quick, options.json)
         if options.bench == "load":
             return load.run(options.quick, options.json)
         if options.bench == "engine":

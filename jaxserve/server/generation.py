@@ -28,6 +28,10 @@ Prompt = str | Sequence[SupportsIndex]
 
 MAX_REQUEST_ID_CHARACTERS = 128
 CLOSE_SECONDS = 5.0
+SHORT_PROMPT = 512
+"""Characters, or ids, that are tokenised sooner than another thread begins to."""
+MAX_PORTION = 4096
+"""News that the generator's thread takes at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -423,9 +427,20 @@ class TextGenerator:
         self._forget(generation)
 
     def _run(self) -> None:
-        while (item := self._mailbox.get()) is not None:
-            generation, news = item
-            generation.advance(news)
+        goes_on = True
+        while goes_on:
+            # What came meanwhile goes through together: the busier, the larger the portions.
+            items = [self._mailbox.get()]
+            while len(items) < MAX_PORTION and not self._mailbox.empty():
+                items.append(self._mailbox.get())
+            news: dict[Generation, list[TokenOutput]] = {}
+            for item in items:
+                if item is None:
+                    goes_on = False
+                    break
+                news.setdefault(item[0], []).append(item[1])
+            for generation, outputs in news.items():
+                generation.advance(_joined(outputs))
 
     def _forget(self, generation: Generation) -> None:
         with self._lock:
@@ -444,6 +459,21 @@ class TextGenerator:
                 generation,
                 TokenOutput(request_id=generation.request_id, finish_reason=reason, error=error),
             )
+
+
+def _joined(news: Sequence[TokenOutput]) -> TokenOutput:
+    """Consecutive news of one request, at least one, as one; what follows its end is dropped."""
+    if len(news) == 1:
+        return news[0]
+    ended = next((n for n, one in enumerate(news, 1) if one.finish_reason is not None), len(news))
+    news = news[:ended]
+    scores = (one.prompt_logprobs for one in news if one.prompt_logprobs is not None)
+    return msgspec.structs.replace(
+        news[-1],
+        token_ids=[token_id for one in news for token_id in one.token_ids],
+        logprobs=[logprobs for one in news for logprobs in one.logprobs],
+        prompt_logprobs=next(scores, None),
+    )
 
 
 def _checked_ids(prompt: Sequence[SupportsIndex], vocab_size: int) -> list[int]:

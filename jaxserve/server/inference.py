@@ -22,6 +22,7 @@ from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc
 from jaxserve.server.generation import (
+    SHORT_PROMPT,
     Generation,
     GenerationOutput,
     TextGenerator,
@@ -182,8 +183,12 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             request.request_id = new_request_id()
         params = _sampling_params(request)
         params.validate()
-        loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(self._tokenising, generator.encode, _prompt(request))
+        prompt = _prompt(request)
+        if len(prompt) <= SHORT_PROMPT:
+            token_ids = generator.encode(prompt)
+        else:
+            loop = asyncio.get_running_loop()
+            token_ids = await loop.run_in_executor(self._tokenising, generator.encode, prompt)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")

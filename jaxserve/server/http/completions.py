@@ -74,7 +74,7 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
     jobs = []
     for number, prompt in enumerate(prompts):
         try:
-            token_ids = await service.in_thread(generator.encode, prompt)
+            token_ids = await service.encode(prompt)
         except InvalidRequestError as error:
             if len(prompts) == 1:
                 raise

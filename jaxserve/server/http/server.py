@@ -22,7 +22,7 @@ from jaxserve.server.chat import ChatTemplate
 from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.app import App
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
-from jaxserve.server.http.service import Service
+from jaxserve.server.http.service import MAX_PENDING_TOKENS, Service
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.structured import GrammarCompiler
 
@@ -50,6 +50,7 @@ class HttpServer:
       insecure_bind: whether to serve strangers all the same.
       endpoints: which routes to serve.
       request_seconds: the longest that a request may run.
+      max_pending_tokens: tokens that may wait for a slow reader.
       name: of the key that sets the port, for errors.
     """
 
@@ -62,6 +63,7 @@ class HttpServer:
         insecure_bind: bool = False,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
         request_seconds: float = 3600.0,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
         name: str = "server.http_port",
     ):
         self._access = access or Access()
@@ -69,6 +71,7 @@ class HttpServer:
         self._host, self._port, self._name = host, port, name
         self._endpoints = endpoints
         self._request_seconds = request_seconds
+        self._max_pending_tokens = max_pending_tokens
         self._started: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
@@ -139,7 +142,7 @@ class HttpServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         listener = self._bind()
-        self._service = Service(self._request_seconds)
+        self._service = Service(self._request_seconds, self._max_pending_tokens)
         config = uvicorn.Config(
             App(self._service, self._endpoints, self._access),
             http=_Connection,

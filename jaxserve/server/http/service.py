@@ -15,7 +15,13 @@ import msgspec
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import Generation, GenerationOutput, TextGenerator, new_request_id
+from jaxserve.server.generation import (
+    SHORT_PROMPT,
+    Generation,
+    GenerationOutput,
+    TextGenerator,
+    new_request_id,
+)
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import ClientGone, Exchange
 from jaxserve.server.http.requests import MAX_CHOICES
@@ -80,6 +86,7 @@ class Service:
 
     Args:
       request_seconds: the longest that a request may run.
+      max_pending_tokens: tokens that may wait for a slow reader.
 
     Attributes:
       generator: None until the engine is ready.
@@ -91,7 +98,7 @@ class Service:
       created: seconds of the epoch at which the model was there.
     """
 
-    def __init__(self, request_seconds: float):
+    def __init__(self, request_seconds: float, max_pending_tokens: int):
         self.generator: TextGenerator | None = None
         self.template: ChatTemplate | None = None
         self.metrics: Metrics | None = None
@@ -99,6 +106,7 @@ class Service:
         self.draining = False
         self.created = int(time.time())
         self._request_seconds = request_seconds
+        self._max_pending_tokens = max_pending_tokens
         self.compiler: GrammarCompiler | None = None
         self._compiling = ThreadPoolExecutor(1, "http-grammar")
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "http-tokenise")
@@ -158,6 +166,17 @@ class Service:
             )
         return name
 
+    async def encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt, checked; a long one on another thread.
+
+        Raises:
+          InvalidRequestError: as `TextGenerator.encode`.
+        """
+        encode = self.ready().encode
+        if len(prompt) <= SHORT_PROMPT:
+            return encode(prompt)
+        return await self.in_thread(encode, prompt)
+
     async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Runs what takes long off the event loop, on one of a few threads."""
         loop = asyncio.get_running_loop()
@@ -199,7 +218,7 @@ class Service:
                     buffer.put,
                     request_id=f"{name}.{job.index}",
                     deadline=deadline,
-                    max_pending_tokens=MAX_PENDING_TOKENS if stream else None,
+                    max_pending_tokens=self._max_pending_tokens if stream else None,
                 )
                 sources.append(Source(job, buffer, generation))
             async with exchange.while_connected():

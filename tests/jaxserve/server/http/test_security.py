@@ -254,7 +254,7 @@ def test_tokenising_does_not_block_the_server(rig: HttpRig, monkeypatch) -> None
         return encode(*arguments, **options)
 
     monkeypatch.setattr(rig.generator, "encode", slow)
-    thread = threading.Thread(target=rig.complete)
+    thread = threading.Thread(target=lambda: rig.complete(prompt="x" * 1000))
     thread.start()
     assert begun.wait(SECONDS)
     assert httpx.get(f"{rig.url}/health", timeout=SECONDS).status_code == 200

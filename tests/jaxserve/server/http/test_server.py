@@ -226,9 +226,8 @@ class _Verbose(Tokenizer):
 @pytest.mark.parametrize("pending", [20, 10**6])
 def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
     """By the tokens that wait for it, or by the clock once the engine has nothing more."""
-    monkeypatch.setattr(service, "MAX_PENDING_TOKENS", pending)
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
-    rig = HttpRig(tokenizer=_Verbose("y" * 200_000))
+    rig = HttpRig(tokenizer=_Verbose("y" * 200_000), max_pending_tokens=pending)
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
     client = raw(rig)

@@ -1,0 +1,141 @@
+"""A client of OpenAI's completions for load: one streamed request, with the times of its tokens.
+
+Speaks HTTP/1.1 itself, because a client that is slower than the server would be what is measured.
+Called by `serving.py` and `front.py`; works against any server of that API.
+"""
+
+import asyncio
+import ssl
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+LIMIT = 2**22
+"""Bytes that wait to be read of one answer."""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What became of a request; times are seconds after its start.
+
+    Attributes:
+      start: seconds of `time.perf_counter`.
+      arrivals: of every event that had text, its time.
+      tokens: of the completion, as the server counts them; else the number of events.
+      prompt_tokens: as the server counts them.
+      end: of the answer.
+      error: why it failed; empty if it did not.
+    """
+
+    start: float
+    arrivals: list[float] = []
+    tokens: int = 0
+    prompt_tokens: int = 0
+    end: float = 0.0
+    error: str = ""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class Client:
+    """Sends requests to one server; each has a connection that the next one may use again.
+
+    Args:
+      url: of the server, as in http://127.0.0.1:8000.
+      key: API key, or empty.
+      seconds: after which a request counts as failed.
+    """
+
+    def __init__(self, url: str, key: str = "", seconds: float = 600.0):
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host = parts.hostname or "127.0.0.1"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/")
+        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._seconds = seconds
+        self._decoder = msgspec.json.Decoder(_Chunk)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def complete(self, body: bytes) -> Outcome:
+        """One streamed completion; `body` is JSON and asks for usage."""
+        outcome = Outcome(start=time.perf_counter())
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._complete(body, outcome)
+        except (OSError, EOFError, ValueError, msgspec.DecodeError, TimeoutError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.end = time.perf_counter() - outcome.start
+        return outcome
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _complete(self, body: bytes, outcome: Outcome) -> None:
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(
+                self._host, self._port, ssl=self._tls, limit=LIMIT
+            )
+        done = False
+        try:
+            writer.write(
+                f"POST {self._path}/v1/completions HTTP/1.1\r\nHost: {self._host}\r\n{self._key}"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            status = int(head.split(b" ", 2)[1])
+            if status != 200:
+                raise ValueError(f"status {status}: {(await reader.read(500))!r}")
+            if b"transfer-encoding: chunked" not in head.lower():
+                raise ValueError("the answer is no stream")
+            await self._events(reader, outcome)
+            done = True
+        finally:
+            if done:
+                self._idle.append((reader, writer))
+            else:
+                writer.close()
+
+    async def _events(self, reader: asyncio.StreamReader, outcome: Outcome) -> None:
+        """Reads chunks of the transfer, and the events in them."""
+        rest = b""
+        while size := int(await reader.readline(), 16):
+            part = rest + await reader.readexactly(size)
+            await reader.readexactly(2)
+            *events, rest = part.split(b"\n\n")
+            for event in events:
+                self._event(event, outcome)
+        await reader.readexactly(2)
+
+    def _event(self, event: bytes, outcome: Outcome) -> None:
+        data = event.removeprefix(b"data: ").strip()
+        if data == b"[DONE]" or not data:
+            return
+        chunk = self._decoder.decode(data)
+        if chunk.error is not None:
+            raise ValueError(f"the server says {chunk.error}")
+        if chunk.choices:
+            outcome.arrivals.append(time.perf_counter() - outcome.start)
+        if chunk.usage is not None:
+            outcome.tokens = chunk.usage.completion_tokens
+            outcome.prompt_tokens = chunk.usage.prompt_tokens

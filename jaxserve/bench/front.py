@@ -1,0 +1,223 @@
+"""`python -m jaxserve.bench front`: how fast the network faces are, without a model behind them.
+
+The server of this process gets its tokens from a stub that has them at once; clients in another
+process read streams over HTTP and gRPC. Tokens a second over 64 streams, and what a face adds to
+the time of a request of one token at a time.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from jaxserve.bench.client import Client
+from jaxserve.bench.report import (
+    Measure,
+    Part,
+    Report,
+    describe_machine,
+    missed,
+    table,
+    this_machine,
+    write_json,
+)
+from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import EngineFailedError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.generation import GenerationOutput, TextGenerator
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.metrics import Metrics
+from jaxserve.server.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo"
+STREAMS = 64
+TOKENS = 4096
+"""A stream, of the throughput."""
+PORTION = 1
+"""Tokens that the stub hands out at a time."""
+PROBES = 300
+SECONDS = 120.0
+
+
+class StubEngine:
+    """A `TokenEngine` that has every token at once, `PORTION` a callback."""
+
+    status = "ready"
+    failure: EngineFailedError | None = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._info = {"model": "stub", "vocab_size": tokenizer.vocab_size, "max_length": 2**20}
+        self._info |= {"dtype": "", "mode": "", "attention": "", "ffn": "", "lanes": 1}
+        text = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1)\n" * 200
+        self._script = tokenizer.encode(text)[1:]
+
+    @property
+    def last_turn(self) -> float:
+        return time.monotonic()
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: Callable[[TokenOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        assert request_id is not None
+        script = (self._script * (params.max_tokens // len(self._script) + 1))[: params.max_tokens]
+        for start in range(0, len(script), PORTION):
+            token_ids = script[start : start + PORTION]
+            last = start + PORTION >= len(script)
+            on_output(
+                TokenOutput(
+                    request_id=request_id,
+                    token_ids=token_ids,
+                    finish_reason="length" if last else None,
+                )
+            )
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        return
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        return
+
+    def model_info(self) -> dict[str, Any]:
+        return self._info
+
+
+def run_bench(quick: bool, json_path: Path | None) -> int:
+    """Measures, prints, and writes; 1 if a target is missed."""
+    machine = this_machine()
+    print(describe_machine(machine), flush=True)
+    tokenizer = Tokenizer.from_folder(DEMO)
+    engine = StubEngine(tokenizer)
+    metrics = Metrics("stub")
+    generator = TextGenerator(engine, tokenizer, metrics.started)
+    faces: list[GrpcServer | HttpServer] = [
+        GrpcServer(port=0, max_pending_tokens=2**20),
+        HttpServer(port=0, max_pending_tokens=2**20),
+    ]
+    addresses = [face.start() for face in faces]
+    for face in faces:
+        face.open(generator)
+    try:
+        bare = _bare_seconds(generator)
+        arguments = ["--grpc", addresses[0], "--http", addresses[1]]
+        arguments += ["--tokens", str(256 if quick else TOKENS)]
+        arguments += ["--probes", str(20 if quick else PROBES)]
+        found = run_worker(Worker("jaxserve.bench.front", arguments), SECONDS)
+    finally:
+        for face in faces:
+            face.stop(1.0)
+        generator.close()
+    part = _part(found, bare)
+    print(table(part))
+    if json_path is not None:
+        write_json(json_path, Report("front", quick, machine, [part]))
+    failed = missed([part])
+    for name in failed:
+        print(f"missed: {name}", file=sys.stderr)
+    return 1 if failed and not quick else 0
+
+
+def _bare_seconds(generator: TextGenerator) -> float:
+    """The time of a request of one token without a face."""
+    times = []
+    for _ in range(PROBES):
+        ended = threading.Event()
+
+        def on_text(output: GenerationOutput, ended: threading.Event = ended) -> None:
+            if output.finish_reason is not None:
+                ended.set()
+
+        start = time.perf_counter()
+        generator.submit([5, 6, 7], SamplingParams(max_tokens=1), on_text)
+        ended.wait(SECONDS)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _part(found: dict[str, Any], bare: float) -> Part:
+    measures = []
+    for face, limit in (("grpc", 50_000.0), ("http", 25_000.0)):
+        measures.append(
+            Measure(f"{face}, {STREAMS} streams", found[face]["rate"], "tokens/s", limit, "more")
+        )
+        added = (statistics.median(found[face]["probes"]) - bare) * 1e3
+        measures.append(Measure(f"{face}, added to a request, p50", added, "ms", 2.0))
+    notes = ["Server and clients share the machine's cores."]
+    return Part("front", "network faces over an engine stub", measures, notes, {"bare_s": bare})
+
+
+# ------------------------------------------------------------------------ the other process
+
+
+async def _measure(one: Callable[[int], Awaitable[int]], tokens: int, probes: int) -> Any:
+    await asyncio.gather(*(one(16) for _ in range(STREAMS)))  # connections
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(tokens) for _ in range(STREAMS)))
+    rate = sum(counts) / (time.perf_counter() - start)
+    times = []
+    for _ in range(probes):
+        start = time.perf_counter()
+        await one(1)
+        times.append(time.perf_counter() - start)
+    return {"rate": rate, "probes": times}
+
+
+async def _clients(options: argparse.Namespace) -> dict[str, Any]:
+    client = Client(options.http)
+
+    async def over_http(tokens: int) -> int:
+        body = {"prompt": [5, 6, 7], "max_tokens": tokens, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        outcome = await client.complete(msgspec.json.encode(body))
+        if outcome.error or outcome.tokens != tokens:
+            raise RuntimeError(f"HTTP: {outcome.tokens} tokens, {outcome.error}")
+        return outcome.tokens
+
+    async with grpc.aio.insecure_channel(options.grpc) as channel:
+        stub = InferenceStub(channel)
+
+        async def over_grpc(tokens: int) -> int:
+            prompt = pb.TokenIds(ids=[5, 6, 7])
+            request = pb.GenerateRequest(token_ids=prompt, max_tokens=tokens)
+            return sum([len(event.delta.token_ids) async for event in stub.GenerateStream(request)])
+
+        return {
+            "http": await _measure(over_http, options.tokens, options.probes),
+            "grpc": await _measure(over_grpc, options.tokens, options.probes),
+        }
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--grpc", "--http", "--result"):
+        parser.add_argument(name, required=True)
+    for name in ("--tokens", "--probes"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    with writing(options.result) as result:
+        result |= asyncio.run(_clients(options))
+
+
+if __name__ == "__main__":
+    _main()
