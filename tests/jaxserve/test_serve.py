@@ -1,5 +1,6 @@
 """The process around a server: its exit codes, its one line, and how it ends."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -151,6 +153,49 @@ def test_a_signal_under_load_finishes_what_runs(
     code, errors = process.end()
     assert code == 0, errors
     assert "draining for up to 30 s" in errors
+
+
+def test_http_is_drained_as_well(folder: Path, processes: list[Process]) -> None:
+    """A stream goes on to its end, /ready says no meanwhile, the admin port ended it all."""
+    process = Process(folder, "", "--set", "server.admin_port=0", "--log-format", "json")
+    processes.append(process)
+    match = re.fullmatch(
+        r"ready  grpc=\S+  admin=(\S+)  http=(\S+)  model=fake  .*", process.line()
+    )
+    assert match is not None
+    admin, address = match.groups()
+    url = f"http://{address}/v1/completions"
+    fields = {"prompt": "hi", "stream": True, "max_tokens": 39}
+    with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
+        lines = call.iter_lines()
+        assert "choices" in next(lines)
+        assert httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200
+        assert httpx.post(f"http://{admin}/drain", timeout=SECONDS).status_code == 200
+        deadline = time.monotonic() + SECONDS
+        while httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200:
+            assert time.monotonic() < deadline
+        assert httpx.post(url, json=fields, timeout=SECONDS).status_code == 503
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    code, errors = process.end()
+    assert code == 0, errors
+    logged = [json.loads(line) for line in errors.splitlines()]
+    assert [line["status"] for line in logged if line.get("path") == "/v1/completions"] == [
+        503,
+        200,
+    ]
+
+
+def test_keys_and_an_open_address(folder: Path, processes: list[Process]) -> None:
+    (folder / "keys").write_text("a-key-of-some-length\n")
+    keys = f"server.api_keys={folder / 'keys'}"
+    process = Process(folder, "", "--set", keys, "--set", "server.host=0.0.0.0")
+    processes.append(process)
+    match = re.fullmatch(r"ready  grpc=0\.0\.0\.0:\d+  http=0\.0\.0\.0:(\d+)  .*", process.line())
+    assert match is not None
+    url = f"http://127.0.0.1:{match[1]}"
+    assert httpx.get(f"{url}/v1/models", timeout=SECONDS).status_code == 401
+    headers = {"Authorization": "Bearer a-key-of-some-length"}
+    assert httpx.get(f"{url}/v1/models", headers=headers, timeout=SECONDS).status_code == 200
 
 
 def test_what_does_not_finish_in_time_is_cut(folder: Path, processes: list[Process]) -> None:

@@ -23,6 +23,9 @@ from jaxserve.server.http.service import Service
 CLIENT_GONE = 499
 """What the log says instead of a status when there was nobody to send one to."""
 
+MAX_LOGGED = 500
+"""Characters of one value in the log."""
+
 logger = logging.getLogger("jaxserve.http")
 
 
@@ -112,7 +115,7 @@ class App:
             "tenant": exchange.tenant,
             **exchange.log,
         }
-        shown = " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
+        shown = " ".join(f"{key}={_line(value)}" for key, value in fields.items() if value != "")
         logger.log(level, "%s", shown, extra={"fields": fields})
 
     def _openapi(self) -> Endpoint:
@@ -141,6 +144,12 @@ class _Target:
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise HttpError(404, f"{scope['path'][:256]!r} is not served here", code="unknown_path")
+
+
+def _line(value: object) -> str:
+    """A value without anything that could begin a line of its own in the log."""
+    text = str(value)[:MAX_LOGGED]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _answer(error: Exception) -> HttpError | None:

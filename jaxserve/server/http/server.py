@@ -150,6 +150,7 @@ class HttpServer:
             lifespan="off",
             access_log=False,
             log_config=None,
+            log_level="warning",
             server_header=False,
             proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS,

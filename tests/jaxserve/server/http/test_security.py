@@ -243,6 +243,17 @@ def test_errors_are_opaque(rig: HttpRig, caplog: pytest.LogCaptureFixture) -> No
     assert "a secret path" in caplog.text
 
 
+def test_clients_do_not_write_lines_into_the_log(
+    shared: HttpRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "jaxserve.http"):
+        shared.client.get("/x%0Aready%1b[2J" + "y" * 1000)
+    (record,) = [record for record in caplog.records if record.name == "jaxserve.http"]
+    assert "path=/x\\nready\\x1b[2Jyyy" in record.getMessage()
+    assert record.getMessage().isprintable()
+    assert len(record.getMessage()) < 1500
+
+
 def test_tokenising_does_not_block_the_server(rig: HttpRig, monkeypatch) -> None:
     """Long prompts are tokenised beside the event loop, which answers meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
