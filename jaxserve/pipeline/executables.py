@@ -92,8 +92,10 @@ def afd_executables(
     programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind
 ) -> dict[Bucket, AFDExecutables]:
     """Compiles all buckets. What sees no pages is shared by buckets of equal tokens."""
-    wanted: dict[object, Program] = {**afd_programs(programs, buckets)}
-    compiled = compile_all(wanted | _sampling_programs(programs, buckets))
+    wanted = _sampling_programs(programs, buckets)
+    for key, program in afd_programs(programs, buckets).items():
+        wanted[key] = program
+    compiled = compile_all(wanted)
     first = programs.config.kind(0)
     later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
     transports = {
@@ -146,8 +148,10 @@ def colocated_executables(
     programs: ColocatedPrograms, buckets: list[Bucket]
 ) -> dict[Bucket, ColocatedExecutables]:
     """One program a bucket, and those of sampling."""
-    wanted: dict[object, Program] = {**colocated_programs(programs, buckets)}
-    compiled = compile_all(wanted | _sampling_programs(programs, buckets))
+    wanted = _sampling_programs(programs, buckets)
+    for key, program in colocated_programs(programs, buckets).items():
+        wanted[key] = program
+    compiled = compile_all(wanted)
     return {
         bucket: ColocatedExecutables(compiled[bucket], _sampling(compiled, bucket))
         for bucket in buckets

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
@@ -166,7 +167,7 @@ class Simulation:
             )
         )
         self._schedulers = [self._scheduler() for _ in range(self._domains)]
-        self._sampled = [[0] * self._slots] * self._groups
+        self._sampled = StepResult([[0] * self._slots] * self._groups, {}, {})
         self._prompt = [0] * deployment.scheduler.max_length
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
@@ -215,6 +216,7 @@ class Simulation:
             token_buckets=sorted({*([] if elsewhere else limits.token_buckets), budget}),
             page_buckets=limits.page_buckets,
             max_waiting=2**20,
+            prefill_tokens=0 if elsewhere else limits.prefill_tokens,
         )
 
     def _fill(self) -> None:
