@@ -246,7 +246,7 @@ class TestFit:
             if fits:
                 check_capacity(config, deployment, memory)
             else:
-                with pytest.raises(ConfigError, match=r"cache\.pages up to 19197"):
+                with pytest.raises(ConfigError, match=r"cache\.pages up to 19131"):
                     check_capacity(config, deployment, memory)
 
     def test_eight_bits_are_proposed_where_they_help(self):

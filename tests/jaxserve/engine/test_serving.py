@@ -225,7 +225,7 @@ class TestManyCallers:
         layouts.idle(engine)
         engine.close()
         if prefix:
-            assert engine.scheduler.prompt_tokens_found > 1000
+            assert engine.scheduler.prompt_tokens_found > 100
         else:
             assert engine.scheduler.num_preemptions > 0
 
