@@ -1,0 +1,1 @@
+"""`python -m pallas_kernels.bench`: times the ops at real models' sizes. See `__main__.py`."""

@@ -1,0 +1,89 @@
+"""Expert layers at real sizes: inputs, counts, and what else a user would call."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench.attention import values
+from pallas_kernels.grouped_matmul.shapes import ExpertShape
+from pallas_kernels.quantize import QuantArray, scales_shape
+
+FORMATS = ("bf16", "int8", "fp8", "fp8_block")
+
+
+class Step(NamedTuple):
+    """The SwiGLU of one device's experts, for the rows that `tokens` tokens bring, evenly."""
+
+    shape: ExpertShape
+    format: str
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups."""
+        return self.shape.rows(self.tokens)
+
+    def bytes(self) -> int:
+        """Read and written: weights and scales of groups that have rows, rows in and out."""
+        shape = self.shape
+        sizes = ((shape.d_ff, shape.d_model),) * 2 + ((shape.d_model, shape.d_ff),)
+        weights = 0
+        for size in sizes:
+            weights += size[0] * size[1] * (2 if self.format == "bf16" else 1)
+            if self.format != "bf16":
+                scales = scales_shape(size, block(self.format))
+                weights += 4 * scales[0] * scales[1]
+        return min(self.rows, shape.groups) * weights + 2 * 2 * self.rows * shape.d_model
+
+    def flops(self) -> int:
+        """Of the three products."""
+        return 6 * self.rows * self.shape.d_model * self.shape.d_ff
+
+
+def block(format: str) -> tuple[int, int]:
+    """That share a scale."""
+    return (128, 128) if format == "fp8_block" else (1, 0)
+
+
+def weight(key: Any, shape: tuple[int, int, int], format: str) -> Any:
+    """Random weights whose products stay near 1."""
+    found = values(key, shape, format)
+    size = shape[2] ** -0.5
+    if format == "bf16":
+        return found * jnp.asarray(size, found.dtype)
+    cut = block(format)
+    scale = size / 64 if format == "int8" else size
+    return QuantArray(found, jnp.full(scales_shape(shape, cut), scale, jnp.float32), cut)
+
+
+def inputs(step: Step) -> tuple[Any, ...]:
+    """The arguments of `grouped_swiglu`."""
+    shape = step.shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    up = (shape.groups, shape.d_ff, shape.d_model)
+    down = (shape.groups, shape.d_model, shape.d_ff)
+    sizes = [(step.rows + index) // shape.groups for index in range(shape.groups)]
+    return (
+        jax.random.normal(keys[0], (step.rows, shape.d_model), jnp.bfloat16),
+        weight(keys[1], up, step.format),
+        weight(keys[2], up, step.format),
+        weight(keys[3], down, step.format),
+        jnp.asarray(sizes, jnp.int32),
+    )
+
+
+def theirs(rows: Any, gate: Any, up: Any, down: Any, sizes: Any) -> Any:
+    """The same by `jax.lax.ragged_dot`; the weights are transposed already, [groups, in, out].
+
+    Raises:
+      NotImplementedError: it does not take quantised weights.
+    """
+    if isinstance(gate, QuantArray):
+        raise NotImplementedError("jax.lax.ragged_dot takes no scales")
+
+    def dot(x: Any, w: Any) -> Any:
+        return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+
+    hidden = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
+    return dot(hidden.astype(rows.dtype), down).astype(rows.dtype)

@@ -1,0 +1,86 @@
+"""Step-3's attention layer and one FFN shard of 2A2F, whole: what the planner reads the times of.
+
+Norms, rotary embedding and transfers between devices are not in it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.shapes import SHAPES as ATTENTION
+from pallas_kernels.bench import attention, grouped_matmul
+from pallas_kernels.grouped_matmul.api import grouped_matmul as product
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+
+D_MODEL, Q_RANK = 7168, 2048
+
+PLANNER_FORMATS = {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8"}
+BATCHES, CONTEXTS, FFN_TOKENS = (64, 128), (4096, 8192, 32768), 2048
+
+
+def attention_layer(step: attention.Step, d_model: int, q_rank: int) -> tuple[Any, tuple[Any, ...]]:
+    """The function of the layer, and its arguments: rows first. K and V of the batch are computed,
+    and added to the sum so that nothing is dropped, but the pages are not written."""
+    shape = step.shape
+    _, pages, scales, where = attention.inputs(step)
+    q_width, out_width = shape.q_heads * shape.head_dim, shape.q_heads * shape.v_width
+    kv_width = shape.kv_heads * (shape.head_dim + shape.v_width)
+    sizes = ((q_rank + kv_width, d_model), (q_width, q_rank), (d_model, out_width))
+    keys = jax.random.split(jax.random.key(1), len(sizes) + 1)
+    weights = tuple(
+        grouped_matmul.weight(key, (1, *size), step.format)
+        for key, size in zip(keys, sizes, strict=False)
+    )
+    group = jnp.asarray([step.sequences], jnp.int32)
+
+    def layer(rows: Any, weights: Any, pages: Any, scales: Any, where: Any) -> Any:
+        first = product(rows, weights[0], group)
+        queries = product(first[:, :q_rank], weights[1], group)
+        queries = queries.reshape(-1, shape.q_heads, shape.head_dim)
+        mixed = attention.attend(shape, queries, pages, scales, where)
+        out = product(mixed.reshape(-1, out_width), weights[2], group)
+        return out + first[:, q_rank:].sum(axis=1, keepdims=True)
+
+    rows = jax.random.normal(keys[-1], (step.sequences, d_model), jnp.bfloat16)
+    return layer, (rows, weights, pages, scales, where)
+
+
+def ffn_shard(
+    routed: grouped_matmul.Step, shared: grouped_matmul.Step
+) -> tuple[Any, tuple[Any, ...]]:
+    """Routed and shared experts of one device; the function and its arguments, rows first."""
+    rows, *routed_weights = grouped_matmul.inputs(routed)
+    shared_rows, *shared_weights = grouped_matmul.inputs(shared)
+
+    def shard(rows: Any, shared_rows: Any, routed_weights: Any, shared_weights: Any) -> Any:
+        there = grouped_swiglu(rows, *routed_weights)
+        return jnp.concatenate([there, grouped_swiglu(shared_rows, *shared_weights)])
+
+    return shard, (rows, shared_rows, routed_weights, shared_weights)
+
+
+def stages(quick: bool, page_size: int) -> list[tuple[dict[str, Any], Any, tuple[Any, ...]]]:
+    """Each measurement without its seconds, with its function and arguments, made one by one."""
+    batches, contexts = ((2,), (2 * page_size,)) if quick else (BATCHES, CONTEXTS)
+    found: list[Any] = []
+    for format, name in PLANNER_FORMATS.items():
+        common = {"model": "step3", "format": name}
+        for batch in batches:
+            for context in contexts:
+                shape = ATTENTION["step3"]
+                sizes = (D_MODEL, Q_RANK)
+                if quick:
+                    shape, sizes = shape._replace(q_heads=4, head_dim=64, v_width=64), (128, 128)
+                step = attention.Step(shape, format, batch, context, page_size)
+                entry = common | {"op": "attend", "batch": batch, "context": context}
+                found.append((entry, attention_layer, (step, *sizes)))
+        tokens = 16 if quick else FFN_TOKENS
+        shapes = [EXPERTS[name] for name in ("step3_2a2f", "step3_2a2f_shared")]
+        if quick:
+            shapes = [shape._replace(d_model=128, d_ff=64) for shape in shapes]
+        entry = common | {"op": "ffn", "batch": tokens, "context": 8192, "ep": 2, "ffn_tp": 8}
+        pair = tuple(grouped_matmul.Step(shape, format, tokens) for shape in shapes)
+        found.append((entry, ffn_shard, pair))
+    return found

@@ -1,0 +1,67 @@
+"""Times of a function on the device, and what a copy and a dense product reach there.
+
+Called by the bench. Iterations are chained inside one jitted loop, each waiting for the one before,
+so that launching from the host is not measured. Knows no op.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class Effort(NamedTuple):
+    """How long to measure: iterations in a loop, and rounds of which the median counts."""
+
+    iterations: int
+    rounds: int
+
+
+def seconds(function: Callable[..., Any], effort: Effort, first: Any, *rest: Any) -> float:
+    """Median seconds of one call; `first` is a small float array, read and written again by every
+    iteration, which makes it wait for the one before."""
+
+    @jax.jit
+    def loop(first: Any, *rest: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            value = lax.optimization_barrier(function(carry[0], *rest))
+            return carry[0] + (0 * value.reshape(-1)[0]).astype(first.dtype), value
+
+        result = jax.eval_shape(function, first, *rest)
+        empty = jnp.zeros(result.shape, result.dtype)
+        return lax.fori_loop(0, effort.iterations, body, (first, empty))
+
+    jax.block_until_ready(loop(first, *rest))
+    times = []
+    for _ in range(effort.rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(loop(first, *rest))
+        times.append((time.perf_counter() - start) / effort.iterations)
+    return float(np.median(times))
+
+
+def copy_rate(size: int, effort: Effort) -> float:
+    """Bytes a second, read and written, of a copy of `size` bytes that changes every element."""
+    array = jnp.ones(size // 4, jnp.float32)
+
+    @jax.jit
+    def loop(array: Any) -> Any:
+        return lax.fori_loop(0, effort.iterations, lambda _, a: lax.optimization_barrier(-a), array)
+
+    jax.block_until_ready(loop(array))
+    times = []
+    for _ in range(effort.rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(loop(array))
+        times.append((time.perf_counter() - start) / effort.iterations)
+    return 2 * array.nbytes / float(np.median(times))
+
+
+def dense_rate(width: int, effort: Effort) -> float:
+    """FLOP a second of a square BF16 product."""
+    array = jnp.ones((width, width), jnp.bfloat16)
+    return 2 * width**3 / seconds(jnp.matmul, effort, array, array)

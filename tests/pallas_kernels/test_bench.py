@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from jaxserve.planner.measurements import read_measurements
+from pallas_kernels.attention.shapes import SHAPES as ATTENTION
+from pallas_kernels.bench import __main__ as bench
+from pallas_kernels.bench import attention, grouped_matmul
+from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+
+
+def test_attention_counts_bytes_and_flops() -> None:
+    step = attention.Step(ATTENTION["step3"], "bf16", 64, 8192, 64)
+    # 64 x 8192 tokens of 1024 bytes, 64 x 64 heads x 512 of queries and outputs x 2 bytes
+    assert step.bytes() == 536_870_912 + 4_194_304
+    assert step.flops() == 34_359_738_368
+    # 512 bytes and two scales of 4
+    assert step._replace(format="int8").bytes() == 272_629_760 + 4_194_304
+
+
+def test_grouped_matmul_counts_bytes_and_flops() -> None:
+    step = grouped_matmul.Step(EXPERTS["step3_2a2f"], "bf16", 2048)
+    assert step.rows == 3072
+    # 24 experts x 3 x 7168 x 640 x 2 bytes, 3072 rows x 7168 x 2 bytes in and out
+    assert step.bytes() == 660_602_880 + 88_080_384
+    assert step.flops() == 84_557_168_640
+    # one byte a weight, 640 + 640 + 7168 scales an expert
+    assert step._replace(format="int8").bytes() == 330_301_440 + 811_008 + 88_080_384
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 4)]
+)
+def test_quick_runs_and_writes_json(op, case, count, tmp_path) -> None:
+    path = tmp_path / "bench.json"
+    assert bench.main(["--quick", "--op", op, "--case", case, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["quick"]
+    assert found["copy_bytes_per_second"] > 0
+    assert len(found["results"]) == count
+    for result in found["results"]:
+        assert result["correct"]
+        assert result["seconds"] > 0
+        assert result["backend"] == "reference"
+        assert result["theirs_seconds" if "theirs_seconds" in result else "theirs_skipped"]
+    assert ("theirs_seconds" in found["results"][0]) == (op == "grouped_matmul")
+
+
+def test_a_wrong_result_fails_the_run(monkeypatch, capsys) -> None:
+    right = bench._distance
+    monkeypatch.setattr(bench, "_distance", lambda got, expected: right(1.1 * got, expected))
+    assert bench.main(["--quick", "--op", "attention", "--case", "step3"]) == 1
+    assert "WRONG by 0.1" in capsys.readouterr().out
+
+
+def test_unknown_case_lists_the_known(capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--op", "attention", "--case", "gpt"])
+    assert "known: step3, deepseek-v3," in capsys.readouterr().err
+
+
+def test_the_planner_reads_the_layers(tmp_path) -> None:
+    path = tmp_path / "layer.json"
+    assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 0
+    found = read_measurements(path)
+    assert {one.device_kind for one in found} == {"quick run on cpu"}
+    assert [(one.op, one.format) for one in found] == [
+        (op, format) for format in ("bfloat16", "int8", "fp8") for op in ("attend", "ffn")
+    ]
