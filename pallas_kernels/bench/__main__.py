@@ -1,4 +1,4 @@
-"""`python -m pallas_kernels.bench`: the ops at real models' sizes, beside a copy and a dense product
+"""`python -m pallas_kernels.bench`: ops at real models' sizes, beside a copy and a dense product
 measured in the same run, and beside what a user would call instead.
 
 A result that is not the reference's fails the run (exit 1). `--layer step3 --json F` writes the
@@ -28,7 +28,7 @@ from pallas_kernels.target import Target, current_target, use_target
 TOLERANCE = {"bf16": 0.02, "int8": 0.04, "fp8": 0.06, "fp8_block": 0.06}
 """Largest ‖result − reference‖ / ‖reference‖."""
 CHECKED_SEQUENCES = 2
-NAMES = {"attention": ATTENTION, "grouped_matmul": EXPERTS}
+NAMES: dict[str, dict[str, Any]] = {"attention": {**ATTENTION}, "grouped_matmul": {**EXPERTS}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

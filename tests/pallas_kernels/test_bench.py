@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,9 @@ from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import attention, grouped_matmul
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+
+
+Capture = pytest.CaptureFixture[str]
 
 
 def test_attention_counts_bytes_and_flops() -> None:
@@ -31,7 +35,7 @@ def test_grouped_matmul_counts_bytes_and_flops() -> None:
 @pytest.mark.parametrize(
     ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 4)]
 )
-def test_quick_runs_and_writes_json(op, case, count, tmp_path) -> None:
+def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     assert bench.main(["--quick", "--op", op, "--case", case, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
@@ -46,20 +50,20 @@ def test_quick_runs_and_writes_json(op, case, count, tmp_path) -> None:
     assert ("theirs_seconds" in found["results"][0]) == (op == "grouped_matmul")
 
 
-def test_a_wrong_result_fails_the_run(monkeypatch, capsys) -> None:
+def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     right = bench._distance
     monkeypatch.setattr(bench, "_distance", lambda got, expected: right(1.1 * got, expected))
     assert bench.main(["--quick", "--op", "attention", "--case", "step3"]) == 1
     assert "WRONG by 0.1" in capsys.readouterr().out
 
 
-def test_unknown_case_lists_the_known(capsys) -> None:
+def test_unknown_case_lists_the_known(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--op", "attention", "--case", "gpt"])
     assert "known: step3, deepseek-v3," in capsys.readouterr().err
 
 
-def test_the_planner_reads_the_layers(tmp_path) -> None:
+def test_the_planner_reads_the_layers(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 0
     found = read_measurements(path)
