@@ -9,7 +9,6 @@ from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import attention, grouped_matmul
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
 
-
 Capture = pytest.CaptureFixture[str]
 
 
