@@ -1,15 +1,11 @@
 """The gRPC server: `jaxserve.v1.Inference`, health and reflection, on a thread of its own.
 
-So an entry point can bind its port before the model is loaded, open it when the engine is ready,
-and drain it at the end. Called by `serve.py`; on processes without a scheduler it only answers
+Called by `serve.py`; on processes without a scheduler it only answers
 health. The RPCs are in `inference.py`.
 """
 
 import asyncio
 import logging
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +17,7 @@ from jaxserve.server.access import Access, check_bind
 from jaxserve.server.generation import TextGenerator
 from jaxserve.server.inference import InferenceService
 from jaxserve.server.interceptors import KeyInterceptor
+from jaxserve.server.loop_thread import LoopThread
 
 SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -30,7 +27,6 @@ MAX_PENDING_TOKENS = 4096
 """Tokens that may wait for a slow reader before its request is ended."""
 MAX_CONCURRENT_RPCS = 4096
 MAX_REQUEST_BYTES = 4 * 2**20
-START_SECONDS = 10.0
 LAST_WORDS_SECONDS = 0.5
 """How long statuses may take to leave after the last request ended."""
 
@@ -49,8 +45,10 @@ OPTIONS = [
 logger = logging.getLogger(__name__)
 
 
-class GrpcServer:
+class GrpcServer(LoopThread):
     """The server on its thread. `start`, `open`, `refuse`, `stop`, each once and in this order.
+
+    Between `start` and `open` health says NOT_SERVING, and requests get UNAVAILABLE.
 
     Args:
       host: an address of this machine; see `check_bind`.
@@ -69,26 +67,12 @@ class GrpcServer:
         insecure_bind: bool = False,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
     ):
+        super().__init__("gRPC")
         self._access = access or Access()
         check_bind(host, insecure_bind, self._access)
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
         self._max_pending_tokens = max_pending_tokens
-        self._started: Future[str] = Future()
-        self._loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, name="grpc-server", daemon=True)
-
-    def start(self) -> str:
-        """Binds and answers: health says NOT_SERVING, requests get UNAVAILABLE.
-
-        Returns:
-          the address, as "host:port".
-
-        Raises:
-          ConfigError: the address cannot be bound.
-        """
-        self._thread.start()
-        return self._started.result(START_SECONDS)
 
     def open(self, generator: TextGenerator) -> None:
         """Takes requests from now on; health says SERVING until the engine fails or drains."""
@@ -99,24 +83,7 @@ class GrpcServer:
         """Takes no new requests; health says NOT_SERVING. What runs goes on."""
         self._call(self._refuse())
 
-    def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for answers on their way, then ends every connection."""
-        started = self._started.done() and self._started.exception() is None
-        if started and self._thread.is_alive():
-            self._call(self._stop(grace), grace)
-            self._thread.join(START_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except Exception as error:
-            if self._started.done():
-                logger.exception("the gRPC server died")
-            else:
-                self._started.set_exception(error)
-
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._service = InferenceService(self._max_pending_tokens)
         self._health = health.aio.HealthServicer()
@@ -173,12 +140,3 @@ class GrpcServer:
         await self._server.stop(LAST_WORDS_SECONDS)
         self._service.close()
         self._stopped.set()
-
-    def _post(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Runs a coroutine on the server's loop, soon."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _call(self, coroutine: Coroutine[object, object, None], seconds: float = 0.0) -> None:
-        """Runs a coroutine on the server's loop and waits for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.result(seconds + START_SECONDS)

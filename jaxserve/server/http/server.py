@@ -7,9 +7,7 @@ application is in `app.py`.
 import asyncio
 import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import h11
@@ -23,6 +21,7 @@ from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.app import App
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import MAX_PENDING_TOKENS, Service
+from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.structured import GrammarCompiler
 
@@ -32,7 +31,6 @@ BACKLOG = 2048
 HEADER_SECONDS = 15.0
 """How long a connection may take for a request line and headers, or do nothing at all."""
 KEEP_ALIVE_SECONDS = 75
-START_SECONDS = 10.0
 LAST_WORDS_SECONDS = 0.5
 """How long answers may take to leave after the last request ended."""
 LAST_WORDS_LOOKS = 50
@@ -40,8 +38,10 @@ LAST_WORDS_LOOKS = 50
 logger = logging.getLogger(__name__)
 
 
-class HttpServer:
+class HttpServer(LoopThread):
     """The server on its thread. `start`, `open`, `refuse`, `stop`, each once and in this order.
+
+    Between `start` and `open` /health says "starting", and requests get 503.
 
     Args:
       host: an address of this machine; see `check_bind`.
@@ -66,27 +66,13 @@ class HttpServer:
         max_pending_tokens: int = MAX_PENDING_TOKENS,
         name: str = "server.http_port",
     ):
+        super().__init__("HTTP")
         self._access = access or Access()
         check_bind(host, insecure_bind, self._access)
-        self._host, self._port, self._name = host, port, name
+        self._host, self._port, self._key = host, port, name
         self._endpoints = endpoints
         self._request_seconds = request_seconds
         self._max_pending_tokens = max_pending_tokens
-        self._started: Future[str] = Future()
-        self._loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
-
-    def start(self) -> str:
-        """Binds and answers: /health says "starting", requests get 503.
-
-        Returns:
-          the address, as "host:port".
-
-        Raises:
-          ConfigError: the address cannot be bound.
-        """
-        self._thread.start()
-        return self._started.result(START_SECONDS)
 
     def open(
         self,
@@ -123,24 +109,7 @@ class HttpServer:
 
         self._call(refused())
 
-    def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for answers on their way, then ends every connection."""
-        started = self._started.done() and self._started.exception() is None
-        if started and self._thread.is_alive():
-            self._call(self._stop(grace), grace)
-            self._thread.join(START_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except Exception as error:
-            if self._started.done():
-                logger.exception("the HTTP server died")
-            else:
-                self._started.set_exception(error)
-
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
         listener = self._bind()
         self._service = Service(self._request_seconds, self._max_pending_tokens)
         config = uvicorn.Config(
@@ -190,7 +159,7 @@ class HttpServer:
             if listener is not None:
                 listener.close()
             raise ConfigError(
-                f"{self._name}: cannot listen on {self._host}:{self._port} "
+                f"{self._key}: cannot listen on {self._host}:{self._port} "
                 f"({error.strerror or error}); is it in use?"
             ) from None
 
@@ -210,11 +179,6 @@ class HttpServer:
             connection.transport.get_write_buffer_size()
             for connection in self._server.server_state.connections
         )
-
-    def _call(self, coroutine: Any, seconds: float = 0.0) -> None:
-        """Runs a coroutine on the server's loop and waits for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.result(seconds + START_SECONDS)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,0 +1,82 @@
+"""A server on a thread and an event loop of its own; base of the two faces.
+
+So an entry point can bind a port before the model is loaded, open it when the engine is ready, and
+drain it at the end, from its own thread.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+START_SECONDS = 10.0
+"""Deadline of the start, and of what other threads ask for."""
+
+logger = logging.getLogger(__name__)
+
+
+class LoopThread:
+    """Runs `_main`, which says by `_started` where it listens, until `_stop` has it return.
+
+    Args:
+      name: of the server, for errors.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._started: Future[str] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._thread = threading.Thread(
+            target=self._run, name=f"{name.lower()}-server", daemon=True
+        )
+
+    def start(self) -> str:
+        """Binds and answers that nothing is ready.
+
+        Returns:
+          the address, as "host:port".
+
+        Raises:
+          ConfigError: the address cannot be bound.
+        """
+        self._thread.start()
+        return self._started.result(START_SECONDS)
+
+    def stop(self, grace: float) -> None:
+        """Waits up to `grace` seconds for answers on their way, then ends every connection."""
+        started = self._started.done() and self._started.exception() is None
+        if started and self._thread.is_alive():
+            self._call(self._stop(grace), grace)
+            self._thread.join(START_SECONDS)
+
+    async def _main(self) -> None:
+        """Serves."""
+        raise NotImplementedError
+
+    async def _stop(self, grace: float) -> None:
+        """Ends `_main`."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            if self._started.done():
+                logger.exception("the %s server died", self._name)
+            else:
+                self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._main()
+
+    def _post(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine on the server's loop, soon."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, coroutine: Coroutine[Any, Any, None], seconds: float = 0.0) -> None:
+        """Runs a coroutine on the server's loop and waits for it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.result(seconds + START_SECONDS)
