@@ -1,18 +1,18 @@
 """Decode steps of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from pallas_kernels.aot import GENERATIONS, Case, Loop
-from pallas_kernels.attention.api import paged_attention, write_rows
-from pallas_kernels.attention.shapes import SHAPES, AttentionShape
+from pallas_kernels.attention.api import write_rows
+from pallas_kernels.attention.model_batch import attend, page_shapes
+from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.attention.tiles import tpu_tiles
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
+PAGES = SEQUENCES * KV_LENGTH // PAGE_SIZE
 
 WHERE = (
     jax.ShapeDtypeStruct((SEQUENCES, KV_LENGTH // PAGE_SIZE), jnp.int32),
@@ -39,12 +39,12 @@ def cases(generation: str) -> list[Case]:
 def _decode(name: str, kv_format: str, generation: str) -> Case:
     """One decode step: `SEQUENCES` sequences of `KV_LENGTH` tokens, a query each."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
-    pages, scales = _cache(shape, dtype)
+    pages, scales = page_shapes(shape, dtype, PAGES, PAGE_SIZE)
     queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
     units = tpu_tiles(GENERATIONS[generation].device_kind).block_tokens
     return Case(
         name=f"{name} {kv_format}",
-        function=functools.partial(_attend, shape),
+        function=functools.partial(attend, shape),
         arguments=(queries, pages, scales, WHERE),
         loop=Loop(
             kernel="paged_attention",
@@ -58,36 +58,10 @@ def _decode(name: str, kv_format: str, generation: str) -> Case:
 
 def _write(name: str, kv_format: str, generation: str) -> Case:
     """Writing the keys and values of that step."""
-    pages, scales = _cache(SHAPES[name], jnp.dtype(FORMATS[kv_format]))
+    pages, scales = page_shapes(SHAPES[name], jnp.dtype(FORMATS[kv_format]), PAGES, PAGE_SIZE)
     arrays = (*pages, *scales)
     rows = tuple(
         jax.ShapeDtypeStruct((SEQUENCES, array.shape[1], *array.shape[3:]), array.dtype)
         for array in arrays
     )
     return Case(f"{name} {kv_format} write", write_rows, (arrays, rows, *WHERE), donated=(0,))
-
-
-def _cache(
-    shape: AttentionShape, dtype: jnp.dtype
-) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """Pages of keys and values, and scales."""
-    place = (SEQUENCES * KV_LENGTH // PAGE_SIZE, shape.kv_heads, PAGE_SIZE)
-    widths = [shape.head_dim] if shape.shared else [shape.head_dim, shape.v_width]
-    scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * len(widths)
-    pages = [jax.ShapeDtypeStruct((*place, width), dtype) for width in widths]
-    return pages, scales if dtype.itemsize == 1 else []
-
-
-def _attend(
-    shape: AttentionShape, queries: Array, pages: list[Array], scales: list[Array], where: Any
-) -> Array:
-    return paged_attention(
-        queries,
-        pages[0],
-        None if shape.shared else pages[1],
-        *where,
-        scale=shape.head_dim**-0.5,
-        v_width=shape.v_width if shape.shared else 0,
-        k_scales=scales[0] if scales else None,
-        v_scales=scales[1] if len(scales) > 1 else None,
-    )

@@ -1,14 +1,12 @@
 """Batches of real models to be compiled for Hopper: called by `pallas_kernels/gpu_resources.py`."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from pallas_kernels.attention.api import paged_attention
-from pallas_kernels.attention.shapes import SHAPES, AttentionShape
+from pallas_kernels.attention.model_batch import attend, page_shapes
+from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.gpu_resources import Case
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 64
@@ -32,10 +30,7 @@ def batch(name: str, kv_format: str, tokens: int) -> Case:
     """`SEQUENCES` sequences of `KV_LENGTH` tokens, `tokens` queries each."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
     pages_per_sequence = KV_LENGTH // PAGE_SIZE
-    place = (SEQUENCES * pages_per_sequence, shape.kv_heads, PAGE_SIZE)
-    widths = [shape.head_dim] if shape.shared else [shape.head_dim, shape.v_width]
-    pages = [jax.ShapeDtypeStruct((*place, width), dtype) for width in widths]
-    scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * (len(pages) * (dtype.itemsize == 1))
+    pages, scales = page_shapes(shape, dtype, SEQUENCES * pages_per_sequence, PAGE_SIZE)
     rows = SEQUENCES * tokens
     queries = jax.ShapeDtypeStruct((rows, shape.q_heads, shape.head_dim), jnp.bfloat16)
     where = tuple(
@@ -43,20 +38,5 @@ def batch(name: str, kv_format: str, tokens: int) -> Case:
         for size in ((SEQUENCES, pages_per_sequence), (rows,), (rows,))
     )
     kind = "decode" if tokens == 1 else f"{tokens} tokens"
-    function = functools.partial(_attend, shape)
+    function = functools.partial(attend, shape)
     return Case(f"{name} {kv_format} {kind}", function, (queries, pages, scales, where))
-
-
-def _attend(
-    shape: AttentionShape, queries: Array, pages: list[Array], scales: list[Array], where: Any
-) -> Array:
-    return paged_attention(
-        queries,
-        pages[0],
-        None if shape.shared else pages[1],
-        *where,
-        scale=shape.head_dim**-0.5,
-        v_width=shape.v_width if shape.shared else 0,
-        k_scales=scales[0] if scales else None,
-        v_scales=scales[1] if len(scales) > 1 else None,
-    )

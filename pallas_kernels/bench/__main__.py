@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention.model_batch import attend
 from pallas_kernels.attention.shapes import DECODE
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import attention, grouped_matmul, layer, timing
@@ -116,7 +117,7 @@ def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> 
     if op == "attention":
 
         def ours(*inputs: Any) -> Any:
-            return attention.attend(step.shape, *inputs)
+            return attend(step.shape, *inputs)
 
     try:
         traced = str(jax.make_jaxpr(ours)(*arguments))

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.api import paged_attention
 from pallas_kernels.attention.shapes import AttentionShape
 
 FORMATS = ("bf16", "int8", "fp8")
@@ -61,20 +60,6 @@ def inputs(step: Step) -> tuple[Any, ...]:
     )
     where = (order.reshape(step.sequences, each), sequences)
     return queries, pages, scales, (*where, jnp.full_like(sequences, step.context - 1))
-
-
-def attend(shape: AttentionShape, queries: Any, pages: Any, scales: Any, where: Any) -> Any:
-    """The op, as a model calls it."""
-    return paged_attention(
-        queries,
-        pages[0],
-        None if shape.shared else pages[1],
-        *where,
-        scale=shape.head_dim**-0.5,
-        v_width=shape.v_width if shape.shared else 0,
-        k_scales=scales[0] if scales else None,
-        v_scales=scales[1] if len(scales) > 1 else None,
-    )
 
 
 def theirs(shape: AttentionShape, queries: Any, pages: Any, scales: Any, where: Any) -> Any:

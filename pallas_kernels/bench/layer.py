@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.model_batch import attend
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import attention, grouped_matmul
 from pallas_kernels.grouped_matmul.api import grouped_matmul as product
@@ -39,7 +40,7 @@ def attention_layer(step: attention.Step, d_model: int, q_rank: int) -> tuple[An
         first = product(rows, weights[0], group)
         queries = product(first[:, :q_rank], weights[1], group)
         queries = queries.reshape(-1, shape.q_heads, shape.head_dim)
-        mixed = attention.attend(shape, queries, pages, scales, where)
+        mixed = attend(shape, queries, pages, scales, where)
         out = product(mixed.reshape(-1, out_width), weights[2], group)
         return out + first[:, q_rank:].sum(axis=1, keepdims=True)
 
