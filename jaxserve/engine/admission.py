@@ -18,7 +18,8 @@ def due(request: Request) -> float:
 
 
 def cost_of(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
-    """What letting a sequence in would cost a group, in pages; None if it cannot (xDeepServe §4.3).
+    """What letting a sequence in would cost a group with a free slot, in pages; None if it has too
+    few (xDeepServe §4.3).
 
     The group's KV cache afterwards, with the room that its sequences will need to come to their
     full length, and once more the pages that have to be computed.
@@ -29,9 +30,9 @@ def cost_of(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
     """
     computed = pages - len(prefix)
     awakened = sum(not node.users for node in prefix)
-    watermark = sum(1 for _ in group.residents())
     free = group.free_pages - awakened
-    if group.emptiest_lane() is None or computed + watermark > free:
+    watermark = group.residents_count
+    if computed + watermark > free:
         return None
     used = group.pool.pages - free + computed
     return used + group.promised + computed

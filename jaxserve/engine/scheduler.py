@@ -408,7 +408,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.page_ids += group.allocate(1)
+        group.grow(sequence)
         sequence.stalled = False
         return True
 
@@ -428,6 +428,8 @@ class Scheduler:
             pages = self._pages_for(tokens)
             places = []
             for group in self._groups:
+                if group.full:
+                    continue
                 prefix = group.match(sequence)
                 cost = cost_of(group, pages, prefix)
                 if cost is not None:

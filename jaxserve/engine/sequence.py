@@ -200,6 +200,10 @@ class DPGroup:
         self.pool = PageAllocator(pages)
         self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
         self.slots: list[list[Sequence | None]] = [[None] * slots for _ in range(lanes)]
+        self.residents_count = 0
+        """Sequences that hold a slot: counted, for every admission asks every group."""
+        self.promised = 0
+        """Pages that residents will still take, if all of them come to their full length: likewise."""
         self._page_size = page_size
 
     @property
@@ -218,17 +222,14 @@ class DPGroup:
             yield from (sequence for sequence in slots if sequence is not None)
 
     @property
+    def full(self) -> bool:
+        """Whether every slot is taken."""
+        return self.residents_count == len(self.slots) * len(self.slots[0])
+
+    @property
     def leaving(self) -> bool:
         """Whether some pages come back without further doing, when steps in flight land."""
         return any(sequence.status != "running" for sequence in self.residents())
-
-    @property
-    def promised(self) -> int:
-        """Pages that residents will still take, if all of them come to their full length."""
-        return sum(
-            max(0, pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids))
-            for sequence in self.residents()
-        )
 
     def match(self, sequence: Sequence) -> list[PageNode]:
         """What the prefix cache has of the sequence's tokens."""
@@ -246,6 +247,11 @@ class DPGroup:
             raise RuntimeError(f"group {self.index}: {count} pages wanted, {self.free_pages} free")
         return page_ids
 
+    def grow(self, sequence: Sequence) -> None:
+        """Gives a resident one more page."""
+        sequence.page_ids += self.allocate(1)
+        self.promised -= 1
+
     def emptiest_lane(self) -> int | None:
         """The lane with the fewest sequences, the first of equals; None if no slot is free."""
         free = [slots.count(None) for slots in self.slots]
@@ -262,6 +268,8 @@ class DPGroup:
         sequence.prefix = prefix
         sequence.page_ids = [node.page_id for node in prefix]
         sequence.page_ids += self.allocate(pages - len(prefix))
+        self.residents_count += 1
+        self.promised += self._promised_to(sequence)
         sequence.cached = len(prefix) * self._page_size
         if sequence.found is None:
             sequence.found = min(sequence.cached, len(sequence.request.prompt))
@@ -285,10 +293,15 @@ class DPGroup:
         assert sequence.home is not None
         assert sequence.in_flight == 0
         self.slots[sequence.home.lane][sequence.home.slot] = None
+        self.residents_count -= 1
+        self.promised -= self._promised_to(sequence)
         self.pool.free(_own_pages(sequence))
         if self.cache is not None:
             self.cache.release(sequence.prefix)
         sequence.start_over()
+
+    def _promised_to(self, sequence: Sequence) -> int:
+        return pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages or slots do not add up."""
@@ -297,6 +310,13 @@ class DPGroup:
             owned.append(self.cache.page_ids())
             self.cache.check_integrity(sequence.prefix for sequence in self.residents())
         self.pool.check_integrity(owned)
+        counted = self.residents_count, self.promised
+        promises = [self._promised_to(sequence) for sequence in self.residents()]
+        if counted != (len(promises), sum(promises)):
+            raise RuntimeError(
+                f"group {self.index} counts {counted} residents and pages promised to them: there "
+                f"are {(len(promises), sum(promises))}"
+            )
         for resident in self.residents():
             shared = [node.page_id for node in resident.prefix]
             if resident.page_ids[: len(shared)] != shared:

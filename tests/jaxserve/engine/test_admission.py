@@ -44,8 +44,9 @@ def test_residents_count_with_what_they_will_need_and_a_page_to_spare():
     assert cost_of(full, 3, []) == 2 + 3 + 4 + 3
     assert cost_of(full, 7, []) == 2 + 7 + 4 + 7
     assert cost_of(full, 8, []) is None
+    assert not full.full
     full.settle(sequence(), 0, 2, [])
-    assert cost_of(full, 1, []) is None, "no slot"
+    assert full.full
 
 
 def test_cached_pages_are_taken_but_not_computed():
