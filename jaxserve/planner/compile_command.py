@@ -132,7 +132,8 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
             found.append(f"{key} = {name}: {device_kind} has no such products, they run in BF16")
     if deployment.link.transport == "ppermute":
         found.append("link.transport = ppermute: its collective is not compiled here")
-    unset = [role for role in ("attention", "ffn") if not getattr(deployment, role).memory_gb]
+    roles = ["attention"] if deployment.mode == "colocated" else ["attention", "ffn"]
+    unset = [role for role in roles if not getattr(deployment, role).memory_gb]
     if unset:
         size = hardware.memory / hardware.jax_devices / GB
         found.append(f"{', '.join(unset)}.memory_gb is not set: {size:.1f} GB, the whole device")

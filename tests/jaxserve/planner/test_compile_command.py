@@ -51,6 +51,13 @@ def test_formats_that_the_device_does_not_multiply():
     assert remarks(made, load_hardware("v7x"), "TPU7x") == []
 
 
+def test_a_colocated_deployment_has_one_role_that_may_be_given_memory():
+    made = deployment(mode="colocated", attention=AttentionRole(memory_gb=30))
+    assert remarks(made, load_hardware("v6e"), "TPU v6 lite") == []
+    (note,) = remarks(deployment(mode="colocated"), load_hardware("v6e"), "TPU v6 lite")
+    assert note.startswith("attention.memory_gb is not set: 34.3 GB")
+
+
 def test_collectives_are_counted_once():
     text = """
   %a = bf16[8,16]{1,0} all-gather(bf16[4,16] %x), dimensions={0}
