@@ -84,13 +84,17 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
 
 
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """A follower has loaded and compiled everything, and waits for `WarmUp`."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A follower lives, and has come this far."""
 
     completed: int
     """Number of the last boundary whose work is done; -1 before the first."""
     ready: bool
-    """Whether it has loaded and compiled everything."""
+    """Whether it is warm."""
     position: Position | None = None
 
 
@@ -119,6 +123,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     leader: Identity
     next_number: int
     """Number that the next boundary will carry."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    """All processes have compiled: the steps that warm them up may begin."""
 
 
 class Boundary(msgspec.Struct, frozen=True, tag=True):
@@ -151,8 +159,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     failure: str = ""
 
 
-FromFollower = Register | Heartbeat | Collected | Failure | Farewell
-FromLeader = Welcome | Boundary | Beat | Collect | Noted | Goodbye
+FromFollower = Register | Compiled | Heartbeat | Collected | Failure | Farewell
+FromLeader = Welcome | WarmUp | Boundary | Beat | Collect | Noted | Goodbye
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode

@@ -23,6 +23,7 @@ from jaxserve.cluster.control import (
     Boundary,
     Collect,
     Collected,
+    Compiled,
     Failure,
     Farewell,
     Goodbye,
@@ -31,6 +32,7 @@ from jaxserve.cluster.control import (
     Noted,
     Position,
     Register,
+    WarmUp,
     Welcome,
     decode_from_leader,
     encode,
@@ -86,6 +88,7 @@ class Follower:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._welcomed = threading.Event()
+        self._begun = threading.Event()
         self._noted = threading.Event()
         self._refusal = ""
         self._closed = False
@@ -123,8 +126,22 @@ class Follower:
         self._heard = self._clock.tick()
         self._watcher.start()
 
+    def wait_warm_up(self) -> None:
+        """Tells the leader that everything is loaded and compiled, and waits for all the others.
+
+        Waits as long as the leader lives.
+
+        Raises:
+          EngineFailedError: the leader is gone, or another process failed.
+        """
+        self._outbox.put(encode(Compiled()))
+        while not self._begun.wait(self._cluster.heartbeat_seconds):
+            pass  # the watcher ends this wait when the leader is late
+        if self.failure is not None:
+            raise self.failure
+
     def ready(self) -> None:
-        """Tells the leader that everything is loaded and compiled."""
+        """Tells the leader that this process is warm."""
         self._ready = True
         self._wake.set()
 
@@ -224,6 +241,8 @@ class Follower:
                 pass
             case Noted():
                 self._noted.set()
+            case WarmUp():
+                self._begun.set()
             case Welcome(leader, next_number):
                 self._leader = f"the leader ({leader}, {self.address})"
                 self._next = next_number
@@ -231,8 +250,9 @@ class Follower:
             case Collect(name):
                 self._outbox.put(encode(self._produce(name)))
             case Goodbye(failure):
-                if failure:
-                    self._failed(f"{self._leader} ended the deployment: {failure}")
+                if failure or not self._ready:
+                    why = failure or "before it had begun"
+                    self._failed(f"{self._leader} ended the deployment: {why}")
                 self._inbox.put(None)
 
     def _take(self, boundary: Boundary) -> None:
@@ -295,6 +315,7 @@ class Follower:
                 return
             self.failure = EngineFailedError(text)
         self._inbox.put(None)
+        self._begun.set()
         if self._welcomed.is_set():
             logger.error("%s", text)
             self._on_failure(self.failure)

@@ -26,6 +26,7 @@ from jaxserve.cluster.control import (
     Boundary,
     Collect,
     Collected,
+    Compiled,
     Failure,
     Farewell,
     Goodbye,
@@ -34,6 +35,7 @@ from jaxserve.cluster.control import (
     Noted,
     Position,
     Register,
+    WarmUp,
     Welcome,
     decode_from_follower,
     encode,
@@ -54,6 +56,7 @@ class _Seat:
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.position: Position | None = None
         self.completed = -1
+        self.compiled = False
         self.ready = False
         self.heard = now
         """Awake time of its last message."""
@@ -150,8 +153,18 @@ class Leader:
         """
         self._wait(lambda: self._missing(lambda seat: True), "did not register", timeout)
 
+    def begin_warm_up(self, timeout: float | None = None) -> None:
+        """Waits until every follower has loaded and compiled, and lets all of them warm up; errors
+        as `wait_registered`.
+
+        A transfer waits only so long for its other end, and compiling takes what it takes.
+        """
+        self._wait(lambda: self._missing(lambda seat: seat.compiled), "did not compile", timeout)
+        for seat in self._seats.values():
+            seat.outbox.put(encode(WarmUp()))
+
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Waits until every follower has loaded and compiled; errors as `wait_registered`."""
+        """Waits until every follower is warm; errors as `wait_registered`."""
         self._wait(lambda: self._missing(lambda seat: seat.ready), "did not get ready", timeout)
 
     def broadcast(self, boundary: Boundary) -> None:
@@ -324,6 +337,8 @@ class Leader:
                     seat.moved = self._clock.now
                 seat.completed, seat.position = completed, position
                 seat.ready = seat.ready or ready
+            case Compiled():
+                seat.compiled = True
             case Collected(name):
                 seat.collected[name] = message
             case Failure(text, position):

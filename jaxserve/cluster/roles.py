@@ -41,7 +41,11 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
         number += 1
 
     engine = build_engine(
-        deployment, observer=observer, broadcast=broadcast, explain=leader.explain
+        deployment,
+        observer=observer,
+        broadcast=broadcast,
+        explain=leader.explain,
+        meet=leader.begin_warm_up,
     )
     leader.wait_ready()
     engine.start()
@@ -63,6 +67,7 @@ def follow(
     """
     try:
         runtime = build_runtime(deployment, observer=recorder)
+        follower.wait_warm_up()
         warm_up(runtime)
         driver = runtime.driver
         follower.position = lambda: position(driver)

@@ -7,7 +7,7 @@ the same driver without an engine around it.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,10 +145,15 @@ def build_engine(
     observer: Observer | None = None,
     broadcast: Broadcast | None = None,
     explain: Explain | None = None,
+    meet: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """A warm engine; with `broadcast` the leader of several processes, not yet started."""
+    """A warm engine; with `broadcast` the leader of several processes, not yet started.
+
+    `meet` is called before the first step, which takes all processes: it waits for them.
+    """
     ends = read_special_tokens(deployment.model).eos
     runtime = build_runtime(deployment, observer=observer)
+    meet()
     warm_up(runtime)
     engine = make_engine(runtime, broadcast=broadcast, explain=explain, eos_token_ids=ends)
     if broadcast is None:

@@ -103,6 +103,19 @@ def test_failed_end_raises_with_the_reason() -> None:
         assert ends.follower_failures.empty()
 
 
+@pytest.mark.parametrize(
+    ("failure", "why"), [("no such tensor", "no such tensor"), ("", "before it had begun")]
+)
+def test_leader_that_ends_during_the_start_is_not_waited_for(failure: str, why: str) -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        follower = ends.follower(leader)
+        follower.register()
+        threading.Timer(0.2, leader.close, kwargs={"failure": failure, "timeout": 1.0}).start()
+        with pytest.raises(EngineFailedError, match=f"ended the deployment: {why}"):
+            follower.wait_warm_up()
+
+
 def test_vanished_leader_raises_at_once() -> None:
     with pair() as (ends, leader, follower):
         leader._server.stop(grace=None)

@@ -83,6 +83,24 @@ def test_missing_followers_are_named() -> None:
             leader.wait_registered(timeout=0.1)
 
 
+def test_nobody_warms_up_before_all_have_compiled() -> None:
+    with Ends() as ends:
+        leader = ends.leader(processes=3)
+        followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
+        waits = [threading.Thread(target=follower.wait_warm_up) for follower in followers]
+        for follower in followers:
+            follower.register()
+        waits[0].start()
+        with pytest.raises(EngineFailedError, match=r"^process 2 .*: did not compile within 0.5 s"):
+            leader.begin_warm_up(timeout=0.5)
+        assert waits[0].is_alive()
+        waits[1].start()
+        leader.begin_warm_up()
+        for wait in waits:
+            wait.join(WAIT)
+            assert not wait.is_alive()
+
+
 def test_boundaries_reach_every_follower_in_order() -> None:
     with Ends() as ends:
         leader = ends.leader(processes=3)
