@@ -201,9 +201,9 @@ class DPGroup:
         self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
         self.slots: list[list[Sequence | None]] = [[None] * slots for _ in range(lanes)]
         self.residents_count = 0
-        """Sequences that hold a slot: counted, for every admission asks every group."""
+        """Sequences that hold a slot; counted, for every admission asks every group."""
         self.promised = 0
-        """Pages that residents will still take, if all of them come to their full length: likewise."""
+        """Pages that residents will still take if all come to their full length; counted, too."""
         self._page_size = page_size
 
     @property

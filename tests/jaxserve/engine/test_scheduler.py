@@ -317,5 +317,5 @@ def test_integrity_names_the_request_and_what_is_wrong():
     sequence.page_ids.append(1)
     scheduler.check_integrity()
     scheduler._groups[0].promised += 1
-    with pytest.raises(RuntimeError, match="group 0 counts .* pages promised"):
+    with pytest.raises(RuntimeError, match=r"group 0 counts .* pages promised"):
         scheduler.check_integrity()
