@@ -10,43 +10,63 @@ FP8 values are multiplied by the rows as they are, and the FP32 sums over a bloc
 scales, before they are added up. For INT8 every row is quantised to INT8 too (`quantize_rows`),
 sums are int32, and the product of both scales is what they are multiplied by.
 
+`row_format` has the rows quantised to the 8 bits of the weights in blocks, as DeepSeek-V3 does: a
+scale for each row and 128 of d_in (`ROW_BLOCK`). Sums over 128 of d_in are FP32 or int32; they are
+multiplied by the scales of both factors and added up in FP32. In `grouped_swiglu` the hidden rows
+are quantised like that as well, from FP32, in the epilogue of the product that makes them: 128
+columns are what one tile of a kernel has, and the whole row is not. TPUs do not have it.
+
 On Hopper GPUs the reference, which is slow there, runs what their kernel does not cover: FP32 rows,
 widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
 """
+
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
-from pallas_kernels.target import current_target
+from pallas_kernels.quantize.product import ROW_BLOCK
+from pallas_kernels.target import Target, current_target
+
+RowFormat = Literal["fp8", "int8"]
 
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
+    *,
+    row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
+
+    Args:
+      row_format: what the rows are quantised to in blocks, the format of the weights; None: what
+        the format of the weights asks for.
 
     Returns:
       the products in the dtype of `rows`, accumulated in FP32.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together.
+      ValueError: the shapes, dtypes or formats do not fit together.
+      NotImplementedError: the backend has no such `row_format`.
     """
     _check_rows(rows, group_sizes)
     _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
+    _check_row_format(row_format, weights=weights)
     target = current_target()
     if target.backend == "mosaic_tpu":
+        _refuse_row_format(row_format, target)
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target)
     if target.backend == "mosaic_gpu":
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target)
-    return reference.grouped_matmul(rows, weights, group_sizes)
+        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
+    return reference.grouped_matmul(rows, weights, group_sizes, row_format)
 
 
 def grouped_swiglu(
@@ -55,6 +75,8 @@ def grouped_swiglu(
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
+    *,
+    row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
@@ -62,11 +84,17 @@ def grouped_swiglu(
     rounded once, to the dtype of `rows`, before the down projection. If that one is INT8, it
     quantises the rounded rows. The three weights may have different formats.
 
+    Args:
+      row_format: what the rows and the hidden rows are quantised to in blocks, the format of all
+        three weights; hidden rows are not rounded before. None: what the formats of the weights
+        ask for.
+
     Returns:
       the outputs in the dtype of `rows`.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together.
+      ValueError: the shapes, dtypes or formats do not fit together.
+      NotImplementedError: the backend has no such `row_format`.
     """
     _check_rows(rows, group_sizes)
     groups, d_model = group_sizes.shape[0], rows.shape[1]
@@ -74,8 +102,12 @@ def grouped_swiglu(
     d_ff = gate_weights.shape[1]
     _check_weights("up_weights", up_weights, rows, (groups, d_ff, d_model))
     _check_weights("down_weights", down_weights, rows, (groups, None, d_ff))
+    _check_row_format(
+        row_format, gate_weights=gate_weights, up_weights=up_weights, down_weights=down_weights
+    )
     target = current_target()
     if target.backend == "mosaic_tpu":
+        _refuse_row_format(row_format, target)
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_swiglu(
@@ -85,9 +117,11 @@ def grouped_swiglu(
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
         return mosaic_gpu.grouped_swiglu(
-            rows, gate_weights, up_weights, down_weights, group_sizes, target
+            rows, gate_weights, up_weights, down_weights, group_sizes, target, row_format
         )
-    return reference.grouped_swiglu(rows, gate_weights, up_weights, down_weights, group_sizes)
+    return reference.grouped_swiglu(
+        rows, gate_weights, up_weights, down_weights, group_sizes, row_format
+    )
 
 
 def _check_rows(rows: Array, group_sizes: Array) -> None:
@@ -113,3 +147,33 @@ def _check_weights(
         raise ValueError(f"{name} has shape {weights.shape}, needs {wanted}")
     if not isinstance(weights, QuantArray) and weights.dtype != rows.dtype:
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")
+
+
+def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> None:
+    """Check that all of the weights can be multiplied by rows in this format."""
+    if row_format is None:
+        return
+    if row_format not in get_args(RowFormat):
+        raise ValueError(f"row_format is {row_format!r}, needs None or {get_args(RowFormat)}")
+    for name, array in weights.items():
+        if not isinstance(array, QuantArray):
+            raise ValueError(
+                f"row_format is {row_format!r}, {name} is {array.dtype}, not in 8 bits"
+            )
+        if (array.dtype == jnp.int8) != (row_format == "int8"):
+            raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
+        block_in = array.block[1]
+        if 0 < block_in < array.shape[2] and block_in % ROW_BLOCK:
+            raise ValueError(
+                f"{name} has blocks of {block_in} of d_in; with row_format they need to be all of "
+                f"{array.shape[2]} or a multiple of {ROW_BLOCK}"
+            )
+
+
+def _refuse_row_format(row_format: str | None, target: Target) -> None:
+    if row_format is not None:
+        raise NotImplementedError(
+            f"there is no row_format {row_format!r} on {target.device_kind}: leave it None, and "
+            "FP8 weights are multiplied by the rows as they are, INT8 weights by INT8 rows with a "
+            "scale a row"
+        )

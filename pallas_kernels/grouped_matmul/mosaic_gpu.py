@@ -50,14 +50,15 @@ def grouped_matmul(
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
+    row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
     FP32 rows, a d_in or d_out that is no multiple of 64, and blocks of FP8 or INT8 weights that no
     tile lies in (see `_fits`) are left to the reference.
     """
-    if not _fits(rows.dtype, weights):
-        return reference.grouped_matmul(rows, weights, group_sizes)
+    if row_format or not _fits(rows.dtype, weights):
+        return reference.grouped_matmul(rows, weights, group_sizes, row_format)
     return _product(rows, (weights,), group_sizes, lambda product: product, target)
 
 
@@ -68,6 +69,7 @@ def grouped_swiglu(
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
+    row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down.
 
@@ -76,8 +78,9 @@ def grouped_swiglu(
     """
     all_weights = gate_weights, up_weights, down_weights
     same_format = _format(gate_weights) == _format(up_weights)
-    if not same_format or not all(_fits(rows.dtype, weights) for weights in all_weights):
-        return reference.grouped_swiglu(rows, *all_weights, group_sizes)
+    fits = all(_fits(rows.dtype, weights) for weights in all_weights)
+    if row_format or not same_format or not fits:
+        return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format)
     hidden = _product(rows, (gate_weights, up_weights), group_sizes, _swiglu, target)
     return _product(hidden, (down_weights,), group_sizes, lambda product: product, target)
 
@@ -119,6 +122,7 @@ def _product(
     group_sizes: Int32[Array, " groups"],
     epilogue: Callable[..., jax.Array],
     target: Target,
+    row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format."""
     count, dtype = rows.shape[0], rows.dtype

@@ -16,7 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.quantize.bits import as_bits
-from pallas_kernels.quantize.product import product_of_rows, quant_product
+from pallas_kernels.quantize.product import (
+    product_of_rows,
+    quant_product,
+    quant_product_of_blocks,
+)
 from pallas_kernels.quantize.quant_array import QuantArray
 
 BLOCK_ROWS = 8
@@ -28,11 +32,12 @@ def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
+    row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
 
     def product(block: Array, weights: Weights) -> Array:
-        return _matmul(block, weights).astype(rows.dtype)
+        return _matmul(block, weights, row_format).astype(rows.dtype)
 
     return _map_blocks(product, rows, (weights,), group_sizes)
 
@@ -43,20 +48,23 @@ def grouped_swiglu(
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
+    row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group."""
 
     def swiglu(block: Array, gate: Weights, up: Weights, down: Weights) -> Array:
-        hidden = jax.nn.silu(_matmul(block, gate)) * _matmul(block, up)
-        return _matmul(hidden.astype(rows.dtype), down).astype(rows.dtype)
+        hidden = jax.nn.silu(_matmul(block, gate, row_format)) * _matmul(block, up, row_format)
+        if row_format is None:
+            hidden = hidden.astype(rows.dtype)
+        return _matmul(hidden, down, row_format).astype(rows.dtype)
 
     return _map_blocks(swiglu, rows, (gate_weights, up_weights, down_weights), group_sizes)
 
 
-def _matmul(left: Array, right: Weights) -> Array:
+def _matmul(left: Array, right: Weights, row_format: str | None) -> Array:
     """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
     if isinstance(right, QuantArray):
-        return quant_product(left, right)
+        return quant_product_of_blocks(left, right) if row_format else quant_product(left, right)
     return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -11,7 +11,10 @@ from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
-from pallas_kernels.quantize.reference import quantize_rows, spread_scales
+from pallas_kernels.quantize.reference import quantize_rows, quantize_weight, spread_scales
+
+ROW_BLOCK = 128
+"""Columns of a row that share a scale, where both factors are quantised block by block."""
 
 
 def product_of_rows(
@@ -37,6 +40,41 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
         values, x_scales = quantize_rows(x, "int8")
         return _sum_of_blocks(values, w, x_scales)
     return _sum_of_blocks(x, w, None)
+
+
+def quant_product_of_blocks(
+    x: Float[Array, "rows d_in"], w: QuantArray
+) -> Float32[Array, "rows d_out"]:
+    """x · wᵀ in 8 bits, as FP8 hardware likes it; the caller has checked shapes, dtypes and blocks.
+
+    Every row of x is quantised to the format of w, with a scale for every `ROW_BLOCK` columns. The
+    sums over these columns (int32 or FP32) times the scales of both are added up in FP32, in order.
+    The blocks of w are columns of one `ROW_BLOCK`, or a multiple, or all.
+    """
+    d_out, d_in = w.shape
+    is_int8 = w.dtype == jnp.int8
+    rows = quantize_weight(x, "int8" if is_int8 else "fp8", (1, ROW_BLOCK))
+    blocks = rows.scales.shape[1]
+    padding = ((0, 0), (0, blocks * ROW_BLOCK - d_in))  # zeros add nothing
+    left, right = (jnp.pad(as_bits(values), padding) for values in (rows.values, w.values))
+    block_in = min(w.block[1] or d_in, d_in)
+
+    def add(index: Array, total: Array) -> Array:
+        start = index * ROW_BLOCK
+        factors = [
+            jax.lax.dynamic_slice_in_dim(bits, start, ROW_BLOCK, axis=1) for bits in (left, right)
+        ]
+        if is_int8:
+            sums = product_of_rows(*factors, dtype=jnp.int32).astype(jnp.float32)
+        else:
+            floats = [from_bits(bits).astype(jnp.float32) for bits in factors]
+            sums = product_of_rows(*floats, precision=jax.lax.Precision.HIGHEST)
+        x_scales = jax.lax.dynamic_slice_in_dim(rows.scales, index, 1, axis=1)
+        w_scales = jax.lax.dynamic_slice_in_dim(w.scales, start // block_in, 1, axis=1)
+        return total + sums * (x_scales * spread_scales(w_scales, (d_out, 1), (w.block[0], 1)).T)
+
+    first = add(jnp.int32(0), jnp.zeros((x.shape[0], d_out), jnp.float32))
+    return jax.lax.fori_loop(1, blocks, add, first) if blocks > 1 else first
 
 
 def _sum_of_blocks(

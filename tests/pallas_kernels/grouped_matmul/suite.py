@@ -4,6 +4,7 @@ Everything that must not be read is poison: rows that belong to no group, the we
 of groups without rows.
 """
 
+import functools
 import itertools
 from typing import ClassVar
 
@@ -49,6 +50,19 @@ def quantised_row_numpy(x):
     return np.rint(np.clip(x * (np.float32(1) / scale), -127, 127)).astype(np.float64), scale
 
 
+def quantised_blocks_numpy(x, kind):
+    """One row in 8 bits, with a scale for every 128 columns, multiplied by them again."""
+    largest = 127 if kind == "int8" else 448
+    x, parts = x.astype(np.float32), []
+    for part in np.split(x, range(128, len(x), 128)):
+        scale = np.abs(part).max() * (np.float32(1) / np.float32(largest))
+        scale = np.float32(1) if scale < np.float32(2.0**-100) else scale
+        values = np.clip(part * (np.float32(1) / scale), -largest, largest)
+        values = np.rint(values) if kind == "int8" else values.astype(ml_dtypes.float8_e4m3fn)
+        parts.append(values.astype(np.float64) * scale)
+    return np.concatenate(parts)
+
+
 class Weight:
     """Random weights [groups, d_out, d_in] of one format, as JAX has them and as NumPy does."""
 
@@ -80,8 +94,10 @@ class Weight:
             values = jax.lax.bitcast_convert_type(values, jnp.uint8)
         self.jax = QuantArray(values, jnp.asarray(scales), block)
 
-    def product(self, row, group):
+    def product(self, row, group, row_format=None):
         """A row [d_in] times a group's weights."""
+        if row_format is not None:
+            return quantised_blocks_numpy(row, row_format) @ self.numpy[group].T
         if self.format is not None and self.format[0] == "int8":
             row, scale = quantised_row_numpy(row)
             return row @ self.numpy[group].T * scale
@@ -210,6 +226,77 @@ class GroupedMatmulSuite:
         tolerance = 2e-2 if dtype == jnp.bfloat16 or "int8" in formats else 1e-4
         scale = np.abs(expected).max(axis=1, keepdims=True)
         assert np.all(np.abs(output - expected) <= tolerance * scale)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    def row_format_or_refusal(self, function, row_format, *arguments):
+        """The output; None if it is right that the backend has no such thing."""
+        with use_target(self.target):
+            compiled = jax.jit(fresh(functools.partial(function, row_format=row_format)))
+            if self.target.backend == "mosaic_tpu":
+                with pytest.raises(NotImplementedError, match="leave it None"):
+                    compiled(*arguments)
+                return None
+            return np.asarray(compiled(*arguments), np.float64)
+
+    @pytest.mark.parametrize(
+        ("format", "dtype"),
+        [
+            ("fp8", jnp.bfloat16),
+            ("fp8_bits", jnp.float32),
+            ("fp8_block", jnp.bfloat16),
+            ("fp8_large_block", jnp.bfloat16),
+            ("int8", jnp.bfloat16),
+            ("int8_block", jnp.bfloat16),
+        ],
+    )
+    def test_matmul_of_rows_in_blocks(self, format, dtype):
+        """Rows in 8 bits too, the columns from 128 on a thousand times smaller."""
+        rng = np.random.default_rng(0)
+        sizes = [self.rows - 15, 0, 3, 4]
+        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
+        rows[:, 128:] /= 1000
+        rows = rows.astype(dtype)
+        kind = "int8" if format.startswith("int8") else "fp8"
+        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.row_format_or_refusal(grouped_matmul, kind, *arguments)
+        if output is None:
+            return
+        expected = by_group_numpy(
+            rows, sizes, self.d_out, functools.partial(weights.product, row_format=kind)
+        )
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
+        )
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+    def test_swiglu_of_rows_in_blocks(self, format):
+        """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
+        rng = np.random.default_rng(0)
+        sizes = [20, 0, self.rows - 30]
+        shapes = [(3, self.d_out, self.d_in)] * 2 + [(3, self.d_in, self.d_out)]
+        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
+        rows[20:] *= 1000
+        rows = rows.astype(jnp.bfloat16)
+        kind = "int8" if format == "int8" else "fp8"
+
+        def expected_row(row, group):
+            gated = gate.product(row, group, kind)
+            with np.errstate(over="ignore"):
+                hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, kind)
+            return down.product(hidden, group, kind)
+
+        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.row_format_or_refusal(grouped_swiglu, kind, *arguments)
+        if output is None:
+            return
+        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
+        # A hidden value near the middle of two roundings may go to either.
+        scale = np.abs(expected).max(axis=1, keepdims=True)
+        assert np.all(np.abs(output - expected) <= 2e-2 * scale)
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     @pytest.mark.parametrize("format", ["float", "int8"])

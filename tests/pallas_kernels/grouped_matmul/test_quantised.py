@@ -227,3 +227,67 @@ def test_inside_shard_map(format, block):
 def test_bad_calls(weights, message):
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(grouped_matmul)(jnp.zeros((4, 3)), weights, jnp.zeros(2, jnp.int32))
+
+
+class TestRowFormat:
+    """What `row_format` means: 127 and 448 are the largest values, so that the scales are 1."""
+
+    def test_literal_int8(self):
+        """Two blocks of 128 columns, the second one of two: scales 1 and 2."""
+        row = np.zeros((1, 130), np.float32)
+        row[0, :2], row[0, 128:] = [127, 0.4], [254, 3.2]
+        weights = np.zeros((1, 1, 130), np.int8)
+        weights[0, 0, :2], weights[0, 0, 128:] = [2, 100], [1, 10]
+        weights = QuantArray(jnp.asarray(weights), jnp.full((1, 1, 1), 0.5), (1, 0))
+        sizes = jnp.asarray([1], jnp.int32)
+        output = grouped_matmul(jnp.asarray(row), weights, sizes, row_format="int8")
+        # 0.5 * (127 * 2 + 0 * 100) + 0.5 * 2 * (127 * 1 + 2 * 10)
+        np.testing.assert_array_equal(output, [[127 + 147]])
+
+    def test_literal_fp8(self):
+        """448 and 3.3 (between 3.25 and 3.5, nearer to 3.25), then 896 and 3.3 in a scale of 2."""
+        row = np.zeros((1, 256), np.float32)
+        row[0, :2], row[0, 128:130] = [448, 3.3], [896, 3.3]
+        weights = np.zeros((1, 1, 256), np.float32)
+        weights[0, 0, :2], weights[0, 0, 128:130] = [1, 2], [0.5, 4]
+        values = jnp.asarray(weights).astype(jnp.float8_e4m3fn)
+        weights = QuantArray(values, jnp.asarray([[[1.0, 0.25]]]), (128, 128))
+        sizes = jnp.asarray([1], jnp.int32)
+        output = grouped_matmul(jnp.asarray(row), weights, sizes, row_format="fp8")
+        # 448 + 2 * 3.25, and 0.25 * 2 * (448 * 0.5 + 4 * 1.625): 1.65 is nearest to 1.625
+        np.testing.assert_array_equal(output, [[454.5 + 0.5 * (224 + 6.5)]])
+
+    def test_hidden_rows_are_not_rounded_before(self):
+        """126 / 207 of 127 is 77.3; rounded to BF16, the two hidden values would give 77.8."""
+        rows = jnp.asarray([[127.0, 127.0]], jnp.bfloat16)
+
+        def weight(values, scale):
+            values = jnp.asarray([values], jnp.int8)
+            return QuantArray(values, jnp.full((1, values.shape[1], 1), scale), (1, 0))
+
+        gate, up = weight([[127, 0], [127, 0]], 1e-2), weight([[127, 80], [126, 0]], 1.0)
+        sizes = jnp.asarray([1], jnp.int32)
+        output = grouped_swiglu(rows, gate, up, weight([[0, 1]], 1.0), sizes, row_format="int8")
+        largest = 127 * 127 * 1e-2 * 127 * 207  # where silu is the number itself
+        np.testing.assert_allclose(output.astype(jnp.float32), [[77 * largest / 127]], rtol=4e-3)
+
+    @pytest.mark.parametrize(
+        ("row_format", "weight", "message"),
+        [
+            ("fp4", ("fp8", (1, 0)), "row_format is 'fp4'"),
+            ("int8", ("fp8", (1, 0)), "weights is float8_e4m3fn"),
+            ("fp8", ("int8", (1, 0)), "weights is int8"),
+            ("fp8", ("fp8", (1, 96)), "blocks of 96 of d_in"),
+            ("fp8", None, "not 8 bits"),
+        ],
+    )
+    def test_what_does_not_fit(self, row_format, weight, message):
+        floats = jnp.ones((2, 8, 256), jnp.float32)
+        weights = floats if weight is None else quantize_weight(floats, weight[0], weight[1])
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(grouped_matmul)(
+                jnp.ones((3, 256), jnp.float32),
+                weights,
+                jnp.asarray([1, 2], jnp.int32),
+                row_format=row_format,
+            )
