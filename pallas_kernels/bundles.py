@@ -11,11 +11,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from pallas_kernels import aot, llo
+from pallas_kernels.tuned import Fields
 
 OPS = ("attention", "grouped_matmul")
 """Those that have `cases.py`."""
@@ -40,24 +41,39 @@ class Floor(NamedTuple):
         return self.bundles / self.memory
 
 
-def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
+def measure(
+    op: str,
+    case: str,
+    loop: aot.Loop,
+    generation: str,
+    tiles: Mapping[str, Fields] | None = None,
+    limit: float = COMPILE_SECONDS,
+) -> Floor:
     """Compiles a case in a process of its own and reads what was dumped.
 
+    Args:
+      tiles: by call, instead of those in force; `loop` must be that of a case made with them.
+      limit: seconds.
+
     Raises:
-      RuntimeError: it does not compile, or there is no dump of the kernel.
+      RuntimeError: it does not compile, not in time, or there is no dump of the kernel.
     """
     about = aot.GENERATIONS[generation]
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         command = [sys.executable, "-m", "pallas_kernels.aot", op, generation, case]
-        done = subprocess.run(
-            command,
-            env=aot.environment(flags),
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_SECONDS,
-            check=False,
-        )
+        command += ["--tiles", json.dumps(tiles or {})]
+        try:
+            done = subprocess.run(
+                command,
+                env=aot.environment(flags),
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{op} {case} on {generation}: over {limit:.0f} s") from None
         if done.returncode:
             raise RuntimeError(f"{op} {case} on {generation}: {done.stderr[-2000:]}")
         dumps = [

@@ -1,4 +1,4 @@
-"""Decode steps of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
+"""Batches of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
 
 import functools
 
@@ -6,62 +6,98 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.aot import GENERATIONS, Case, Loop
-from pallas_kernels.attention.api import write_rows
+from pallas_kernels.attention.api import chunk_attention, write_rows
 from pallas_kernels.attention.model_batch import attend, page_shapes
-from pallas_kernels.attention.shapes import SHAPES
+from pallas_kernels.attention.shapes import NAIVE, SHAPES
 from pallas_kernels.attention.tiles import tpu_tiles
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
 PAGES = SEQUENCES * KV_LENGTH // PAGE_SIZE
 
-WHERE = (
-    jax.ShapeDtypeStruct((SEQUENCES, KV_LENGTH // PAGE_SIZE), jnp.int32),
-    jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
-    jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32),
-)
-"""Page table, sequences and positions."""
+BATCHES = {
+    "": (SEQUENCES, 1),
+    " 2 tokens": (SEQUENCES, 2),
+    " 4 tokens": (SEQUENCES, 4),
+    " 8 tokens": (SEQUENCES, 8),
+    " chunk": (4, 512),
+}
+"""Sequences, and tokens of each: a decode step, drafts that are verified, chunks of a prefill."""
+
+CHUNK_TOKENS = 2048
+"""Of a prefill whose tokens attend to each other."""
 
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
 """Of keys and values; FP8 as its bits, as the cache has them."""
 
 
+def formats(generation: str) -> tuple[str, ...]:
+    """Those that a generation has."""
+    return ("bf16", "int8", "fp8") if generation == "v7x" else ("bf16", "int8")
+
+
 def cases(generation: str) -> list[Case]:
-    """The named shapes in BF16 and in the generation's format of 8 bits."""
-    formats = ("bf16", "fp8" if generation == "v7x" else "int8")
-    return [
-        case(name, kv_format, generation)
+    """The named shapes in all formats that the generation has."""
+    return [_inside(name) for name in NAIVE] + [
+        case
         for name in SHAPES
-        for kv_format in formats
-        for case in (_decode, _write)
+        for kv_format in formats(generation)
+        for case in (
+            *(_attend(name, kv_format, generation, kind) for kind in BATCHES),
+            _write(name, kv_format),
+        )
     ]
 
 
-def _decode(name: str, kv_format: str, generation: str) -> Case:
-    """One decode step: `SEQUENCES` sequences of `KV_LENGTH` tokens, a query each."""
+def _where(sequences: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Page table, sequences and positions."""
+    table = jax.ShapeDtypeStruct((sequences, KV_LENGTH // PAGE_SIZE), jnp.int32)
+    return table, *(jax.ShapeDtypeStruct((sequences * tokens,), jnp.int32),) * 2
+
+
+def _attend(name: str, kv_format: str, generation: str, kind: str) -> Case:
+    """Sequences of `KV_LENGTH` tokens; the loop of a decode step is the one that is looked into."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
+    sequences, tokens = BATCHES[kind]
     pages, scales = page_shapes(shape, dtype, PAGES, PAGE_SIZE)
-    queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
-    units = tpu_tiles(GENERATIONS[generation].device_kind).block_tokens
-    return Case(
-        name=f"{name} {kv_format}",
-        function=functools.partial(attend, shape),
-        arguments=(queries, pages, scales, WHERE),
-        loop=Loop(
+    rows = (sequences * tokens, shape.q_heads, shape.head_dim)
+    queries = jax.ShapeDtypeStruct(rows, jnp.bfloat16)
+    loop = None
+    if tokens == 1:
+        device_kind = GENERATIONS[generation].device_kind
+        heads, widths = (shape.q_heads, shape.kv_heads), (shape.head_dim, shape.v_width)
+        units = tpu_tiles(device_kind, heads, widths, dtype, decode=True).block_tokens
+        loop = Loop(
             kernel="paged_attention",
             unit="KV token",
             units=units,
             copies=units // PAGE_SIZE * (len(pages) + len(scales)),
             bytes_per_unit=shape.kv_elements() * dtype.itemsize + 4 * shape.kv_heads * len(scales),
-        ),
+        )
+    return Case(
+        name=f"{name} {kv_format}{kind}",
+        function=functools.partial(attend, shape),
+        arguments=(queries, pages, scales, _where(sequences, tokens)),
+        loop=loop,
     )
 
 
-def _write(name: str, kv_format: str, generation: str) -> Case:
-    """Writing the keys and values of that step."""
+def _inside(name: str) -> Case:
+    """Attention of a prefill's tokens to each other, keys and values of every head made."""
+    heads, width, v_width = NAIVE[name]
+    widths = (width, width, v_width)
+    arrays = (jax.ShapeDtypeStruct((CHUNK_TOKENS, heads, w), jnp.bfloat16) for w in widths)
+    where = (jax.ShapeDtypeStruct((CHUNK_TOKENS,), jnp.int32),) * 2
+    function = functools.partial(chunk_attention, scale=width**-0.5)
+    return Case(f"{name} bf16 inside", function, (*arrays, *where))
+
+
+def _write(name: str, kv_format: str) -> Case:
+    """Writing the keys and values of a decode step."""
     pages, scales = page_shapes(SHAPES[name], jnp.dtype(FORMATS[kv_format]), PAGES, PAGE_SIZE)
     arrays = (*pages, *scales)
     rows = tuple(
         jax.ShapeDtypeStruct((SEQUENCES, array.shape[1], *array.shape[3:]), array.dtype)
         for array in arrays
     )
-    return Case(f"{name} {kv_format} write", write_rows, (arrays, rows, *WHERE), donated=(0,))
+    where = _where(SEQUENCES, 1)
+    return Case(f"{name} {kv_format} write", write_rows, (arrays, rows, *where), donated=(0,))

@@ -86,11 +86,12 @@ def paged_attention(
     dtype = jnp.float32 if wide else queries.dtype
     sublanes = 32 // jnp.dtype(queries.dtype).itemsize
     group = -(-q_heads // kv_heads // sublanes) * sublanes
-    tiles = tpu_tiles(target.device_kind)
-    tile = max(1, tiles.tile_rows // group)
-    item_tokens = max(tile, tiles.item_rows // (kv_heads * group) // tile * tile)
     # As many tokens as sequences: decode, whose items have one token each.
     single = tokens <= sequences
+    heads, widths = (q_heads, kv_heads), (head_dim, v_width)
+    tiles = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single)
+    tile = max(1, tiles.tile_rows // group)
+    item_tokens = max(tile, tiles.item_rows // (kv_heads * group) // tile * tile)
     plan = Plan(
         kv_heads=kv_heads,
         group=group,
@@ -127,11 +128,11 @@ def paged_attention(
     output, *lse = call(*items, grouped, *stored, *scales)
     # What the kernel does not write may hold anything.
     real = (position >= 0)[:, None, None]
-    heads = q_heads // kv_heads
-    output = jnp.where(real[..., None], output[:, :, :heads], 0).reshape(tokens, q_heads, v_width)
+    each = q_heads // kv_heads
+    output = jnp.where(real[..., None], output[:, :, :each], 0).reshape(tokens, q_heads, v_width)
     if not with_lse:
         return output, None
-    return output, jnp.where(real, lse[0][:, :, :heads], -jnp.inf).reshape(tokens, q_heads)
+    return output, jnp.where(real, lse[0][:, :, :each], -jnp.inf).reshape(tokens, q_heads)
 
 
 def _check_format(pages: Array, target: Target) -> None:

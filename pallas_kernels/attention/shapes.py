@@ -44,5 +44,12 @@ SHAPES = {
 }
 """Step-3 (MFA), DeepSeek-V3 (absorbed MLA), Qwen3-235B-A22B (GQA); `-tp`: heads split over N."""
 
-DECODE = ((64, 8192), (128, 8192), (64, 32768))
-"""(sequences, KV length) of the decode steps that benchmarks run."""
+NAIVE = {"deepseek-v3": (128, 192, 128), "deepseek-v3-tp8": (16, 192, 128)}
+"""Heads and widths of keys and values of the latent shapes when they are not absorbed, as a prefill
+takes them (`chunk_attention`)."""
+
+DECODE = ((64, 8192, 1), (128, 8192, 1), (64, 32768, 1))
+"""(sequences, KV length, queries of each) of the decode steps that benchmarks run."""
+
+SEVERAL = ((64, 8192, 4), (4, 8192, 512))
+"""The same for a step that verifies drafts, and for one of prefill chunks."""

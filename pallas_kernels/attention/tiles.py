@@ -1,10 +1,15 @@
 """How the attention kernels cut their work, by kind of device: found by static counts or measured.
 
-Called by the kernels. A kind that has no row takes the default of its backend.
+Called by the kernels. What was tuned for a call (`tuned.json`) goes before the row of the kind of
+device; a kind that has none takes the default of its backend.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import tuned
 from pallas_kernels.target import Target
 
 
@@ -32,10 +37,46 @@ TPU: dict[str, TpuTiles] = {
 """By static bundle counts (`python -m pallas_kernels.bundles`)."""
 
 
-def tpu_tiles(device_kind: str) -> TpuTiles:
-    """The tiles for a kind of device, as JAX names it."""
-    return TPU.get(device_kind, TPU_DEFAULT)
+TPU_CHOICES: dict[str, tuple[Any, ...]] = {
+    "block_tokens": (512, 1024, 2048, 4096),
+    "tile_rows": (128, 256, 512),
+    "item_rows": (512, 1024, 2048),
+}
+"""What a search tries; the last two are nothing to a decode step, whose items have one token."""
 
+
+def tpu_tiles(
+    device_kind: str,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    dtype: DTypeLike,
+    *,
+    decode: bool,
+) -> TpuTiles:
+    """The tiles for a kind of device, as JAX names it, and for a call.
+
+    Args:
+      heads: query heads and KV heads.
+      widths: of keys and of values.
+      dtype: of the pages.
+      decode: every sequence has one token.
+    """
+    name = jnp.dtype(dtype).name.replace("float8_e4m3fn", "fp8").replace("uint8", "fp8")
+    kind = "decode" if decode else "chunk"
+    call = (
+        f"paged_attention {kind} heads {heads[0]}/{heads[1]} widths {widths[0]}/{widths[1]} {name}"
+    )
+    choices = dict(TPU_CHOICES)
+    if decode:
+        choices = {"block_tokens": choices["block_tokens"]}
+    return tuned.in_force(
+        "attention", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices
+    )
+
+
+CHUNK_TILE = 512
+"""Queries, and keys, of a tile of `chunk_attention` on TPUs; a multiple of 128."""
+INTERPRETED_CHUNK_TILE = 8
 
 GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
 """By a part of the device kind; what the others (H100 SXM, H200, H800, GH200) have is 132."""

@@ -2,34 +2,28 @@
 measured in the same run, and beside what a user would call instead.
 
 A result that is not the reference's fails the run (exit 1). `--layer step3 --json F` writes the
-entries that `plan calibrate --measured` reads. `--quick` only shows that it runs: tiny shapes.
+entries that `plan calibrate --measured` reads. `--tune` searches tile sizes. `--quick` only shows
+that it runs: tiny shapes.
 """
 
 import argparse
 import datetime
+import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.attention.model_batch import attend
-from pallas_kernels.attention.shapes import DECODE
-from pallas_kernels.attention.shapes import SHAPES as ATTENTION
-from pallas_kernels.bench import attention, grouped_matmul, layer, timing
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
-from pallas_kernels.grouped_matmul.shapes import DECODE_TOKENS, PREFILL_TOKENS
-from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
-from pallas_kernels.target import Target, current_target, use_target
+from pallas_kernels.bench import baselines, correctness, layer, timing
+from pallas_kernels.bench.cases import MODULES, NAMES, Case, cases, page_size
+from pallas_kernels.bench.search import Settings
+from pallas_kernels.target import current_target
 
-TOLERANCE = {"bf16": 0.02, "int8": 0.04, "fp8": 0.06, "fp8_block": 0.06}
-"""Largest ‖result − reference‖ / ‖reference‖."""
-CHECKED_SEQUENCES = 2
-NAMES: dict[str, dict[str, Any]] = {"attention": {**ATTENTION}, "grouped_matmul": {**EXPERTS}}
+TOPOLOGIES = {"v5e": "v5e", "v6e": "v6e", "v7x": "v7x", "tpu7x": "v7x"}
+"""Generations by the first part of a topology's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,19 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", nargs="+", metavar="NAME", help="named shapes; default: all")
     parser.add_argument("--layer", choices=["step3"], help="whole layers instead of ops")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--tune", action="store_true", help="search tile sizes; see tune.py")
+    parser.add_argument(
+        "--topology", metavar="NAME", help="with --tune: a TPU that is not there, v6e:2x2"
+    )
+    parser.add_argument(
+        "--trials", type=Path, default=Path("build/tune.jsonl"), help="what a search has tried"
+    )
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="default: the package's")
+    parser.add_argument("--candidate-seconds", type=float, default=120.0, metavar="S")
+    parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="for all")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does it run?")
     options = parser.parse_args(arguments)
     known = [name for op in options.op for name in NAMES[op]]
     for name in options.case or []:
         if name not in known:
             parser.error(f"no case {name!r}; known: {', '.join(known)}")
+    if options.tune:
+        return _tune(parser, options)
     device = jax.devices()[0]
     effort = timing.Effort(2, 1) if options.quick else timing.Effort(20, 7)
     if options.layer:
         # The planner knows no such hardware: times of tiny layers must not calibrate it.
         kind = f"{'quick run on ' if options.quick else ''}{device.device_kind}"
-        found: Any = _layers(options.quick, effort, kind)
-        wrong = False
+        found: Any
+        found, wrong = _layers(options.quick, effort, kind)
     else:
         copied = timing.copy_rate(2**16 if options.quick else 2**30, effort)
         dense = timing.dense_rate(64 if options.quick else 8192, effort)
@@ -60,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{dense / 1e12:.4g} TFLOP/s (medians of {effort.rounds} rounds, {effort.iterations} "
             "iterations chained in one jit)"
         )
-        results = [_measure(case, effort, copied, dense) for case in _cases(options, options.quick)]
+        chosen = cases(options.op, options.case, options.quick)
+        results = [_measure(case, effort, copied, dense) for case in chosen]
         wrong = any(result.get("correct") is False for result in results)
         found = {
             "device_kind": device.device_kind,
@@ -76,133 +83,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-Case = tuple[str, str, Any]
-"""Op, name, and its `Step`."""
+def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.seconds < options.candidate_seconds or options.candidate_seconds <= 0:
+        parser.error(
+            f"--seconds {options.seconds:g} is less than a candidate's: "
+            f"--candidate-seconds {options.candidate_seconds:g}, which must be positive"
+        )
+    limits = (options.candidate_seconds, options.seconds)
+    settings = Settings(options.trials, options.tables, *limits, options.quick)
+    # Neither starts a backend here: the device is for the process that tries.
+    if options.topology is None:
+        from pallas_kernels.bench.tune import tune_on_device
 
+        return tune_on_device(options.op, options.case, settings)
+    from pallas_kernels.bench.tune_static import tune_static
 
-def _cases(options: argparse.Namespace, quick: bool) -> list[Case]:
-    found: list[Case] = []
-    for op in options.op:
-        for name, shape in NAMES[op].items():
-            if options.case and name not in options.case:
-                continue
-            if op == "attention":
-                page, sizes = _page_size(), ((2, 256),) if quick else DECODE
-                small = shape._replace(q_heads=shape.kv_heads * 2) if quick else shape
-                for sequences, context in sizes:
-                    for format in attention.FORMATS:
-                        step = attention.Step(small, format, sequences, context, page)
-                        found.append((op, name, step))
-            else:
-                small = shape
-                if quick:
-                    small = shape._replace(d_model=128, d_ff=128, groups=min(shape.groups, 4))
-                for tokens in (8,) if quick else DECODE_TOKENS + PREFILL_TOKENS:
-                    for format in grouped_matmul.FORMATS:
-                        found.append((op, name, grouped_matmul.Step(small, format, tokens)))
-    return found
-
-
-def _page_size() -> int:
-    return 128 if current_target().backend == "mosaic_tpu" else 64
+    generation = TOPOLOGIES.get(options.topology.partition(":")[0])
+    if generation is None:
+        parser.error(f"no topology {options.topology!r}; known: {', '.join(TOPOLOGIES)}")
+    return tune_static(options.op, options.case, generation, settings)
 
 
 def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> dict[str, Any]:
     op, name, step = case
-    result: dict[str, Any] = {"op": op, "case": name, "format": step.format}
-    result |= {key: value for key, value in step._asdict().items() if isinstance(value, int)}
-    module: Any = attention if op == "attention" else grouped_matmul
-    arguments = module.inputs(step)
-    ours: Callable[..., Any] = grouped_swiglu
-    if op == "attention":
-
-        def ours(*inputs: Any) -> Any:
-            return attend(step.shape, *inputs)
-
+    result: dict[str, Any] = {"op": op, "case": name, "format": step.format, **case.size()}
+    module = MODULES[op]
+    arguments, function = module.inputs(step), module.call(step)
     try:
-        traced = str(jax.make_jaxpr(ours)(*arguments))
+        traced = str(jax.make_jaxpr(functools.partial(function))(*arguments))
         own = any(word in traced for word in ("pallas_call", "core_map"))
         result["backend"] = current_target().backend if own else "reference"
-        output = jax.jit(ours)(*arguments)
-        result["error"] = _error(op, ours, output, arguments)
-        result["correct"] = bool(result["error"] <= TOLERANCE[step.format])
-        seconds = timing.seconds(ours, effort, *arguments)
+        output = correctness.run(function, arguments)
+        right = correctness.expected(function, module.checked(arguments))
+        result["error"] = correctness.distance(output, right)
+        result["correct"] = bool(result["error"] <= correctness.TOLERANCE[step.format])
+        seconds = timing.seconds(function, effort, *arguments)
     except NotImplementedError as error:
-        print(f"{op} {name} {step.format}: skipped: {error}")
+        print(f"{case.label()}: skipped: {error}")
         return result | {"skipped": str(error)}
     result |= {"seconds": seconds, "bytes": step.bytes(), "flops": step.flops()}
     result["of_copy"] = step.bytes() / seconds / copied
     result["of_dense"] = step.flops() / seconds / dense
-    result |= _baseline(op, step, effort, arguments)
-    sizes = " ".join(
-        f"{key} {value}"
-        for key, value in step._asdict().items()
-        if key[0] in "sct" and isinstance(value, int)
-    )
-    other = result.get("theirs_seconds")
+    result["baselines"] = baselines.measured(op, step, arguments, effort)
     print(
-        f"{op} {name} {step.format} {sizes} ({result['backend']}): {seconds * 1e6:.1f} µs, "
+        f"{case.label()} ({result['backend']}): {seconds * 1e6:.1f} µs, "
         f"{step.bytes() / seconds / 1e9:.4g} GB/s ({result['of_copy']:.0%} of copy), "
-        f"{step.flops() / seconds / 1e12:.4g} TFLOP/s ({result['of_dense']:.0%} of dense); JAX's: "
-        + (f"{other * 1e6:.1f} µs" if other else result["theirs_skipped"])
+        f"{step.flops() / seconds / 1e12:.4g} TFLOP/s ({result['of_dense']:.0%} of dense)"
         + ("" if result["correct"] else f"; WRONG by {result['error']:.2g}")
     )
+    for other, found in result["baselines"].items():
+        time = f"{found['seconds'] * 1e6:.1f} µs" if "seconds" in found else found["skipped"]
+        print(f"    {other}: {time}")
     return result
 
 
-def _error(op: str, ours: Callable[..., Any], output: Any, arguments: tuple[Any, ...]) -> float:
-    """Relative distance from the reference; of attention that of the first sequences."""
-    if op == "attention":
-        queries, pages, scales, where = arguments
-        few = CHECKED_SEQUENCES
-        arguments = (queries[:few], pages, scales, tuple(array[:few] for array in where))
-        output = output[:few]
-    with use_target(Target("reference", "cpu")):
-        expected = jax.jit(ours)(*arguments)
-    return _distance(output, expected)
-
-
-def _distance(output: Any, expected: Any) -> float:
-    got, right = (np.asarray(array.astype(jnp.float32)) for array in (output, expected))
-    distance = float(np.linalg.norm(got - right) / np.linalg.norm(right))
-    return distance if np.isfinite(distance) else 1e30
-
-
-def _baseline(
-    op: str, step: Any, effort: timing.Effort, arguments: tuple[Any, ...]
-) -> dict[str, Any]:
-    """Seconds of what a user would call instead, or why there are none."""
-    try:
-        if op == "attention":
-            queries, pages, scales, where = arguments
-            moved = tuple(jnp.swapaxes(array, 0, 1) for array in pages)
-
-            def theirs(*inputs: Any) -> Any:
-                return attention.theirs(step.shape, *inputs)
-
-            return {"theirs_seconds": timing.seconds(theirs, effort, queries, moved, scales, where)}
-        rows, *weights, sizes = arguments
-        if step.format == "bf16":
-            weights = [jnp.swapaxes(array, 1, 2) for array in weights]
-        inputs = (rows, *weights, sizes)
-        return {"theirs_seconds": timing.seconds(grouped_matmul.theirs, effort, *inputs)}
-    except Exception as error:  # other people's code: whatever it raises, ours was measured
-        return {"theirs_skipped": f"{type(error).__name__}: {str(error)[:200]}"}
-
-
-def _layers(quick: bool, effort: timing.Effort, device_kind: str) -> list[dict[str, Any]]:
-    found = []
-    for entry, build, sizes in layer.stages(quick, _page_size()):
+def _layers(quick: bool, effort: timing.Effort, device_kind: str) -> tuple[list[Any], bool]:
+    """What the planner reads, and whether a result was wrong."""
+    found, wrong = [], False
+    for entry, build, sizes in layer.stages(quick, page_size()):
+        what = (
+            f"{entry['op']} {entry['format']}, batch {entry['batch']}, context {entry['context']}"
+        )
         try:
             function, arguments = build(*sizes)
+            error = correctness.distance(
+                correctness.run(function, arguments), correctness.expected(function, arguments)
+            )
             seconds = timing.seconds(function, effort, *arguments)
-        except NotImplementedError as error:
-            print(f"{entry}: skipped: {error}")
+        except NotImplementedError as reason:
+            print(f"{what}: skipped: {reason}")
             continue
-        what = f"{entry['op']} {entry['format']}, batch {entry['batch']}"
-        print(f"{what}, context {entry['context']}: {seconds * 1e6:.1f} µs")
-        found.append({"device_kind": device_kind, **entry, "seconds": seconds})
-    return found
+        correct = error <= correctness.TOLERANCE[layer.FORMATS[entry["format"]]]
+        print(f"{what}: {seconds * 1e6:.1f} µs" + ("" if correct else f"; WRONG by {error:.2g}"))
+        if correct:
+            found.append({"device_kind": device_kind, **entry, "seconds": seconds})
+        wrong = wrong or not correct
+    return found, wrong
 
 
 if __name__ == "__main__":

@@ -1,35 +1,40 @@
-"""Decode attention at real sizes: inputs, counts, and what else a user would call."""
+"""Attention at real sizes: inputs, counts, and what else a user would call."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.model_batch import attend
 from pallas_kernels.attention.shapes import AttentionShape
 
 FORMATS = ("bf16", "int8", "fp8")
 
 
 class Step(NamedTuple):
-    """One decode step: so many sequences of one length, a query each."""
+    """So many sequences of one length, with so many queries each, which are their last tokens."""
 
     shape: AttentionShape
     format: str
     sequences: int
     context: int
     page_size: int
+    queries: int = 1
 
     def bytes(self) -> int:
-        """Read and written: keys, values and scales, queries, outputs."""
+        """Read and written at least: keys, values and scales once a sequence, queries, outputs."""
         shape, scaled = self.shape, self.format != "bf16"
         scales = (1 if shape.shared else 2) * shape.kv_heads * 4 if scaled else 0
         cache = shape.kv_elements() * (1 if scaled else 2) + scales
         ends = 2 * shape.q_heads * (shape.head_dim + shape.v_width)
-        return self.sequences * (self.context * cache + ends)
+        return self.sequences * (self.context * cache + self.queries * ends)
 
     def flops(self) -> int:
-        """Of scores and mixing."""
-        return self.shape.flops() * self.sequences * self.context
+        """Of scores and mixing, for what each query sees."""
+        hidden = self.queries * (self.queries - 1) // 2
+        return self.shape.flops() * self.sequences * (self.queries * self.context - hidden)
 
 
 def values(key: Any, shape: tuple[int, ...], format: str) -> jax.Array:
@@ -54,31 +59,27 @@ def inputs(step: Step) -> tuple[Any, ...]:
     scale = 1 / 64 if step.format == "int8" else 1.0
     scales = () if step.format == "bf16" else (jnp.full(place, scale, jnp.float32),) * len(pages)
     order = jax.random.permutation(keys[2], place[0]).astype(jnp.int32)
-    sequences = jnp.arange(step.sequences, dtype=jnp.int32)
-    queries = jax.random.normal(
-        keys[3], (step.sequences, shape.q_heads, shape.head_dim), jnp.bfloat16
+    token = jnp.arange(step.sequences * step.queries, dtype=jnp.int32)
+    queries = jax.random.normal(keys[3], (token.size, shape.q_heads, shape.head_dim), jnp.bfloat16)
+    where = (
+        order.reshape(step.sequences, each),
+        token // step.queries,
+        step.context - step.queries + token % step.queries,
     )
-    where = (order.reshape(step.sequences, each), sequences)
-    return queries, pages, scales, (*where, jnp.full_like(sequences, step.context - 1))
+    return queries, pages, scales, where
 
 
-def theirs(shape: AttentionShape, queries: Any, pages: Any, scales: Any, where: Any) -> Any:
-    """JAX's own kernel for this platform; pages come in its order, [kv_heads, pages, ...].
+def call(step: Step) -> Callable[..., Any]:
+    """What is measured, as a function of `inputs`."""
+    return functools.partial(attend, step.shape)
 
-    Raises:
-      NotImplementedError: it has none for this.
-    """
-    if shape.shared or scales:
-        raise NotImplementedError("JAX's paged_attention: only BF16 with K and V is compared")
-    queries = queries * jnp.asarray(shape.head_dim**-0.5, queries.dtype)
-    table, _, position = where
-    platform = jax.default_backend()
-    if platform == "tpu":
-        from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as tpu
 
-        return tpu(queries, *pages, position + 1, table, pages_per_compute_block=4)
-    if platform in ("gpu", "cuda"):
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as gpu
+CHECKED_TOKENS = 4
 
-        return gpu(queries, *pages, table, position + 1)
-    raise NotImplementedError(f"JAX has no paged_attention for {platform}")
+
+def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for the last tokens alone, which see the most: the reference gathers the pages of
+    every token."""
+    queries, pages, scales, (table, *where) = arguments
+    last = slice(-CHECKED_TOKENS, None)
+    return queries[last], pages, scales, (table, *(array[last] for array in where))

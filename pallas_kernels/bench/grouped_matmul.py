@@ -1,11 +1,13 @@
 """Expert layers at real sizes: inputs, counts, and what else a user would call."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.attention import values
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import ExpertShape
 from pallas_kernels.quantize import QuantArray, scales_shape
 
@@ -73,17 +75,11 @@ def inputs(step: Step) -> tuple[Any, ...]:
     )
 
 
-def theirs(rows: Any, gate: Any, up: Any, down: Any, sizes: Any) -> Any:
-    """The same by `jax.lax.ragged_dot`; the weights are transposed already, [groups, in, out].
+def call(step: Step) -> Callable[..., Any]:
+    """What is measured, as a function of `inputs`."""
+    return grouped_swiglu
 
-    Raises:
-      NotImplementedError: it does not take quantised weights.
-    """
-    if isinstance(gate, QuantArray):
-        raise NotImplementedError("jax.lax.ragged_dot takes no scales")
 
-    def dot(x: Any, w: Any) -> Any:
-        return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-
-    hidden = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
-    return dot(hidden.astype(rows.dtype), down).astype(rows.dtype)
+def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for the rows that are checked: all of them."""
+    return arguments

@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
 D_MODEL, Q_RANK = 7168, 2048
 
 PLANNER_FORMATS = {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8"}
+FORMATS = {name: format for format, name in PLANNER_FORMATS.items()}
 BATCHES, CONTEXTS, FFN_TOKENS = (64, 128), (4096, 8192, 32768), 2048
 
 

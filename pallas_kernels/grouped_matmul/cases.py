@@ -1,4 +1,4 @@
-"""Decode steps of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
+"""Expert layers of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from pallas_kernels.aot import GENERATIONS, Case, Loop
 from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
-from pallas_kernels.grouped_matmul.tiles import TPU
+from pallas_kernels.grouped_matmul.tiles import tpu_tiles
 from pallas_kernels.quantize import QuantArray, scales_shape
 
-TOKENS = 512
+DECODE, PREFILL = 512, 8192
+"""Tokens of all devices that share the layer."""
 
 FORMATS = {
     "bf16": (jnp.bfloat16, None),
@@ -22,30 +23,44 @@ FORMATS = {
 NAMES = ("step3_2a2f", "deepseek_v3_ep32", "qwen3_235b_ep8")
 
 
+def formats(generation: str) -> tuple[str, ...]:
+    """Those that a generation has; FP8 where it has none is converted on the way."""
+    return ("bf16", "fp8", "fp8_block") + (() if generation == "v7x" else ("int8",))
+
+
 def cases(generation: str) -> list[Case]:
-    """The sharded layers in BF16 and in the generation's formats of 8 bits."""
-    formats = ("bf16", "fp8", "fp8_block") if generation == "v7x" else ("bf16", "int8", "fp8")
-    return [_decode(name, format, generation) for name in NAMES for format in formats]
+    """The sharded layers, at the sizes of decode and of prefill."""
+    return [
+        _layer(name, format, generation, tokens)
+        for name in NAMES
+        for format in formats(generation)
+        for tokens in (DECODE, PREFILL)
+    ]
 
 
-def _decode(name: str, format: str, generation: str) -> Case:
-    """One decode step of `TOKENS` tokens; the loop is that of gate and up, its smallest product."""
+def _layer(name: str, format: str, generation: str, tokens: int) -> Case:
+    """One step; the loop is that of gate and up, its smallest product, at a decode step's size."""
     shape = SHAPES[name]
     up = _weight((shape.groups, shape.d_ff, shape.d_model), format)
     down = _weight((shape.groups, shape.d_model, shape.d_ff), format)
-    rows = jax.ShapeDtypeStruct((shape.rows(TOKENS), shape.d_model), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((shape.rows(tokens), shape.d_model), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-    return Case(
-        name=f"{name} {format}",
-        function=grouped_swiglu,
-        arguments=(rows, up, up, down, sizes),
-        loop=Loop(
+    loop = None
+    if tokens == DECODE:
+        device_kind, widths = GENERATIONS[generation].device_kind, (shape.d_model, shape.d_ff)
+        kind = {"bf16": "bfloat16", "fp8_block": "fp8 blocks"}.get(format, format)
+        loop = Loop(
             kernel="grouped_swiglu",
             unit="column of gate and up",
-            units=TPU[GENERATIONS[generation].device_kind].step_columns,
+            units=tpu_tiles(device_kind, 2, widths, kind)[0].step_columns,
             copies=0,
             bytes_per_unit=2 * shape.d_model * jnp.dtype(FORMATS[format][0]).itemsize,
-        ),
+        )
+    return Case(
+        name=f"{name} {format}" + ("" if tokens == DECODE else " prefill"),
+        function=grouped_swiglu,
+        arguments=(rows, up, up, down, sizes),
+        loop=loop,
     )
 
 

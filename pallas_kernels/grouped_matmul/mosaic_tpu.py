@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     plan_call,
     plan_visits,
 )
-from pallas_kernels.grouped_matmul.tiles import TPU, TPU_DEFAULT, TpuTiles
+from pallas_kernels.grouped_matmul.tiles import tpu_tiles
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
 from pallas_kernels.target import Target
 
@@ -127,12 +127,13 @@ def _grouped_products(
         row_scales = (scale_of_row[:, None],)
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
-    tiles = TPU.get(target.device_kind, TPU_DEFAULT)
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
+    format = _format(values[0].dtype, block_in < d_in)
+    tiles, steps = tpu_tiles(target.device_kind, len(weights), (d_in, d_out), format)
     plan = plan_call(
         tiles,
-        _steps(tiles, values[0].dtype, block_in < d_in),
+        steps,
         (count, d_in),
         rows.dtype.itemsize,
         d_out,
@@ -324,11 +325,10 @@ def _same_format(a: Weights, b: Weights) -> bool:
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
 
 
-def _steps(tiles: TpuTiles, dtype: DTypeLike, blocks: bool) -> tuple[int, ...]:
-    """The sizes of products for weights of a format."""
-    if blocks:
-        return tiles.block_steps
-    return tiles.fp8_steps if dtype in (jnp.float8_e4m3fn, jnp.uint8) else tiles.steps
+def _format(dtype: DTypeLike, blocks: bool) -> str:
+    """Of weights, as tiles know it."""
+    fp8 = dtype in (jnp.float8_e4m3fn, jnp.uint8)
+    return ("fp8" if fp8 else jnp.dtype(dtype).name) + (" blocks" if blocks else "")
 
 
 def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -1,9 +1,12 @@
 """How the kernels cut their work, by kind of device. Numbers only; the kernels say what they mean.
 
-Called by the kernels. What is not in a table gets `DEFAULT` of its backend.
+Called by the kernels. What was tuned for a call (`tuned.json`) goes before the tables here; what is
+in none of them gets `DEFAULT` of its backend.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pallas_kernels import tuned
 
 MIB = 2**20
 
@@ -42,6 +45,38 @@ TPU = {
     "TPU v6 lite": TpuTiles(512, (256,), (256, 128), (64,), 256, 16 * MIB, 26 * MIB, 112 * MIB),
     "TPU7x": TpuTiles(512, (256,), (256, 128), (64,), 256, 8 * MIB, 19 * MIB, 60 * MIB),
 }
+
+
+TPU_STEPS = {"blocks": "block_steps", "fp8": "fp8_steps"}
+"""The field for a format, if it is not `steps`."""
+
+TPU_CHOICES: dict[str, tuple[Any, ...]] = {
+    "steps": ((64,), (128,), (256,), (512,), (256, 64), (256, 128), (512, 128)),
+    "step_columns": (128, 256, 512),
+    "tile_rows": (256, 512, 1024),
+    "weights_bytes": (8 * MIB, 16 * MIB, 26 * MIB),
+}
+"""What a search tries."""
+
+
+def tpu_tiles(
+    device_kind: str, products: int, widths: tuple[int, int], format: str
+) -> tuple[TpuTiles, tuple[int, ...]]:
+    """The tiles for a kind of device, as JAX names it, and for a call; and its steps.
+
+    Args:
+      products: 2: gate and up in one pass.
+      widths: of a row of the input and of the output.
+      format: of the weights: a dtype, "fp8", or one of them and "blocks".
+    """
+    kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
+    call = f"{kernel} {widths[0]}->{widths[1]} {format}"
+    steps = next((field for part, field in TPU_STEPS.items() if part in format), "steps")
+    choices = {steps if field == "steps" else field: some for field, some in TPU_CHOICES.items()}
+    tiles = tuned.in_force(
+        "grouped_matmul", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices
+    )
+    return tiles, getattr(tiles, steps)
 
 
 class HopperTiles(NamedTuple):

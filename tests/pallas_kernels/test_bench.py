@@ -1,13 +1,18 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.planner.measurements import read_measurements
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import attention, grouped_matmul
+from pallas_kernels.bench import attention, correctness, grouped_matmul
+from pallas_kernels.bench.baselines import BASELINES
+from pallas_kernels.bench.cases import INTERPRETED
+from pallas_kernels.grouped_matmul import mosaic_tpu
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+from pallas_kernels.target import use_target
 
 Capture = pytest.CaptureFixture[str]
 
@@ -31,6 +36,20 @@ def test_grouped_matmul_counts_bytes_and_flops() -> None:
     assert step._replace(format="int8").bytes() == 330_301_440 + 811_008 + 88_080_384
 
 
+def test_attention_of_several_queries() -> None:
+    step = attention.Step(ATTENTION["step3"], "bf16", 4, 8192, 64, 512)
+    # Keys and values are read once a sequence; a query sees those before it and itself.
+    assert step.bytes() == 4 * (8192 * 1024 + 512 * 65_536)
+    assert step.flops() == 65_536 * 4 * sum(range(8192 - 511, 8193))
+    _, pages, _, (table, sequence, position) = attention.inputs(
+        step._replace(shape=step.shape._replace(q_heads=2), context=256, queries=3)
+    )
+    assert pages[0].shape == (16, 1, 64, 256)
+    assert table.shape == (4, 4)
+    assert sequence.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert position.tolist() == [253, 254, 255] * 4
+
+
 @pytest.mark.parametrize(
     ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 4)]
 )
@@ -45,15 +64,46 @@ def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> No
         assert result["correct"]
         assert result["seconds"] > 0
         assert result["backend"] == "reference"
-        assert result["theirs_seconds" if "theirs_seconds" in result else "theirs_skipped"]
-    assert ("theirs_seconds" in found["results"][0]) == (op == "grouped_matmul")
+        assert list(result["baselines"]) == list(BASELINES[op])
+        # Whatever is not installed or cannot do it says so.
+        assert all(one.get("skipped") or one["seconds"] > 0 for one in result["baselines"].values())
+    theirs = found["results"][0]["baselines"]
+    if op == "attention":
+        assert theirs["jax paged_attention"]["skipped"] == "NotImplementedError: not for cpu"
+    else:
+        assert theirs["jax ragged_dot"]["seconds"] > 0
 
 
 def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    right = bench._distance
-    monkeypatch.setattr(bench, "_distance", lambda got, expected: right(1.1 * got, expected))
+    right = correctness.distance
+    monkeypatch.setattr(correctness, "distance", lambda got, expected: right(1.1 * got, expected))
     assert bench.main(["--quick", "--op", "attention", "--case", "step3"]) == 1
     assert "WRONG by 0.1" in capsys.readouterr().out
+
+
+def test_a_wrong_layer_fails_the_run_and_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    path = tmp_path / "layer.json"
+    monkeypatch.setattr(correctness, "distance", lambda got, expected: 0.05)
+    assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 1
+    assert capsys.readouterr().out.count("WRONG by 0.05") == 4
+    # What is within the tolerance of FP8 is none within that of the other two.
+    assert {one["format"] for one in json.loads(path.read_text())} == {"fp8"}
+
+
+def test_the_reference_is_no_kernel_that_was_traced_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The op is one function for all targets, and JAX's caches know of none."""
+    step = grouped_matmul.Step(
+        EXPERTS["step3_2a2f"]._replace(d_model=128, d_ff=128, groups=2), "bf16", 8
+    )
+    arguments, function = grouped_matmul.inputs(step), grouped_matmul.call(step)
+    monkeypatch.setattr(mosaic_tpu, "grouped_swiglu", lambda rows, *rest: jnp.zeros_like(rows))
+    with use_target(INTERPRETED):
+        output = correctness.run(function, arguments)
+        assert correctness.distance(output, correctness.expected(function, arguments)) == 1
 
 
 def test_unknown_case_lists_the_known(capsys: Capture) -> None:

@@ -1,0 +1,75 @@
+"""What the bench and the tuner run: every named shape in every format at every size, by name.
+
+Knows the ops' steps; measures nothing.
+"""
+
+from typing import Any, NamedTuple
+
+from pallas_kernels.attention.shapes import DECODE, SEVERAL
+from pallas_kernels.attention.shapes import SHAPES as ATTENTION
+from pallas_kernels.bench import attention, grouped_matmul
+from pallas_kernels.grouped_matmul.shapes import DECODE_TOKENS, PREFILL_TOKENS
+from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+from pallas_kernels.target import Target, current_target
+
+NAMES: dict[str, dict[str, Any]] = {"attention": {**ATTENTION}, "grouped_matmul": {**EXPERTS}}
+
+MODULES: dict[str, Any] = {"attention": attention, "grouped_matmul": grouped_matmul}
+"""Each has `inputs(step)`, `call(step)` and `checked(arguments)`."""
+
+INTERPRETED = Target("mosaic_tpu", "interpreted TPU", interpret=True)
+"""What a quick search runs on: kernels that the CPU interprets."""
+
+
+class Case(NamedTuple):
+    """An op at one size."""
+
+    op: str
+    name: str
+    step: Any
+
+    def size(self) -> dict[str, int]:
+        """The numbers of the step, by name."""
+        return {key: value for key, value in self.step._asdict().items() if isinstance(value, int)}
+
+    def label(self) -> str:
+        """All that tells it from other cases."""
+        sizes = " ".join(f"{key} {value}" for key, value in self.size().items())
+        return f"{self.op} {self.name} {self.step.format} {sizes}"
+
+
+def cases(ops: list[str], names: list[str] | None, quick: bool) -> list[Case]:
+    """Of these ops, and of these named shapes (None: all); quick: tiny ones."""
+    found: list[Case] = []
+    for op in ops:
+        for name, shape in NAMES[op].items():
+            if names and name not in names:
+                continue
+            steps = _attention(shape, quick) if op == "attention" else _experts(shape, quick)
+            found += [Case(op, name, step) for step in steps]
+    return found
+
+
+def page_size() -> int:
+    """Tokens of a page, as the kernels of this platform like it."""
+    return 128 if current_target().backend == "mosaic_tpu" else 64
+
+
+def _attention(shape: Any, quick: bool) -> list[attention.Step]:
+    small = shape._replace(q_heads=shape.kv_heads * 2) if quick else shape
+    sizes = ((2, 256, 1),) if quick else DECODE + SEVERAL
+    return [
+        attention.Step(small, format, sequences, context, page_size(), queries)
+        for sequences, context, queries in sizes
+        for format in attention.FORMATS
+    ]
+
+
+def _experts(shape: Any, quick: bool) -> list[grouped_matmul.Step]:
+    if quick:
+        shape = shape._replace(d_model=128, d_ff=128, groups=min(shape.groups, 4))
+    return [
+        grouped_matmul.Step(shape, format, tokens)
+        for tokens in ((8,) if quick else DECODE_TOKENS + PREFILL_TOKENS)
+        for format in grouped_matmul.FORMATS
+    ]

@@ -1,0 +1,36 @@
+"""Is a result the reference's, on the same inputs? Called by the bench and by the tuner."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.target import Target, use_target
+
+TOLERANCE = {"bf16": 0.02, "int8": 0.04, "fp8": 0.06, "fp8_block": 0.06}
+"""Largest ‖result − reference‖ / ‖reference‖, by format."""
+
+
+def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What the function gives now: JAX's caches of traces know neither targets nor tiles."""
+
+    def fresh(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return jax.jit(fresh)(*arguments)
+
+
+def expected(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What the reference gives."""
+    with use_target(Target("reference", "cpu")):
+        return run(function, arguments)
+
+
+def distance(output: Any, right: Any) -> float:
+    """Relative distance; of the last rows if there are more than in `right`."""
+    output = output[-right.shape[0] :]
+    got, wanted = (np.asarray(array.astype(jnp.float32)) for array in (output, right))
+    found = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return found if np.isfinite(found) else 1e30

@@ -1,0 +1,114 @@
+"""Tile sizes that a search found: a table of data an op, by kind of device and by call.
+
+Read by the ops' `tiles.py`, written by `python -m pallas_kernels.bench --tune`. `OP/tuned.json` is
+`{device kind: {call: {"tiles": {field: size}, ...}}}`: what a call's tiles differ in from the
+default of the device's kind, and for people how and when that was found. A call is named by the
+kernel and by the sizes that decide about its tiles. Knows nothing of what the fields mean.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+Fields = Mapping[str, Any]
+"""Some of its fields."""
+
+
+class Asked(NamedTuple):
+    """What a kernel asked for while `recording()` was on.
+
+    Attributes:
+      op: whose table it is in.
+      default: what it had got without the table, as a dict.
+      tiles: what it got.
+      choices: for each field that may be tuned, the sizes to try.
+    """
+
+    op: str
+    default: dict[str, Any]
+    tiles: dict[str, Any]
+    choices: Mapping[str, tuple[Any, ...]]
+
+
+_forced: ContextVar[Mapping[str, Fields]] = ContextVar("pallas_kernels tiles")
+_record: ContextVar[dict[str, Asked]] = ContextVar("pallas_kernels calls")
+
+
+def table_path(op: str) -> Path:
+    """Where an op's table lies."""
+    return Path(__file__).parent / op / "tuned.json"
+
+
+@functools.cache
+def table(op: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """An op's table; empty if there is none."""
+    path = table_path(op)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def in_force[Tiles: tuple[Any, ...]](
+    op: str,
+    device_kind: str,
+    call: str,
+    default: Tiles,
+    choices: Mapping[str, tuple[Any, ...]],
+) -> Tiles:
+    """The tiles of a call, a NamedTuple: those of `use_tiles`, else the table's, else the default.
+
+    Raises:
+      ValueError: the table names a field that the tiles have not.
+    """
+    entry = table(op).get(device_kind, {}).get(call, {})
+    fields = _forced.get({}).get(call, entry.get("tiles", {}))
+    fields = {name: as_size(value) for name, value in fields.items()}
+    known = default._asdict()  # type: ignore[attr-defined]  # of a NamedTuple
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(
+            f"tiles of {op}, {device_kind}, {call}: no field {unknown[0]!r}; known: {list(known)}"
+        )
+    tiles = cast(Tiles, default._replace(**fields))  # type: ignore[attr-defined]
+    with contextlib.suppress(LookupError):
+        _record.get()[call] = Asked(op, known, known | fields, choices)
+    return tiles
+
+
+def as_size(value: Any) -> Any:
+    """A size as tiles have it: JSON has lists for tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def use_tiles(tiles: Mapping[str, Fields]) -> Iterator[None]:
+    """Calls that are traced inside take these fields, by call, and not those of the table."""
+    token = _forced.set(tiles)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, Asked]]:
+    """The calls for which tiles were asked inside."""
+    calls: dict[str, Asked] = {}
+    token = _record.set(calls)
+    try:
+        yield calls
+    finally:
+        _record.reset(token)
+
+
+def write_entry(path: Path, device_kind: str, call: str, entry: dict[str, Any] | None) -> None:
+    """Put an entry into a table's file, or take it out; sorted, so that diffs are small."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    calls = found.setdefault(device_kind, {})
+    calls.pop(call, None)
+    if entry is not None:
+        calls[call] = entry
+    found = {kind: dict(sorted(calls.items())) for kind, calls in sorted(found.items()) if calls}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    table.cache_clear()

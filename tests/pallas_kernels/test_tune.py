@@ -1,0 +1,150 @@
+"""The search for tiles: in plain Python, and the whole command on kernels that are interpreted."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from pallas_kernels.bench import __main__ as bench
+from pallas_kernels.bench import tune, tune_static
+from pallas_kernels.bench.search import OutOfTime, Settings, Trials, search
+from pallas_kernels.bundles import Floor
+
+CHOICES = {"rows": [1, 2, 4, 8], "columns": [1, 2, 4]}
+
+
+def bowl(tiles):
+    """Least at rows 4, columns 2; what needs more than 16 does not fit."""
+    if tiles["rows"] * tiles["columns"] > 16:
+        return math.inf
+    return 1 + abs(tiles["rows"] - 4) + abs(tiles["columns"] - 2)
+
+
+def test_search_finds_the_least():
+    found = search({"rows": 1, "columns": 4, "other": 7}, CHOICES, bowl)
+    assert found == ({"rows": 4, "columns": 2, "other": 7}, 6, 1, True)
+    assert found.better()
+
+
+def test_search_keeps_what_is_as_good():
+    """A hundredth is no reason to change a table."""
+    found = search({"rows": 1, "columns": 1}, CHOICES, lambda tiles: 1 - tiles["rows"] / 1000)
+    assert found.tiles == {"rows": 1, "columns": 1}
+    assert not found.better()
+
+
+def test_search_leaves_what_fails():
+    found = search({"rows": 8, "columns": 4}, CHOICES, bowl)
+    assert found.tiles == {"rows": 4, "columns": 2}
+    assert found.before == math.inf
+
+
+def test_search_out_of_time_is_not_finished():
+    left = iter(range(3))
+
+    def cost(tiles):
+        if next(left, None) is None:
+            raise OutOfTime
+        return bowl(tiles)
+
+    found = search({"rows": 1, "columns": 4}, CHOICES, cost)
+    assert (found.tiles, found.finished) == ({"rows": 4, "columns": 4}, False)
+    assert not found.better()
+
+
+def test_trials_are_kept(tmp_path):
+    path = tmp_path / "folder" / "trials.jsonl"
+    trial = {"case": "a", "tiles": {"rows": (1, 2)}}
+    assert Trials(path).get(trial, lambda: {"seconds": 1.5}) == {"seconds": 1.5}
+    # As it reads it again, a tuple is a list.
+    again = {"tiles": {"rows": [1, 2]}, "case": "a"}
+    assert Trials(path).get(again, lambda: pytest.fail("was tried")) == {"seconds": 1.5}
+
+
+SPEAKER = """
+import json, sys, time
+print("a library says hello")
+print(json.dumps({"calls": {}}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)["case"]
+    if case == "die":
+        sys.exit(3)
+    if case == "hang":
+        time.sleep(60)
+    print(json.dumps({"seconds": 2.0}), flush=True)
+"""
+
+
+def test_a_worker_that_hangs_or_dies_is_started_again(monkeypatch):
+    worker = tune.Worker.__new__(tune.Worker)
+    worker.command = [sys.executable, "-c", SPEAKER]
+    assert worker._start() == {"calls": {}}
+    assert worker.attempt("fine", {}, 20) == {"seconds": 2.0}
+    assert worker.attempt("hang", {}, 0.2) == {"failed": "over 0 s"}
+    assert worker.attempt("fine", {}, 20) == {"seconds": 2.0}
+    assert worker.attempt("die", {}, 20) == {"failed": "the process died"}
+    assert worker.attempt("fine", {}, 20) == {"seconds": 2.0}
+    worker.stop()
+
+
+def test_the_command_on_interpreted_kernels(tmp_path, capsys):
+    arguments = ["--tune", "--quick", "--op", "attention", "--case", "qwen3-235b-tp4"]
+    arguments += ["--trials", str(tmp_path / "trials"), "--tables", str(tmp_path)]
+    assert bench.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "paged_attention decode heads 2/1 widths 128/128 bfloat16: " in shown
+    trials = [json.loads(line) for line in (tmp_path / "trials").read_text().splitlines()]
+    assert all("seconds" in one["result"] for one in trials), trials
+    blocks = {one["trial"]["tiles"]["block_tokens"] for one in trials}
+    assert blocks == {512, 1024, 2048}
+    # Formats: bf16, int8; the interpreted TPU is none that has FP8.
+    assert len(trials) == 6
+    count = len((tmp_path / "trials").read_text())
+    assert bench.main(arguments) == 0
+    assert len((tmp_path / "trials").read_text()) == count
+
+
+def test_on_a_cpu_there_is_nothing_to_tune(tmp_path, capsys):
+    arguments = ["--tune", "--op", "attention", "--case", "step3"]
+    assert bench.main([*arguments, "--trials", str(tmp_path / "trials")]) == 1
+    assert "nothing to tune on cpu" in capsys.readouterr().out
+
+
+def test_a_topology_ranks_by_bundles(tmp_path, monkeypatch, capsys):
+    """FP8 is above the floor, and another block would help; one does not compile."""
+    asked = []
+
+    def measure(op, case, loop, generation, tiles, limit):
+        ((_, fields),) = tiles.items()
+        asked.append((case, fields["block_tokens"]))
+        assert loop.units == fields["block_tokens"]
+        if fields["block_tokens"] == 512:
+            raise RuntimeError("does not fit")
+        bundles = {1024: 1.2, 2048: 1.5, 4096: 1.3}[fields["block_tokens"]]
+        return Floor(op, case, generation, "KV token", bundles if "fp8" in case else 0.4, 1.0)
+
+    monkeypatch.setattr(tune_static.bundles, "measure", measure)
+    settings = Settings(tmp_path / "trials", tmp_path, 10, 1000, False)
+    assert tune_static.tune_static(["attention"], ["step3"], "v7x", settings) == 0
+    # Below the floor nothing is searched.
+    assert [block for case, block in asked if case == "step3 bf16"] == [2048]
+    table = json.loads((tmp_path / "attention.json").read_text())
+    (entry,) = table["TPU7x"].values()
+    assert list(table["TPU7x"]) == ["paged_attention decode heads 64/1 widths 256/256 fp8"]
+    assert entry["tiles"] == {"block_tokens": 1024}
+    assert (entry["how"], entry["before"], entry["after"]) == ("static", 1.5, 1.2)
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v3:2x2"], "no topology 'v3:2x2'; known: v5e, v6e, v7x, tpu7x"),
+        (["--seconds", "5"], "--seconds 5 is less than a candidate's: --candidate-seconds 120"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--tune", *arguments])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""Tables of tuned tiles: what a kernel gets for a call."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from pallas_kernels import tuned
+from pallas_kernels.attention.tiles import TpuTiles, tpu_tiles
+from pallas_kernels.bundles import OPS
+
+
+class Tiles(NamedTuple):
+    rows: int = 64
+    steps: tuple[int, ...] = (16,)
+
+
+TABLE = {"TPU v9": {"call": {"tiles": {"steps": [32, 8]}, "how": "timed"}}}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(tuned, "table", lambda op: TABLE if op == "an_op" else {})
+
+
+def ask(op="an_op", kind="TPU v9", call="call"):
+    return tuned.in_force(op, kind, call, Tiles(), {"rows": (64, 128)})
+
+
+@pytest.mark.usefixtures("table")
+def test_the_table_goes_before_the_default():
+    assert ask() == Tiles(64, (32, 8))
+    assert ask(kind="TPU v8") == ask(call="another") == ask(op="another") == Tiles()
+
+
+@pytest.mark.usefixtures("table")
+def test_forced_tiles_go_before_the_table_and_are_recorded():
+    with tuned.recording() as calls, tuned.use_tiles({"call": {"rows": 128}}):
+        assert ask() == Tiles(128, (16,))
+    default = {"rows": 64, "steps": (16,)}
+    assert calls == {
+        "call": tuned.Asked("an_op", default, default | {"rows": 128}, {"rows": (64, 128)})
+    }
+    assert ask() == Tiles(64, (32, 8))
+
+
+def test_an_unknown_field_is_named():
+    with tuned.use_tiles({"call": {"row": 1}}):
+        with pytest.raises(ValueError, match=r"no field 'row'; known: \['rows', 'steps'\]"):
+            ask()
+
+
+def test_entries_are_written_in_order_and_taken_out(tmp_path):
+    path = tmp_path / "tuned.json"
+    tuned.write_entry(path, "TPU v9", "b", {"tiles": {"rows": 8}})
+    tuned.write_entry(path, "TPU v9", "a", {"tiles": {"rows": 4}})
+    tuned.write_entry(path, "TPU v8", "a", {"tiles": {"rows": 2}})
+    found = json.loads(path.read_text())
+    assert list(found) == ["TPU v8", "TPU v9"]
+    assert list(found["TPU v9"]) == ["a", "b"]
+    tuned.write_entry(path, "TPU v8", "a", None)
+    assert list(json.loads(path.read_text())) == ["TPU v9"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_tables_of_the_package_are_sound(op):
+    """Every entry says how it was found, and changes something."""
+    for calls in tuned.table(op).values():
+        for call, entry in calls.items():
+            assert entry["how"] in ("timed", "static"), call
+            assert entry["tiles"], call
+            assert entry["after"] < entry["before"], call
+            assert {"unit", "date", "jax"} <= set(entry), call
+
+
+def test_a_kind_without_a_row_takes_the_default():
+    found = tpu_tiles("TPU v99", (64, 1), (256, 256), "bfloat16", decode=True)
+    assert found == TpuTiles(2048, 256, 1024)
