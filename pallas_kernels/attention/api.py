@@ -211,7 +211,8 @@ def chunk_attention(
     There is no cache: this is for layers whose cache does not hold keys and values as they multiply
     them (latent attention). What a sequence's earlier tokens add comes from `paged_attention` and
     `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens are seen
-    by none and give zeros; what they hold does not matter, be it NaN.
+    by none and give zeros; what they hold does not matter, be it NaN. On GPUs it is the reference
+    that runs.
 
     Returns:
       the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
@@ -231,9 +232,13 @@ def chunk_attention(
             "tokens and heads, queries and keys in head_dim"
         )
     _check_places(queries.shape[0], sequence_of_token, position)
-    return reference.chunk_attention(
-        queries, keys, values, sequence_of_token, position, scale=scale
-    )
+    inputs = (queries, keys, values, sequence_of_token, position)
+    target = current_target()
+    if target.backend == "mosaic_tpu":
+        from pallas_kernels.attention import mosaic_tpu_chunk
+
+        return mosaic_tpu_chunk.chunk_attention(*inputs, scale=scale, target=target)
+    return reference.chunk_attention(*inputs, scale=scale)
 
 
 def merge(

@@ -1,0 +1,102 @@
+"""The TPU kernel of `chunk_attention`, interpreted, against NumPy; its pairs of tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.attention import chunk_attention
+from pallas_kernels.attention.mosaic_tpu_chunk import tile_pairs
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.attention.chunks import SCALE, attend_numpy, batch
+
+TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
+
+
+@jax.jit
+def attend(*arrays):
+    with use_target(TARGET):
+        return chunk_attention(*arrays, scale=SCALE)
+
+
+def run(arrays, dtype=jnp.float32):
+    inputs = [jnp.asarray(array, dtype) for array in arrays[:3]]
+    return attend(*inputs, *(jnp.asarray(array, jnp.int32) for array in arrays[3:]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [
+        ([1], [0]),
+        ([8], [3]),
+        ([7, 1, 9], [0, 50, 2]),
+        ([21], [5]),
+        ([3, 3, 3, 3, 3], [9, 0, 9, 0, 4]),
+    ],
+    ids=str,
+)
+def test_against_numpy(lengths, starts):
+    """Tiles of 8 tokens: sequences within one, over several, to their borders, and padding."""
+    arrays = batch(np.random.default_rng(0), lengths, starts, 21)
+    output, lse = run(arrays)
+    expected, sums = attend_numpy(*arrays)
+    np.testing.assert_allclose(np.asarray(output), expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
+    assert (output.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+
+
+def test_bfloat16():
+    arrays = batch(np.random.default_rng(2), [9, 8], [0, 4], 21)
+    rounded = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in arrays[:3]]
+    output, lse = run(arrays, jnp.bfloat16)
+    expected, sums = attend_numpy(*rounded, *arrays[3:])
+    assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    # Probabilities are rounded, too.
+    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_sequence(wrong):
+    """Also where it shares tiles with another one; who comes before it does not see it."""
+    arrays = batch(np.random.default_rng(3), [5, 12], [0, 0], 21)
+    output, _ = run(arrays)
+    arrays[2][9, 0, 1] = wrong  # a value of the second sequence's position 4
+    spoiled, _ = run(arrays)
+    np.testing.assert_array_equal(spoiled[:9], output[:9])
+    assert not np.isfinite(np.asarray(spoiled)[9:17, 0]).any()
+    np.testing.assert_array_equal(spoiled[17:], 0)
+
+
+def test_tokens_may_come_in_any_order():
+    arrays = batch(np.random.default_rng(4), [10, 7], [0, 3], 21)
+    order = np.random.default_rng(5).permutation(21)
+    shuffled = [array[order] for array in arrays]
+    expected, _ = attend_numpy(*shuffled)
+    np.testing.assert_allclose(np.asarray(run(shuffled)[0]), expected, atol=1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 5)), min_size=12, max_size=12))
+@settings(max_examples=100)
+def test_pairs_of_tiles(tokens):
+    """No pair is left out that has something to see, and none is unmasked that has not all."""
+    sequence, position = (np.asarray(column, np.int32) for column in zip(*tokens, strict=True))
+    pairs = tile_pairs(jnp.asarray(sequence), jnp.asarray(position), 4)
+    seen = (sequence[:, None] == sequence) & (position <= position[:, None]) & (position >= 0)
+    seen = seen.reshape(3, 4, 3, 4).swapaxes(1, 2)
+    some, every = np.asarray(pairs.some), np.asarray(pairs.every)
+    assert (some >= seen.any((2, 3))).all()
+    real = (position >= 0).reshape(3, 4).all(1)
+    assert (every <= (seen.all((2, 3)) & real[:, None])).all()
+    for query, row in enumerate(some):
+        there = np.flatnonzero(row)
+        expected = (there[0], there[-1]) if there.size else (0, 0)
+        assert (pairs.first[query], pairs.last[query]) == expected
+
+
+def test_a_prefill_of_one_sequence_masks_the_diagonal_alone():
+    pairs = tile_pairs(jnp.zeros(12, jnp.int32), jnp.arange(12, dtype=jnp.int32), 4)
+    assert pairs.some.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert pairs.every.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
