@@ -57,7 +57,7 @@ def tune_static(
                         return {"failed": str(error)[-300:]}
                     return {"ratio": floor.ratio()}
 
-                trial = {"generation": generation, "jax": jax.__version__}
+                trial: dict[str, Any] = {"generation": generation, "jax": jax.__version__}
                 trial |= {"case": name, "call": call, "tiles": tiles}
                 result = trials.get(trial, run)
                 if "failed" in result:

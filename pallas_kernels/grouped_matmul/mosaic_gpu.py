@@ -27,12 +27,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles
-from pallas_kernels.grouped_matmul.tiles import (
-    HOPPER,
-    HOPPER_DEFAULT,
-    HOPPER_PROCESSORS,
-    HopperTiles,
-)
+from pallas_kernels.grouped_matmul.tiles import HOPPER_PROCESSORS, hopper_tiles
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
 from pallas_kernels.target import Target
 
@@ -146,7 +141,8 @@ def pick_tiles(rows: int, weights: tuple[Weights, ...], groups: int, target: Tar
     if isinstance(first, QuantArray):
         kind, row_bytes = ("int8", 1) if first.dtype == jnp.int8 else ("converted", 2)
         kind = kind if _is_per_channel(first) else f"{kind} blocks"
-    entry = _table(target)[kind, len(weights)]
+    d_out, d_in = first.shape[1:]
+    entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
     # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
@@ -157,11 +153,6 @@ def pick_tiles(rows: int, weights: tuple[Weights, ...], groups: int, target: Tar
     if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
         return tiles._replace(stages=2)
     return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
-
-
-def _table(target: Target) -> dict[tuple[str, int], HopperTiles]:
-    matches = (table for name, table in HOPPER.items() if target.device_kind.startswith(name))
-    return next(matches, HOPPER_DEFAULT)
 
 
 def _processors(target: Target) -> int:

@@ -120,5 +120,31 @@ HOPPER: dict[str, dict[tuple[str, int], HopperTiles]] = {
 }
 """By the beginning of the device kind."""
 
+HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
+    "rows": ((16, 32, 64), (16, 32, 64, 96), (16, 32, 64, 128), (16, 32, 64, 128, 256)),
+    "out": (128, 256),
+    "band": (2, 4, 8, 16),
+    "most_stages": (3, 4, 6, 8),
+}
+"""What a search tries."""
+
+
+def hopper_tiles(
+    device_kind: str, kind: str, products: int, widths: tuple[int, int]
+) -> HopperTiles:
+    """The tiles for a kind of device, as JAX names it, and for a call.
+
+    Args:
+      kind: of operands.
+      products: 2: gate and up in one pass.
+      widths: of a row of the input and of the output.
+    """
+    tables = (table for name, table in HOPPER.items() if device_kind.startswith(name))
+    kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
+    call = f"{kernel} {widths[0]}->{widths[1]} {kind}"
+    default = next(tables, HOPPER_DEFAULT)[kind, products]
+    return tuned.in_force("grouped_matmul", device_kind, call, default, HOPPER_CHOICES)
+
+
 HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
 """Multiprocessors, by the beginning of the device kind, where they are not 132."""

@@ -8,6 +8,8 @@ import pytest
 from pallas_kernels import tuned
 from pallas_kernels.attention.tiles import TpuTiles, tpu_tiles
 from pallas_kernels.bundles import OPS
+from pallas_kernels.grouped_matmul.tiles import HopperTiles, hopper_tiles
+from pallas_kernels.grouped_matmul.tiles import tpu_tiles as grouped_tiles
 
 
 class Tiles(NamedTuple):
@@ -76,3 +78,25 @@ def test_the_tables_of_the_package_are_sound(op):
 def test_a_kind_without_a_row_takes_the_default():
     found = tpu_tiles("TPU v99", (64, 1), (256, 256), "bfloat16", decode=True)
     assert found == TpuTiles(2048, 256, 1024)
+
+
+def test_hopper_tiles_are_tuned_by_call():
+    call = "grouped_swiglu 7168->640 int8"
+    with tuned.recording() as calls, tuned.use_tiles({call: {"band": 4}}):
+        found = hopper_tiles("NVIDIA H200", "int8", 2, (7168, 640))
+    assert found == HopperTiles((16, 32, 64, 128), band=4)
+    assert list(calls) == [call]
+    assert "band" in calls[call].choices
+
+
+@pytest.mark.parametrize(
+    ("format", "field"),
+    [("bfloat16", "steps"), ("int8", "steps"), ("fp8", "fp8_steps"), ("fp8 blocks", "block_steps")],
+)
+def test_steps_are_those_of_the_format(format, field):
+    """A search varies the field that the format reads, and no other one's."""
+    with tuned.recording() as calls:
+        tiles, steps = grouped_tiles("TPU v5 lite", 1, (640, 7168), format)
+    assert steps == getattr(tiles, field)
+    (asked,) = calls.values()
+    assert [name for name in asked.choices if name.endswith("steps")] == [field]
