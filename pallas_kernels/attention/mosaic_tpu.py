@@ -30,15 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels.attention.mosaic_tpu_kernel import (
-    BUFFERS,
-    Copied,
-    Items,
-    Kernel,
-    Plan,
-    Pool,
-    State,
-)
+from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Plan, Pool
+from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
 from pallas_kernels.attention.tiles import tpu_tiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped

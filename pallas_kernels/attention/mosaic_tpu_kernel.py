@@ -1,7 +1,7 @@
 """The body of the Mosaic TPU kernel of paged attention.
 
-Called by `mosaic_tpu.py`, which says how it works, lays out its memory and cuts the batch. Knows
-refs only. Shapes of refs are beside them.
+Called by `mosaic_tpu.py`, which says how it works, lays out its memory and cuts the batch; fetches
+by `mosaic_tpu_fetch.py`. Knows refs only. Shapes of refs are beside them.
 """
 
 import functools
@@ -15,76 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-BUFFERS = 4
-"""Blocks that there is room for: one to score, one to mix, and those that are on their way."""
-
-AHEAD = BUFFERS - 2
-"""Blocks that are fetched before they are needed."""
+from pallas_kernels.attention.mosaic_tpu_fetch import (
+    AHEAD,
+    BUFFERS,
+    Copied,
+    Fetcher,
+    Items,
+    Plan,
+    Pool,
+    Producer,
+    each_token,
+)
 
 LOWEST = -1e30
 """A largest score so far that is none; finite, so that no difference is of infinities."""
-
-
-class Plan(NamedTuple):
-    """The static sizes of one call."""
-
-    kv_heads: int
-    group: int
-    """Query heads of a KV head, padded to what a tile of registers holds."""
-    head_dim: int
-    v_width: int
-    page_size: int
-    pages_per_block: int
-    pages_per_sequence: int
-    pool: int
-    """Pages that there are."""
-    tile: int
-    """Query tokens that are multiplied at a time."""
-    item_tokens: int
-    """Query tokens of an item, at most; a multiple of `tile`."""
-    window: int
-    scale: float
-    """On scores, with the logarithm's base: exponentials are powers of two."""
-    dtype: Any
-    """Of the products' operands."""
-
-    @property
-    def block(self) -> int:
-        """KV tokens of a block."""
-        return self.page_size * self.pages_per_block
-
-
-class Pool(NamedTuple):
-    """One array of pages: where it lies, and the buffers its blocks go to."""
-
-    pages: Any  # [pages, kv_heads, page_size, width] in HBM
-    buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM; in both the last two may be swapped
-    scales: Any  # [pages, kv_heads, page_size] in HBM; None without scales
-    scale_buffer: Any  # [BUFFERS, pages_per_block, kv_heads, page_size] in VMEM
-    swapped: bool
-
-
-class Copied(NamedTuple):
-    """An array in HBM, one token after the other, and the buffer in VMEM that it goes through."""
-
-    outside: Any  # [tokens, kv_heads, group, ...]
-    buffer: Any  # [slots, item_tokens, kv_heads, group, ...]
-
-
-class Items(NamedTuple):
-    """What the scalar memory holds of every work item."""
-
-    first: Any
-    count: Any
-    length: Any
-    """Positions that the last token sees."""
-    stride: Any
-    row: Any
-    """Index in the flat page table of the first page to read."""
-    place: Any
-    """Position of that page's first token."""
-    pages: Any
-    """Pages to read, 1 or more."""
 
 
 class State(NamedTuple):
@@ -95,18 +39,6 @@ class State(NamedTuple):
     largest: Any
     total: Any
     mixed: Any
-
-
-class Producer(NamedTuple):
-    """The next block to fetch."""
-
-    item: Array
-    row: Array
-    """Of the page table."""
-    left: Array
-    """Pages of the item that are still to be fetched; as many as it has: it is a new item."""
-    step: Array
-    """Blocks fetched before this one."""
 
 
 class Mask(NamedTuple):
@@ -134,126 +66,28 @@ class Kernel:
         query_arrived: Any,
         written: Any,
     ):
-        self.plan, self.items, self.total, self.table = plan, items, total, table
+        self.fetcher = Fetcher(plan, items, total, table, queries, pools, arrived, query_arrived)
+        self.plan, self.items, self.total = plan, items, total
         self.queries, self.pools, self.outputs, self.state = queries, pools, outputs, state
-        self.arrived, self.query_arrived, self.written = arrived, query_arrived, written
+        self.written = written
 
     def run(self) -> None:
         """Walks the items."""
-        zero = jnp.int32(0)
-        producer = Producer(zero, self.items.row[0], self.items.pages[0], zero)
+        producer = self.fetcher.first()
         for _ in range(AHEAD):
-            producer = self.fetch(producer)
-        lax.fori_loop(0, self.total[0], self.attend, (zero, producer))
+            producer = self.fetcher.fetch(producer)
+        lax.fori_loop(0, self.total[0], self.attend, (jnp.int32(0), producer))
         for before in (2, 1):
             pl.when(self.total[0] >= before)(
                 functools.partial(self.await_written, self.total[0] - before)
             )
-
-    # Fetching
-
-    def fetch(self, producer: Producer) -> Producer:
-        """Starts the copies of a block, and of an item's queries before its first one."""
-        there = producer.item < self.total[0]
-
-        def start() -> None:
-            self.fetch_first_queries(producer)
-            ready = jnp.minimum(producer.left, self.plan.pages_per_block)
-            pl.when(ready == self.plan.pages_per_block)(lambda: self.fetch_block(producer))
-            pl.when(ready < self.plan.pages_per_block)(
-                lambda: lax.fori_loop(
-                    0, ready, lambda index, carry: self.fetch_page(producer, index), None
-                )
-            )
-
-        pl.when(there)(start)
-        return self.advance(producer, there)
-
-    def fetch_first_queries(self, producer: Producer) -> None:
-        """Starts the copies of an item's queries, if its first block is the next one."""
-        new = producer.left == self.items.pages[producer.item]
-        pl.when(new)(lambda: self.fetch_queries(producer.item))
-
-    def fetch_block(self, producer: Producer) -> None:
-        """Starts the copies of a whole block, without branches: other work can go beside it."""
-        for index in range(self.plan.pages_per_block):
-            self.fetch_page(producer, index)
-
-    def fetch_page(self, producer: Producer, index: Any) -> None:
-        number = jnp.clip(self.table[producer.row + index], 0, self.plan.pool - 1)
-        for copy in self.page_copies(number, producer.step & (BUFFERS - 1), index):
-            copy.start()
-
-    def advance(self, producer: Producer, there: Any) -> Producer:
-        """The block after this one, if this one is `there`."""
-        item, row, left, step = producer
-        following = jnp.minimum(item + 1, self.items.first.shape[0] - 1)
-        done = there & (left <= self.plan.pages_per_block)
-        taken = jnp.where(there, self.plan.pages_per_block, 0)
-        return Producer(
-            jnp.where(done, item + 1, item),
-            jnp.where(done, self.items.row[following], row + taken),
-            jnp.where(done, self.items.pages[following], left - taken),
-            jnp.where(there, step + 1, step),
-        )
-
-    def page_copies(self, number: Any, slot: Any, index: Any) -> Iterator[Any]:
-        """Of page `number` to place `index` of a buffer."""
-        size = self.plan.page_size
-        rows = pl.ds(pl.multiple_of(index * size, size), size)
-        for pool in self.pools:
-            place = (
-                (slot, slice(None), slice(None), rows)
-                if pool.swapped
-                else (slot, slice(None), rows)
-            )
-            yield pltpu.make_async_copy(
-                pool.pages.at[number], pool.buffer.at[place], self.arrived.at[slot]
-            )
-            if pool.scales is not None:
-                yield pltpu.make_async_copy(
-                    pool.scales.at[number], pool.scale_buffer.at[slot, index], self.arrived.at[slot]
-                )
-
-    def await_block(self, slot: Any) -> None:
-        """Waits for the copies of a whole block: semaphores count bytes, one wait is enough."""
-        for pool in self.pools:
-            for buffer in (pool.buffer, pool.scale_buffer):
-                if buffer is not None:
-                    there = buffer.at[slot]
-                    pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
-
-    def await_pages(self, slot: Any, pages: Any) -> None:
-        """Waits for the copies of so many pages of a block."""
-
-        def page(index: Any, carry: None) -> None:
-            for copy in self.page_copies(0, slot, index):
-                copy.wait()
-
-        lax.fori_loop(0, pages, page, None)
-
-    def fetch_queries(self, item: Any) -> None:
-        """Starts the copies of an item's queries."""
-        self.each_token(item, lambda token: self.query_copy(item, token).start())
-
-    def query_copy(self, item: Any, token: Any) -> Any:
-        slot = item & (BUFFERS - 1)
-        return pltpu.make_async_copy(
-            self.queries.outside.at[self.items.first[item] + token],
-            self.queries.buffer.at[slot, token],
-            self.query_arrived.at[slot],
-        )
-
-    def each_token(self, item: Any, do: Callable[[Any], None]) -> None:
-        """For each of an item's tokens."""
-        lax.fori_loop(0, self.items.count[item], lambda token, carry: do(token), None)
 
     # Attending
 
     def attend(self, item: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
         """All of an item: its blocks, one round each and one more."""
         plan, items, state = self.plan, self.items, self.state
-        self.each_token(item, lambda token: self.query_copy(item, token).wait())
+        self.fetcher.await_queries(item)
         state.largest[...] = jnp.full_like(state.largest, LOWEST)
         state.total[...] = jnp.zeros_like(state.total)
         state.mixed[...] = jnp.zeros_like(state.mixed)
@@ -282,14 +116,14 @@ class Kernel:
                 self.score(item, tile, tokens, slot, None)
 
             def steadily() -> None:
-                self.fetch_first_queries(producer)
-                self.await_block(slot)
-                self.each_tile(item, both, lambda: self.fetch_block(producer))
+                self.fetcher.fetch_first_queries(producer)
+                self.fetcher.await_block(slot)
+                self.each_tile(item, both, lambda: self.fetcher.fetch_block(producer))
 
             def receive() -> None:
-                self.fetch(producer)
+                self.fetcher.fetch(producer)
                 ready = jnp.minimum(pages - number * plan.pages_per_block, plan.pages_per_block)
-                self.await_pages(slot, ready)
+                self.fetcher.await_pages(slot, ready)
 
             def mix(tile: Any, tokens: int) -> None:
                 self.mix(item, tile, tokens, before, Mask(item, base - plan.block))
@@ -302,7 +136,7 @@ class Kernel:
             pl.when(other & scores)(receive)
             pl.when(other & (number > 0))(lambda: self.each_tile(item, mix))
             pl.when(other & scores)(lambda: self.each_tile(item, score))
-            return jnp.where(scores, step + 1, step), self.advance(producer, there)
+            return jnp.where(scores, step + 1, step), self.fetcher.advance(producer, there)
 
         step, producer = lax.fori_loop(0, blocks + 1, a_round, carry)
         self.write(item)
@@ -419,7 +253,7 @@ class Kernel:
             for copy in self.output_copies(item, token):
                 copy.start()
 
-        self.each_token(item, start)
+        each_token(self.items, item, start)
 
     def finish(self, item: Any, tile: Any, tokens: int) -> None:
         """Puts a tile's results where they are copied from."""
@@ -449,7 +283,7 @@ class Kernel:
             for copy in self.output_copies(item, token):
                 copy.wait()
 
-        self.each_token(item, wait)
+        each_token(self.items, item, wait)
 
     def output_copies(self, item: Any, token: Any) -> Iterator[Any]:
         slot = item & 1

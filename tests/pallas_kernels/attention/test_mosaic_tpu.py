@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import mosaic_tpu, paged_attention, tiles
-from pallas_kernels.attention.mosaic_tpu_kernel import Kernel
+from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
 
@@ -35,7 +35,7 @@ class TestMosaicTpu(PagedAttentionSuite):
         if wait is None:
             self.check(case)
             return
-        monkeypatch.setattr(Kernel, wait, lambda *arguments: None)
+        monkeypatch.setattr(Fetcher, wait, lambda *arguments: None)
         with pytest.raises(Exception, match=r"(?i)race"):
             jax.block_until_ready(self.compiled(case)(*case.arguments))
 

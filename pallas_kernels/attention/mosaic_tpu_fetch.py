@@ -1,0 +1,219 @@
+"""How keys, values and queries come from HBM: the fetching half of the TPU attention kernel.
+
+Called by `mosaic_tpu_kernel.py`, whose other half waits for what this one starts. Knows refs only;
+shapes of refs are beside them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+BUFFERS = 4
+"""Blocks that there is room for: one to score, one to mix, and those that are on their way."""
+
+AHEAD = BUFFERS - 2
+"""Blocks that are fetched before they are needed."""
+
+
+class Plan(NamedTuple):
+    """The static sizes of one call."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a KV head, padded to what a tile of registers holds."""
+    head_dim: int
+    v_width: int
+    page_size: int
+    pages_per_block: int
+    pages_per_sequence: int
+    pool: int
+    """Pages that there are."""
+    tile: int
+    """Query tokens that are multiplied at a time."""
+    item_tokens: int
+    """Query tokens of an item, at most; a multiple of `tile`."""
+    window: int
+    scale: float
+    """On scores, with the logarithm's base: exponentials are powers of two."""
+    dtype: Any
+    """Of the products' operands."""
+
+    @property
+    def block(self) -> int:
+        """KV tokens of a block."""
+        return self.page_size * self.pages_per_block
+
+
+class Pool(NamedTuple):
+    """One array of pages: where it lies, and the buffers its blocks go to."""
+
+    pages: Any  # [pages, kv_heads, page_size, width] in HBM
+    buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM; in both the last two may be swapped
+    scales: Any  # [pages, kv_heads, page_size] in HBM; None without scales
+    scale_buffer: Any  # [BUFFERS, pages_per_block, kv_heads, page_size] in VMEM
+    swapped: bool
+
+
+class Copied(NamedTuple):
+    """An array in HBM, one token after the other, and the buffer in VMEM that it goes through."""
+
+    outside: Any  # [tokens, kv_heads, group, ...]
+    buffer: Any  # [slots, item_tokens, kv_heads, group, ...]
+
+
+class Items(NamedTuple):
+    """What the scalar memory holds of every work item."""
+
+    first: Any
+    count: Any
+    length: Any
+    """Positions that the last token sees."""
+    stride: Any
+    row: Any
+    """Index in the flat page table of the first page to read."""
+    place: Any
+    """Position of that page's first token."""
+    pages: Any
+    """Pages to read, 1 or more."""
+
+
+class Producer(NamedTuple):
+    """The next block to fetch."""
+
+    item: Array
+    row: Array
+    """Of the page table."""
+    left: Array
+    """Pages of the item that are still to be fetched; as many as it has: it is a new item."""
+    step: Array
+    """Blocks fetched before this one."""
+
+
+class Fetcher:
+    """Starts copies of blocks and of queries, in the order of the items, and waits for them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        items: Items,
+        total: Any,  # [1]: items
+        table: Any,  # [sequences * pages_per_sequence]
+        queries: Copied,
+        pools: list[Pool],
+        arrived: Any,  # [BUFFERS] semaphores of blocks
+        query_arrived: Any,  # [BUFFERS] semaphores of queries
+    ):
+        self.plan, self.items, self.total, self.table = plan, items, total, table
+        self.queries, self.pools = queries, pools
+        self.arrived, self.query_arrived = arrived, query_arrived
+
+    def first(self) -> Producer:
+        """Before anything is fetched."""
+        zero = jnp.int32(0)
+        return Producer(zero, self.items.row[0], self.items.pages[0], zero)
+
+    def fetch(self, producer: Producer) -> Producer:
+        """Starts the copies of a block, and of an item's queries before its first one."""
+        there = producer.item < self.total[0]
+
+        def start() -> None:
+            self.fetch_first_queries(producer)
+            ready = jnp.minimum(producer.left, self.plan.pages_per_block)
+            pl.when(ready == self.plan.pages_per_block)(lambda: self.fetch_block(producer))
+            pl.when(ready < self.plan.pages_per_block)(
+                lambda: lax.fori_loop(
+                    0, ready, lambda index, carry: self.fetch_page(producer, index), None
+                )
+            )
+
+        pl.when(there)(start)
+        return self.advance(producer, there)
+
+    def fetch_first_queries(self, producer: Producer) -> None:
+        """Starts the copies of an item's queries, if its first block is the next one."""
+        new = producer.left == self.items.pages[producer.item]
+        pl.when(new)(lambda: self.fetch_queries(producer.item))
+
+    def fetch_block(self, producer: Producer) -> None:
+        """Starts the copies of a whole block, without branches: other work can go beside it."""
+        for index in range(self.plan.pages_per_block):
+            self.fetch_page(producer, index)
+
+    def fetch_page(self, producer: Producer, index: Any) -> None:
+        number = jnp.clip(self.table[producer.row + index], 0, self.plan.pool - 1)
+        for copy in self.page_copies(number, producer.step & (BUFFERS - 1), index):
+            copy.start()
+
+    def advance(self, producer: Producer, there: Any) -> Producer:
+        """The block after this one, if this one is `there`."""
+        item, row, left, step = producer
+        following = jnp.minimum(item + 1, self.items.first.shape[0] - 1)
+        done = there & (left <= self.plan.pages_per_block)
+        taken = jnp.where(there, self.plan.pages_per_block, 0)
+        return Producer(
+            jnp.where(done, item + 1, item),
+            jnp.where(done, self.items.row[following], row + taken),
+            jnp.where(done, self.items.pages[following], left - taken),
+            jnp.where(there, step + 1, step),
+        )
+
+    def page_copies(self, number: Any, slot: Any, index: Any) -> Iterator[Any]:
+        """Of page `number` to place `index` of a buffer."""
+        size = self.plan.page_size
+        rows = pl.ds(pl.multiple_of(index * size, size), size)
+        for pool in self.pools:
+            place = (
+                (slot, slice(None), slice(None), rows)
+                if pool.swapped
+                else (slot, slice(None), rows)
+            )
+            yield pltpu.make_async_copy(
+                pool.pages.at[number], pool.buffer.at[place], self.arrived.at[slot]
+            )
+            if pool.scales is not None:
+                yield pltpu.make_async_copy(
+                    pool.scales.at[number], pool.scale_buffer.at[slot, index], self.arrived.at[slot]
+                )
+
+    def await_block(self, slot: Any) -> None:
+        """Waits for the copies of a whole block: semaphores count bytes, one wait is enough."""
+        for pool in self.pools:
+            for buffer in (pool.buffer, pool.scale_buffer):
+                if buffer is not None:
+                    there = buffer.at[slot]
+                    pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
+
+    def await_pages(self, slot: Any, pages: Any) -> None:
+        """Waits for the copies of so many pages of a block."""
+
+        def page(index: Any, carry: None) -> None:
+            for copy in self.page_copies(0, slot, index):
+                copy.wait()
+
+        lax.fori_loop(0, pages, page, None)
+
+    def fetch_queries(self, item: Any) -> None:
+        """Starts the copies of an item's queries."""
+        each_token(self.items, item, lambda token: self.query_copy(item, token).start())
+
+    def query_copy(self, item: Any, token: Any) -> Any:
+        slot = item & (BUFFERS - 1)
+        return pltpu.make_async_copy(
+            self.queries.outside.at[self.items.first[item] + token],
+            self.queries.buffer.at[slot, token],
+            self.query_arrived.at[slot],
+        )
+
+    def await_queries(self, item: Any) -> None:
+        """Waits for the copies of an item's queries."""
+        each_token(self.items, item, lambda token: self.query_copy(item, token).wait())
+
+
+def each_token(items: Items, item: Any, do: Callable[[Any], None]) -> None:
+    """For each of an item's tokens."""
+    lax.fori_loop(0, items.count[item], lambda token, carry: do(token), None)
