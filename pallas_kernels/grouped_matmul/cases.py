@@ -18,14 +18,10 @@ FORMATS = {
     "fp8_block": (jnp.uint8, (128, 128)),
     "int8": (jnp.int8, (1, 0)),
 }
-"""Of weights: dtype and block; FP8 as its bits."""
+"""Of weights: dtype and block; FP8 as its bits. What a generation cannot multiply (FP8 before v7x)
+is converted on the way."""
 
 NAMES = ("step3_2a2f", "deepseek_v3_ep32", "qwen3_235b_ep8")
-
-
-def formats(generation: str) -> tuple[str, ...]:
-    """Those that a generation has; FP8 where it has none is converted on the way."""
-    return ("bf16", "fp8", "fp8_block") + (() if generation == "v7x" else ("int8",))
 
 
 def cases(generation: str) -> list[Case]:
@@ -33,7 +29,7 @@ def cases(generation: str) -> list[Case]:
     return [
         _layer(name, format, generation, tokens)
         for name in NAMES
-        for format in formats(generation)
+        for format in FORMATS
         for tokens in (DECODE, PREFILL)
     ]
 

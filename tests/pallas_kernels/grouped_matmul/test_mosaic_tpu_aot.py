@@ -1,5 +1,9 @@
 """The TPU kernel at the sizes of real models, compiled for real topologies without a TPU."""
 
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, scales_shape
@@ -87,6 +92,7 @@ def compiled(function, mesh, arguments, specs):
         ("v7x", "step3", 8192, "bf16"),
         ("v7x", "deepseek_v3", 512, "fp8_block"),
         ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
+        ("v7x", "qwen3_235b_ep8", 512, "int8"),
     ],
 )
 def test_swiglu_of_a_model(generation, name, tokens, format):
@@ -100,6 +106,25 @@ def test_swiglu_of_a_model(generation, name, tokens, format):
     assert "grouped_matmul" in text
     rows = arguments[0].shape[0] * (shape.d_model + shape.d_ff) * 2
     assert program.memory_analysis().temp_size_in_bytes < 2 * rows + 2**24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("generation", aot.GENERATIONS)
+def test_all_cases_compile(generation):
+    """The sharded layers of the models at the sizes of decode and prefill, in every format."""
+    mesh_of(generation)
+    done = subprocess.run(
+        [sys.executable, "-m", "pallas_kernels.aot", "grouped_matmul", generation],
+        env=aot.environment(),
+        capture_output=True,
+        text=True,
+        timeout=5400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = [json.loads(line)["case"] for line in done.stdout.splitlines() if line[:1] == "{"]
+    assert names == [case.name for case in aot.cases("grouped_matmul", generation)]
 
 
 def test_inside_shard_map():
