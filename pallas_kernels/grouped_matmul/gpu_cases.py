@@ -1,31 +1,38 @@
 """Expert layers of real models to be compiled for Hopper: called by `gpu_resources.py`."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu_resources import Case
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray
 
-FORMATS: dict[str, tuple[Any, tuple[int, int] | None]] = {
-    "bf16": (jnp.bfloat16, None),
-    "int8": (jnp.int8, (1, 0)),
-    "fp8": (jnp.float8_e4m3fn, (1, 0)),
-    "fp8_block": (jnp.float8_e4m3fn, (128, 128)),
+FORMATS: dict[str, tuple[Any, tuple[int, int] | None, RowFormat | None]] = {
+    "bf16": (jnp.bfloat16, None, None),
+    "int8": (jnp.int8, (1, 0), None),
+    "fp8": (jnp.float8_e4m3fn, (1, 0), None),
+    "fp8_block": (jnp.float8_e4m3fn, (128, 128), None),
+    "int8_rows": (jnp.int8, (1, 0), "int8"),
+    "fp8_rows": (jnp.float8_e4m3fn, (1, 0), "fp8"),
+    "fp8_block_rows": (jnp.float8_e4m3fn, (128, 128), "fp8"),
 }
-"""Dtype and block (of d_out, of d_in; 0: the whole axis) by name."""
+"""Dtype and block (of d_out, of d_in; 0: the whole axis) of weights, and `row_format`, by name."""
 
 # Few rows an expert (the smallest tiles), a decode step, and prefill (the largest tiles).
-TOKENS = {"step3_2a2f": (128, 512, 16384), "deepseek_v3_ep32": (16384,)}
+TOKENS = {
+    "step3_2a2f": (128, 512, 16384),
+    "deepseek_v3_ep32": (512, 16384),
+    "qwen3_235b_ep8": (512, 16384),
+}
 CALLS = [
     *((name, format, tokens) for name in TOKENS for format in FORMATS for tokens in TOKENS[name]),
     ("step3", "fp8_block", 2048),
     ("step3_2a2f_shared", "bf16", 2048),
     ("qwen3_235b", "fp8", 512),
-    ("qwen3_235b_ep8", "int8", 16384),
 ]
 """Expert layer, format of its weights, tokens of the step."""
 
@@ -42,11 +49,12 @@ def _case(name: str, format: str, tokens: int) -> Case:
     rows = jax.ShapeDtypeStruct((shape.rows(tokens), shape.d_model), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
 
-    return Case(f"{name} {format} {tokens}", grouped_swiglu, (rows, up, up, down, sizes))
+    function = functools.partial(grouped_swiglu, row_format=FORMATS[format][2])
+    return Case(f"{name} {format} {tokens}", function, (rows, up, up, down, sizes))
 
 
 def _weights(format: str, groups: int, d_out: int, d_in: int) -> jax.ShapeDtypeStruct | QuantArray:
-    dtype, block = FORMATS[format]
+    dtype, block, _ = FORMATS[format]
     values = jax.ShapeDtypeStruct((groups, d_out, d_in), dtype)
     if block is None:
         return values

@@ -8,10 +8,10 @@ What wgmma multiplies, by the format of the weights:
   FP8: Hopper converts e4m3 to FP16 at full rate and to BF16 not at all, so rows are FP16 as well.
     BF16 rows are multiplied by a power of two each first, which makes all of them fit: what is
     lost is below 2^-38 of the largest magnitude of its row.
+  With a `row_format`, both are 8 bits, and what was said of FP8 is not so.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,17 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    SPARE_SCALES,
+    Epilogue,
     Operands,
     Tiles,
+    quantises,
     shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles
-from pallas_kernels.grouped_matmul.tiles import HOPPER_PROCESSORS, hopper_tiles
-from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
+from pallas_kernels.grouped_matmul.tiles import HOPPER_PROCESSORS, Kind, hopper_tiles
+from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
+from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 
 SHARED_MEMORY = 231_424
@@ -40,6 +44,18 @@ INTERPRETED_PROCESSORS = 2
 Weights = Array | QuantArray
 
 
+class _Rows(NamedTuple):
+    """Rows in 8 bits.
+
+    Attributes:
+      values: [rows, d_in].
+      scales: FP32 [d_in / ROW_BLOCK, rows + SPARE_SCALES].
+    """
+
+    values: Array
+    scales: Array
+
+
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
@@ -49,12 +65,15 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
-    FP32 rows, a d_in or d_out that is no multiple of 64, and blocks of FP8 or INT8 weights that no
-    tile lies in (see `_fits`) are left to the reference.
+    FP32 rows, a d_in or d_out that is no multiple of 64 (d_in with a `row_format`: of 128), and
+    blocks of FP8 or INT8 weights that no tile lies in (see `_fits`) are left to the reference.
     """
-    if row_format or not _fits(rows.dtype, weights):
+    if not _fits(rows.dtype, weights, row_format):
         return reference.grouped_matmul(rows, weights, group_sizes, row_format)
-    return _product(rows, (weights,), group_sizes, lambda product: product, target)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, weights.shape[1]), rows.dtype)
+    operand = _whole_blocks(rows, row_format)
+    return _product(operand, (weights,), group_sizes, rows.dtype, target)[0][: rows.shape[0]]
 
 
 def grouped_swiglu(
@@ -73,11 +92,27 @@ def grouped_swiglu(
     """
     all_weights = gate_weights, up_weights, down_weights
     same_format = _format(gate_weights) == _format(up_weights)
-    fits = all(_fits(rows.dtype, weights) for weights in all_weights)
-    if row_format or not same_format or not fits:
+    fits = all(_fits(rows.dtype, weights, row_format) for weights in all_weights)
+    if not same_format or not fits:
         return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format)
-    hidden = _product(rows, (gate_weights, up_weights), group_sizes, _swiglu, target)
-    return _product(hidden, (down_weights,), group_sizes, lambda product: product, target)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, down_weights.shape[1]), rows.dtype)
+    operand = _whole_blocks(rows, row_format)
+    hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
+    gate_and_up = (gate_weights, up_weights)
+    hidden = _product(operand, gate_and_up, group_sizes, hidden_dtype, target, _swiglu)
+    between = _Rows(*hidden) if row_format else hidden[0]
+    return _product(between, (down_weights,), group_sizes, rows.dtype, target)[0][: rows.shape[0]]
+
+
+def _whole_blocks(rows: Float[Array, "rows d_in"], row_format: str | None) -> Array | _Rows:
+    """Rows as they are multiplied, as many as whole blocks have."""
+    if missing := -rows.shape[0] % BLOCK_ROWS:
+        rows = jnp.pad(rows, ((0, missing), (0, 0)))
+    if row_format is None:
+        return rows
+    quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
+    return _Rows(quantised.values, jnp.pad(quantised.scales.T, ((0, 0), (0, SPARE_SCALES))))
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -88,10 +123,12 @@ def _format(weights: Weights) -> Any:
     return (weights.dtype, weights.block) if isinstance(weights, QuantArray) else weights.dtype
 
 
-def _fits(row_dtype: DTypeLike, weights: Weights) -> bool:
+def _fits(row_dtype: DTypeLike, weights: Weights, row_format: str | None) -> bool:
     """Whether the kernel covers these weights."""
     d_out, d_in = weights.shape[1:]
     if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
+        return False
+    if row_format and d_in % ROW_BLOCK:
         return False
     if not isinstance(weights, QuantArray) or _is_per_channel(weights):
         return True
@@ -112,44 +149,66 @@ def _inner(weights: Weights) -> int:
 
 
 def _product(
-    rows: Float[Array, "rows d_in"],
+    rows: Array | _Rows,
     weights: tuple[Weights, ...],
     group_sizes: Int32[Array, " groups"],
-    epilogue: Callable[..., jax.Array],
+    out_dtype: DTypeLike,
     target: Target,
-    row_format: str | None = None,
-) -> Float[Array, "rows d_out"]:
-    """Run the kernel: `epilogue` of the products with all weights, which are of one format."""
-    count, dtype = rows.shape[0], rows.dtype
-    if count == 0:
-        return jnp.zeros((0, weights[0].shape[1]), dtype)
-    if missing := -count % BLOCK_ROWS:
-        rows = jnp.pad(rows, ((0, missing), (0, 0)))
-    tiles = pick_tiles(rows.shape[0], weights, group_sizes.shape[0], target)
+    epilogue: Epilogue = lambda product: product,
+) -> tuple[Array, ...]:
+    """Run the kernel: `epilogue` of the products with all weights, which are of one format.
+
+    Returns:
+      what `grouped_product` does.
+    """
+    count = rows.values.shape[0] if isinstance(rows, _Rows) else rows.shape[0]
+    kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows))
+    tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
     operands = _operands(rows, weights, tiles)
-    tile_list = list_tiles(group_sizes, rows.shape[0], tiles.rows)
+    tile_list = list_tiles(group_sizes, count, tiles.rows)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
-    product = grouped_product(operands, tile_list, epilogue, dtype, tiles, processors, interpret)
-    return product[:count]
+    return grouped_product(operands, tile_list, epilogue, out_dtype, tiles, processors, interpret)
 
 
-def pick_tiles(rows: int, weights: tuple[Weights, ...], groups: int, target: Target) -> Tiles:
+def _kind(weights: Weights, *, in_blocks: bool = False) -> Kind:
+    """What `tiles.py` calls the operands."""
+    if in_blocks:
+        return "rows in blocks"
+    if not isinstance(weights, QuantArray):
+        return "16 bits"
+    per_channel = _is_per_channel(weights)
+    if weights.dtype == jnp.int8:
+        return "int8" if per_channel else "int8 blocks"
+    return "converted" if per_channel else "converted blocks"
+
+
+def pick_tiles(
+    rows: int,
+    weights: tuple[Weights, ...],
+    groups: int,
+    target: Target,
+    kind: Kind,
+    quantises: bool = False,
+) -> Tiles:
     """The tiles for a call: its row tile holds a group of average size, if it may be that large."""
     first = weights[0]
-    kind, row_bytes = "16 bits", 2
-    if isinstance(first, QuantArray):
-        kind, row_bytes = ("int8", 1) if first.dtype == jnp.int8 else ("converted", 2)
-        kind = kind if _is_per_channel(first) else f"{kind} blocks"
     d_out, d_in = first.shape[1:]
     entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
     # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
     inner = _inner(first)
-    tiles = Tiles(row_tile, entry.out, inner, 1, entry.consumers, entry.band)
-    weight_bytes = first.dtype.itemsize
-    fixed, stage = shared_memory(tiles, len(weights), weight_bytes, row_bytes)
+    out = ROW_BLOCK if quantises else entry.out
+    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band)
+    row_bytes = 1 if kind in ("int8", "int8 blocks", "rows in blocks") else 2
+    fixed, stage = shared_memory(
+        tiles,
+        len(weights),
+        first.dtype.itemsize,
+        row_bytes,
+        quantises=quantises,
+    )
     if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
         return tiles._replace(stages=2)
     return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
@@ -162,14 +221,17 @@ def _processors(target: Target) -> int:
     return next(matches, 132)
 
 
-def _operands(rows: Array, weights: tuple[Weights, ...], tiles: Tiles) -> Operands:
+def _operands(rows: Array | _Rows, weights: tuple[Weights, ...], tiles: Tiles) -> Operands:
     """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
     first = weights[0]
     if not isinstance(first, QuantArray):
         return Operands(rows, weights)
     quantised = [array for array in weights if isinstance(array, QuantArray)]
     row_scales: Any = None
-    if first.dtype == jnp.int8:
+    block_scales: Any = None
+    if isinstance(rows, _Rows):
+        rows, block_scales = rows
+    elif first.dtype == jnp.int8:
         rows, row_scales = quantize_rows(rows, "int8")
     elif rows.dtype == jnp.bfloat16:
         rows, row_scales = _as_float16(rows)
@@ -178,11 +240,11 @@ def _operands(rows: Array, weights: tuple[Weights, ...], tiles: Tiles) -> Operan
     values = tuple(from_bits(array.values) for array in quantised)
     if _is_per_channel(first):
         scales = tuple(_channel_scales(array, tiles.out) for array in quantised)
-        return Operands(rows, values, row_scales, channel_scales=scales)
+        return Operands(rows, values, row_scales, block_scales, channel_scales=scales)
     block_out, block_in = first.block
     block = (block_out or first.shape[1], block_in)
     scales = tuple(array.scales for array in quantised)
-    return Operands(rows, values, row_scales, block_scales=scales, block=block)
+    return Operands(rows, values, row_scales, block_scales, block_scales=scales, block=block)
 
 
 def _channel_scales(weights: QuantArray, tile_out: int) -> Float32[Array, "groups columns"]:

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Epilogue, Ref, Tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    Context,
+    Epilogue,
+    Ref,
+    Tile,
+)
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+from pallas_kernels.mosaic_gpu import ROWS_LAYOUT
 
 Products = tuple[jax.Array, ...]
-
-EDGE_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-"""How a warpgroup holds a block of output rows: 2 rows a warp, 4 columns a thread."""
 
 
 def prepare(context: Context) -> None:
@@ -46,16 +45,22 @@ def compute_tile(
     """Compute and store this consumer's part of one output tile; returns the next step."""
     tiles, scratch = context.tiles, context.scratch
     column = out_tile * tiles.out + consumer * tiles.consumer_out
-    if context.operands.block_scales:
+    operands = context.operands
+    if operands.block_scales or operands.row_block_scales is not None:
         products, step = _products_of_blocks(context, consumer, step, tile, column)
     else:
         products, step = _products(context, consumer, step, tile)
-    result = epilogue(*_scale(context, products, tile, column)).astype(context.output.dtype)
+    result = epilogue(*_scale(context, products, tile, column))
+    if scratch.narrowing is not None:
+        store_quantised(context, consumer, result, tile, out_tile)
+        return step
+    output: Any = scratch.output
+    result = result.astype(context.output.dtype)
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, tiles.rows, tiles.store_rows):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = result[:, first : first + tiles.store_rows]
-        scratch.output.at[consumer].transpose((1, 0))[...] = part
+        output.at[consumer].transpose((1, 0))[...] = part
         plgpu.commit_smem()
         _store(context, consumer, tile.part(first, tiles.store_rows), column)
     return step
@@ -95,31 +100,48 @@ def _products(
 def _products_of_blocks(
     context: Context, consumer: jax.Array, step: jax.Array, tile: Tile, column: jax.Array
 ) -> tuple[Products, jax.Array]:
-    """As `_products`, with a scale for every block of the weights: fresh sums for every step."""
+    """As `_products`, with a scale for every block of the weights or of the rows, or for both.
+
+    Every step has fresh sums. For FP8 that is not only for the scales' sake: within wgmma, sums of
+    FP8 products have fewer bits than FP32.
+    """
     operands, tiles = context.operands, context.tiles
-    block_out, block_in = operands.block
-    column_block = jax.lax.div(column, block_out)
+    shape = (tiles.consumer_out, tiles.rows)
+    rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
 
     def add_step(index: jax.Array, carry: tuple[Products, jax.Array]) -> Any:
         totals, step = carry
         stage = context.stage_of(step)
         # Loaded before anything is waited for, so that the loads' latency is hidden.
-        block = jax.lax.div(index * tiles.inner, block_in)
-        scales = [scales[tile.group, column_block, block] for scales in operands.block_scales]
+        scales: list[Any] = [None] * len(totals)
+        if operands.block_scales:
+            block_out, block_in = operands.block
+            column_block = jax.lax.div(column, block_out)
+            block = jax.lax.div(index * tiles.inner, block_in)
+            scales = [scales[tile.group, column_block, block] for scales in operands.block_scales]
         wait_until_loaded(context, stage)
         added = []
         # One after the other: registers suffice for one sum beside the totals.
         for number, (total, scale) in enumerate(zip(totals, scales, strict=True)):
 
-            def run(accumulator: Ref, number: int = number) -> jax.Array:
+            def run(accumulator: Ref, number: int = number, scale: Any = scale) -> jax.Array:
                 _multiply(context, consumer, accumulator, number, stage)
-                return accumulator[...].astype(jnp.float32)
+                factor = scale
+                if operands.row_block_scales is not None:  # while the tensor cores are at work
+                    row_scales = plgpu.load(
+                        operands.row_block_scales.at[index, rows],
+                        layout=plgpu.Layout.WGMMA.reduce(0),
+                        optimized=False,
+                    )
+                    factor = row_scales if scale is None else row_scales * scale
+                    factor = jax.lax.broadcast_in_dim(factor, shape, (1,))
+                return accumulator[...].astype(jnp.float32) * factor
 
-            added.append(total + pl.run_scoped(run, _accumulator(context)) * scale)
+            added.append(total + pl.run_scoped(run, _accumulator(context)))
         _release(context, step)
         return tuple(added), step + 1
 
-    zeros = jnp.zeros((tiles.consumer_out, tiles.rows), jnp.float32)
+    zeros = jnp.zeros(shape, jnp.float32)
     zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     totals = tuple(zeros for _ in operands.weights)
     return jax.lax.fori_loop(0, context.steps_of(tile), add_step, (totals, step))
@@ -203,7 +225,8 @@ def _store(context: Context, consumer: jax.Array, tile: Tile, column: jax.Array)
     """
     tiles, output = context.tiles, context.output
     columns = pl.ds(column, tiles.consumer_out)
-    source, edge = context.scratch.output.at[consumer], context.scratch.edge.at[consumer]
+    buffers: Any = context.scratch
+    source, edge = buffers.output.at[consumer], buffers.edge.at[consumer]
     whole_begin = jax.lax.div(tile.begin + BLOCK_ROWS - 1, BLOCK_ROWS)
     whole_end = jax.lax.div(tile.end, BLOCK_ROWS)
 
@@ -227,7 +250,7 @@ def _store(context: Context, consumer: jax.Array, tile: Tile, column: jax.Array)
     def copy_edge(block: jax.Array, begin: jax.Array, end: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rows = source.at[pl.ds(block * BLOCK_ROWS, BLOCK_ROWS)]
-        edge[...] = plgpu.load(rows, layout=EDGE_LAYOUT, optimized=False)
+        edge[...] = plgpu.load(rows, layout=ROWS_LAYOUT, optimized=False)
         plgpu.commit_smem()
         first = (tile.block + block) * BLOCK_ROWS
 

@@ -1,7 +1,7 @@
 """The Hopper kernel of grouped products: a persistent, warp-specialised TMA + wgmma loop.
 
 Called by `mosaic_gpu.py`, which prepares the operands and picks the tiles. Knows nothing of
-`QuantArray`: it takes 8- or 16-bit weights, 8- or 16-bit rows, and up to three kinds of scales.
+`QuantArray`: it takes 8- or 16-bit weights, 8- or 16-bit rows, and up to four kinds of scales.
 
 Weights are always the left operand of wgmma (its M, 64 rows of d_out for every warpgroup) and rows
 the right one (its N, a multiple of 8). So a group of few rows wastes no tensor core time, 8-bit
@@ -24,13 +24,16 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_consumer import compute_tile, prepare, wait_for_stores
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    SPARE_SCALES,
     Context,
     Epilogue,
+    Narrowing,
     Operands,
     Ref,
     Scratch,
     Tile,
     Tiles,
+    quantises,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
@@ -45,7 +48,7 @@ def grouped_product(
     tiles: Tiles,
     processors: int,
     interpret: Any = None,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """`epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group, zeros for padding rows.
 
     Args:
@@ -53,19 +56,24 @@ def grouped_product(
       tile_list: of `tiles.rows` rows a tile.
       epilogue: from the FP32 products with each of the weights, transposed ([columns, rows]), to
         what is stored; elementwise, and zeros for zeros.
-      out_dtype: of the result, 16 bits.
+      out_dtype: of the result; 8 bits: it is quantised, with a scale for each row and output tile.
       tiles: sizes.
       processors: CTAs to start, one for each multiprocessor.
       interpret: parameters of Pallas' GPU interpret mode, or None to compile.
 
     Returns:
-      [rows, d_out].
+      [rows, d_out], and if it is quantised its scales, FP32 [d_out / tiles.out, rows +
+      SPARE_SCALES].
     """
     groups, d_out, d_in = operands.weights[0].shape
+    rows = operands.rows.shape[0]
+    out_type = [jax.ShapeDtypeStruct((rows, d_out), out_dtype)]
+    if quantises(out_dtype):
+        scales_shape = (d_out // tiles.out, rows + SPARE_SCALES)
+        out_type.append(jax.ShapeDtypeStruct(scales_shape, jnp.float32))
 
-    def grouped_kernel(
-        operands: Operands, tile_list: TileList, output: Ref, scratch: Scratch
-    ) -> None:
+    def grouped_kernel(operands: Operands, tile_list: TileList, output: Ref, *refs: Any) -> None:
+        *output_scales, scratch = refs
         context = Context(
             tiles,
             groups,
@@ -74,6 +82,7 @@ def grouped_product(
             operands,
             tile_list,
             output,
+            output_scales[0] if output_scales else None,
             scratch,
         )
         warpgroup = jax.lax.axis_index("warpgroup")
@@ -94,7 +103,7 @@ def grouped_product(
 
     kernel = plgpu.kernel(
         grouped_kernel,
-        out_type=jax.ShapeDtypeStruct((operands.rows.shape[0], d_out), out_dtype),
+        out_type=out_type,
         scratch_types=[_scratch_types(operands, out_dtype, tiles, interpret is not None)],  # type: ignore[list-item]
         grid=(processors,),
         grid_names=("processor",),
@@ -103,7 +112,7 @@ def grouped_product(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(operands, tile_list)
+    return tuple(kernel(operands, tile_list))
 
 
 def _scratch_types(
@@ -120,11 +129,25 @@ def _scratch_types(
     weights = (tiles.stages, tiles.out, tiles.inner)
     per_consumer = (tiles.consumers, tiles.consumer_out, tiles.inner)
     converts = interpret and row_dtype != weight_dtype
+    output: Any = None
+    edge: Any = None
+    narrowing: Any = None
+    if quantises(out_dtype):
+        narrowing = Narrowing(
+            wide=plgpu.SMEM((tiles.rows, tiles.out), jnp.float32),
+            values=plgpu.SMEM((tiles.rows, tiles.out), out_dtype),
+            scales=plgpu.SMEM((tiles.rows,), jnp.float32),
+            met=plgpu.Barrier(num_arrivals=tiles.consumers),
+        )
+    else:
+        output = buffer((tiles.consumers, tiles.store_rows, tiles.consumer_out), out_dtype)
+        edge = plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.consumer_out), out_dtype)
     return Scratch(
         weights=tuple(buffer(weights, weight_dtype) for _ in operands.weights),
         rows=buffer((tiles.stages, tiles.rows, tiles.inner), row_dtype),
-        output=buffer((tiles.consumers, tiles.store_rows, tiles.consumer_out), out_dtype),
-        edge=plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.consumer_out), out_dtype),
+        output=output,
+        edge=edge,
+        narrowing=narrowing,
         converted=buffer(per_consumer, row_dtype) if converts else None,
         full=plgpu.Barrier(num_arrivals=1 + len(operands.weights), num_barriers=tiles.stages),
         empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages),

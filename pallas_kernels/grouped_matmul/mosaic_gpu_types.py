@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+
+SPARE_SCALES = 256
+"""At the end of a row of scales: the last tile reads as many as it has rows."""
 
 Ref = Any
 Epilogue = Callable[..., jax.Array]
@@ -48,9 +52,18 @@ class Tiles(NamedTuple):
         return min(self.rows, MOST_STORED_ROWS)
 
 
-def shared_memory(tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int) -> tuple[int, int]:
+def quantises(out_dtype: DTypeLike) -> bool:
+    """Whether results of this dtype are quantised."""
+    return jnp.dtype(out_dtype).itemsize == 1
+
+
+def shared_memory(
+    tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int, *, quantises: bool
+) -> tuple[int, int]:
     """Bytes of the buffers besides the ring, and of one stage of it."""
     fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.out * 2
+    if quantises:
+        fixed = tiles.rows * (tiles.out * 5 + 4)
     stage = (weights * tiles.out * weight_bytes + tiles.rows * row_bytes) * tiles.inner
     return fixed, stage
 
@@ -63,6 +76,8 @@ class Operands:
       rows: [rows, d_in], sorted by group.
       weights: one array [groups, d_out, d_in], or two (gate and up).
       row_scales: FP32 [rows + tiles.rows] or None: every result is multiplied by its row's.
+      row_block_scales: FP32 [d_in / tiles.inner, rows + SPARE_SCALES] or None: the sum of one step
+        is multiplied by its row's.
       channel_scales: for each of the weights FP32 [groups, d_out rounded up to a whole number of
         tiles], or empty: every result is multiplied by its channel's.
       block_scales: for each of the weights FP32 [groups, blocks of d_out, blocks of d_in], or
@@ -73,6 +88,7 @@ class Operands:
     rows: Any
     weights: tuple[Any, ...]
     row_scales: Any = None
+    row_block_scales: Any = None
     channel_scales: tuple[Any, ...] = ()
     block_scales: tuple[Any, ...] = ()
     block: tuple[int, int] = (0, 0)
@@ -80,7 +96,7 @@ class Operands:
 
 jax.tree_util.register_dataclass(
     Operands,
-    ["rows", "weights", "row_scales", "channel_scales", "block_scales"],
+    ["rows", "weights", "row_scales", "row_block_scales", "channel_scales", "block_scales"],
     ["block"],
 )
 
@@ -100,6 +116,26 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Narrowing:
+    """Shared memory of a CTA that quantises what it stores; nothing of it is swizzled.
+
+    Attributes:
+      wide: FP32 [tiles.rows, tiles.out].
+      values: [tiles.rows, tiles.out], 8 bits.
+      scales: FP32 [tiles.rows].
+      met: a barrier: all consumers are here.
+    """
+
+    wide: Ref
+    values: Ref
+    scales: Ref
+    met: Ref
+
+
+jax.tree_util.register_dataclass(Narrowing, ["wide", "values", "scales", "met"], [])
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Shared memory of a CTA.
 
@@ -108,6 +144,7 @@ class Scratch:
       rows: [stages, tiles.rows, tiles.inner].
       output: [consumers, tiles.store_rows, tiles.consumer_out].
       edge: [consumers, BLOCK_ROWS, tiles.consumer_out], not swizzled.
+      narrowing: instead of these two, if results are quantised.
       converted: [consumers, tiles.consumer_out, tiles.inner]; only if interpreted.
       full: barriers [stages]: a stage is loaded.
       empty: barriers [stages]: every consumer is done with a stage.
@@ -115,15 +152,27 @@ class Scratch:
 
     weights: tuple[Ref, ...]
     rows: Ref
-    output: Ref
-    edge: Ref
+    output: Ref | None
+    edge: Ref | None
+    narrowing: Narrowing | None
     converted: Ref | None
     full: Ref
     empty: Ref
 
 
 jax.tree_util.register_dataclass(
-    Scratch, ["weights", "rows", "output", "edge", "converted", "full", "empty"], []
+    Scratch,
+    [
+        "weights",
+        "rows",
+        "output",
+        "edge",
+        "narrowing",
+        "converted",
+        "full",
+        "empty",
+    ],
+    [],
 )
 
 
@@ -138,6 +187,7 @@ class Context:
     operands: Operands
     tile_list: TileList
     output: Ref
+    output_scales: Ref | None  # [d_out / tiles.out, rows + SPARE_SCALES]
     scratch: Scratch
 
     def steps_of(self, tile: Tile) -> jax.Array:

@@ -4,7 +4,7 @@ Called by the kernels. What was tuned for a call (`tuned.json`) goes before the 
 in none of them gets `DEFAULT` of its backend.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pallas_kernels import tuned
 
@@ -98,7 +98,11 @@ class HopperTiles(NamedTuple):
     most_stages: int = 8
 
 
-HOPPER_DEFAULT = {
+Kind = Literal["16 bits", "int8", "int8 blocks", "converted", "converted blocks", "rows in blocks"]
+"""Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted;
+or rows in 8 bits, too, with scales for blocks."""
+
+HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     # (kind of operands, how many weights in one pass)
     ("16 bits", 1): HopperTiles((16, 32, 64, 128, 256)),
     ("16 bits", 2): HopperTiles((16, 32, 64, 128)),
@@ -110,9 +114,11 @@ HOPPER_DEFAULT = {
     ("int8 blocks", 2): HopperTiles((16, 32, 64)),
     ("converted blocks", 1): HopperTiles((16, 32, 64, 96)),
     ("converted blocks", 2): HopperTiles((16, 32, 64)),
+    ("rows in blocks", 1): HopperTiles((16, 32, 64, 112)),
+    ("rows in blocks", 2): HopperTiles((16, 32, 64)),
 }
 
-HOPPER: dict[str, dict[tuple[str, int], HopperTiles]] = {
+HOPPER: dict[str, dict[tuple[Kind, int], HopperTiles]] = {
     # The same registers and shared memory. Nothing was timed yet.
     "NVIDIA H100": HOPPER_DEFAULT,
     "NVIDIA H200": HOPPER_DEFAULT,
@@ -130,7 +136,7 @@ HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def hopper_tiles(
-    device_kind: str, kind: str, products: int, widths: tuple[int, int]
+    device_kind: str, kind: Kind, products: int, widths: tuple[int, int]
 ) -> HopperTiles:
     """The tiles for a kind of device, as JAX names it, and for a call.
 

@@ -132,6 +132,7 @@ class GroupedMatmulSuite:
 
     Attributes:
       target: what is tested.
+      d_ff: of the networks whose hidden rows are quantised in blocks of 128.
       counts: sizes of groups whose every combination is tested; around the backend's tiles.
     """
 
@@ -139,6 +140,7 @@ class GroupedMatmulSuite:
     rows: ClassVar[int] = 70
     d_in: ClassVar[int] = 256
     d_out: ClassVar[int] = 256
+    d_ff: ClassVar[int] = 256
     counts: ClassVar[tuple[int, ...]] = (0, 1, 33)
 
     def matmul(self, rows, weights, sizes):
@@ -276,7 +278,7 @@ class GroupedMatmulSuite:
         """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
         rng = np.random.default_rng(0)
         sizes = [20, 0, self.rows - 30]
-        shapes = [(3, self.d_out, self.d_in)] * 2 + [(3, self.d_in, self.d_out)]
+        shapes = [(3, self.d_ff, self.d_in)] * 2 + [(3, self.d_in, self.d_ff)]
         gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
         rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
         rows[20:] *= 1000

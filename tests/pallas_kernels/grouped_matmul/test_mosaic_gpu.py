@@ -8,9 +8,14 @@ import pytest
 # Where the race detector keeps what it found, in the versions that do not raise.
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
-from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_gpu_consumer, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul import (
+    mosaic_gpu,
+    mosaic_gpu_consumer,
+    mosaic_gpu_kernel,
+    mosaic_gpu_narrowing,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 
@@ -27,9 +32,9 @@ class TestMosaicGpu(GroupedMatmulSuite):
     counts = (0, 9)
 
 
-def race_is_reported(rows, weights, sizes):
+def race_is_reported(run):
     try:
-        jax.block_until_ready(mosaic_gpu.grouped_matmul(rows, weights, sizes, TARGET))
+        jax.block_until_ready(run())
         return interpreter.get_races().races_found
     except Exception as error:
         return "race" in str(error).lower()
@@ -48,9 +53,45 @@ def test_a_dropped_wait_is_noticed(module, wait, monkeypatch):
         jnp.ones((2, 64, 256), jnp.bfloat16),
         jnp.asarray([3, 4], jnp.int32),
     )
-    assert not race_is_reported(*arguments)
+
+    def run():
+        return mosaic_gpu.grouped_matmul(*arguments, TARGET)
+
+    assert not race_is_reported(run)
     monkeypatch.setattr(module, wait, lambda context, stage: None)
-    assert race_is_reported(*arguments)
+    assert race_is_reported(run)
+
+
+def test_consumers_that_do_not_meet_are_noticed(monkeypatch):
+    """Each quantises rows of which the other one has half of the columns."""
+    weights = quantize_weight(jnp.ones((1, 128, 128), jnp.bfloat16), "fp8")
+    rows, sizes = jnp.ones((32, 128), jnp.bfloat16), jnp.asarray([32], jnp.int32)
+
+    def run():
+        return mosaic_gpu.grouped_swiglu(rows, weights, weights, weights, sizes, TARGET, "fp8")
+
+    assert not race_is_reported(run)
+    monkeypatch.setattr(mosaic_gpu_narrowing, "meet", lambda buffers: None)
+    assert race_is_reported(run)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "row_format", "covered"),
+    [
+        ((1, 192, 256), (1, 0), "fp8", True),
+        ((1, 192, 256), (128, 128), "fp8", True),
+        ((1, 192, 256), (256, 0), "fp8", True),
+        ((1, 192, 192), (1, 0), None, True),
+        ((1, 192, 192), (1, 0), "fp8", False),
+        ((1, 96, 256), (1, 0), "fp8", False),
+        ((1, 192, 256), (96, 0), None, True),
+        ((1, 192, 256), (96, 128), None, False),
+    ],
+)
+def test_what_the_kernel_covers(shape, block, row_format, covered):
+    """The others are left to the reference."""
+    weights = quantised(jnp.float8_e4m3fn, shape, block)
+    assert mosaic_gpu._fits(jnp.bfloat16, weights, row_format) == covered
 
 
 class TestRowsInFloat16:
@@ -89,9 +130,14 @@ def quantised(dtype, shape, block):
     )
 
 
-def tiles_for(rows, *weights):
+def tiles_for(rows, *weights, in_blocks=False):
     found = []
-    jax.eval_shape(lambda *traced: found.append(pick_tiles(rows, traced, 24, H200)), *weights)
+
+    def pick(*traced):
+        kind = mosaic_gpu._kind(traced[0], in_blocks=in_blocks)
+        found.append(pick_tiles(rows, traced, 24, H200, kind, in_blocks and len(weights) == 2))
+
+    jax.eval_shape(pick, *weights)
     return found[0]
 
 
@@ -115,6 +161,9 @@ class TestPickTiles:
         fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
         assert tiles_for(24576, fp8)[:4] == (96, 128, 128, 5)
         assert tiles_for(24576, fp8, fp8)[:4] == (64, 128, 128, 4)
+        # Rows in blocks: 30 and 40 KiB, and 40 KiB in which results are quantised.
+        assert tiles_for(24576, fp8, in_blocks=True)[:4] == (112, 128, 128, 6)
+        assert tiles_for(24576, fp8, fp8, in_blocks=True)[:4] == (64, 128, 128, 4)
 
     def test_every_device_kind_has_multiprocessors(self):
         kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]

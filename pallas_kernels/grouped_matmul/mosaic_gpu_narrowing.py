@@ -1,0 +1,102 @@
+"""How the consumers of the Hopper kernel quantise a tile of their results: in blocks of the rows.
+
+Called by `mosaic_gpu_consumer.py`. A row of an output tile gets one scale. Its columns are spread
+over all consumers, and over all warps of each, so that the tile goes through shared memory in FP32:
+afterwards every consumer has whole rows, and a warp has two of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Narrowing, Tile
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+from pallas_kernels.mosaic_gpu import ROWS_LAYOUT, store
+
+SMALLEST_SCALE = 2.0**-100
+"""Rows that would have a smaller one are zeros, with the scale 1."""
+
+
+def store_quantised(
+    context: Context, consumer: jax.Array, result: jax.Array, tile: Tile, out_tile: jax.Array
+) -> None:
+    """Store the rows of an output tile that belong to its group, and no others.
+
+    Args:
+      result: this consumer's columns, FP32 [consumer_out, rows].
+    """
+    tiles = context.tiles
+    buffers: Any = context.scratch.narrowing
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    meet(buffers)  # All are done with the buffers of the tile before.
+    columns = pl.ds(consumer * tiles.consumer_out, tiles.consumer_out)
+    result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+    store(buffers.wide.at[:, columns].transpose((1, 0)), result)
+    plgpu.commit_smem()
+    meet(buffers)
+
+    def for_each_block(body: Any) -> None:
+        def run(index: jax.Array, _: None) -> None:
+            body((index * tiles.consumers + consumer) * BLOCK_ROWS)
+
+        jax.lax.fori_loop(0, tiles.rows // BLOCK_ROWS // tiles.consumers, run, None)
+
+    for_each_block(lambda row: _quantise(buffers, pl.ds(row, BLOCK_ROWS)))
+    plgpu.commit_smem()
+    for_each_block(lambda row: _copy(context, buffers, tile, out_tile, row))
+
+
+def meet(buffers: Narrowing) -> None:
+    """Wait for all consumers."""
+    plgpu.barrier_arrive(buffers.met)
+    plgpu.barrier_wait(buffers.met)
+
+
+def _quantise(buffers: Narrowing, rows: Any) -> None:
+    """As `quantize_rows` does it, a few whole rows."""
+    wide = plgpu.load(buffers.wide.at[rows], layout=ROWS_LAYOUT, optimized=False)
+    dtype = buffers.values.dtype
+    limit = 127.0 if dtype == jnp.int8 else 448.0
+    scales = jnp.max(jnp.abs(wide), axis=1) * (1.0 / limit)
+    scales = jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
+    scaled = wide * jax.lax.broadcast_in_dim(1.0 / scales, wide.shape, (0,))
+    scaled = jnp.minimum(jnp.maximum(scaled, -limit), limit)
+    store(buffers.values.at[rows], (jnp.round(scaled) if limit == 127 else scaled).astype(dtype))
+    store(buffers.scales.at[rows], scales)
+
+
+def _copy(
+    context: Context, buffers: Narrowing, tile: Tile, out_tile: jax.Array, row: jax.Array
+) -> None:
+    """Copy what belongs to the group of the `BLOCK_ROWS` rows of a tile from `row` on."""
+    tiles = context.tiles
+    output_scales: Any = context.output_scales
+    columns = pl.ds(out_tile * tiles.out, tiles.out)
+    first = tile.block * BLOCK_ROWS  # row of the output that is row 0 of the tile
+    begin, end = jnp.maximum(tile.begin, row), jnp.minimum(tile.end, row + BLOCK_ROWS)
+
+    def copy_rows(row: jax.Array, count: int) -> None:
+        plgpu.copy_smem_to_gmem(
+            buffers.values.at[pl.ds(row, count)],
+            context.output.at[pl.ds(first + row, count), columns],
+        )
+
+    def copy_block() -> None:
+        copy_rows(row, BLOCK_ROWS)
+        layout = ROWS_LAYOUT.reduce(1)
+        rows = pl.ds(row, BLOCK_ROWS)
+        scales = plgpu.load(buffers.scales.at[rows], layout=layout, optimized=False)
+        store(output_scales.at[out_tile, pl.ds(first + row, BLOCK_ROWS)], scales)
+
+    def copy_row(row: jax.Array, _: None) -> None:
+        copy_rows(row, 1)
+        output_scales[out_tile, first + row] = buffers.scales[row]
+
+    jax.lax.cond(
+        end - begin == BLOCK_ROWS,
+        copy_block,
+        lambda: jax.lax.fori_loop(begin, jnp.maximum(begin, end), copy_row, None),
+    )
