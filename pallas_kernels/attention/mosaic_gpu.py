@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.mosaic_gpu_combine import combine
-from pallas_kernels.attention.mosaic_gpu_kernel import ROWS, Plan, attend, compute_dtype, stages
+from pallas_kernels.attention.mosaic_gpu_kernel import attend
+from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Plan, compute_dtype, stages
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Work, range_begin
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.attention.tiles import gpu_blocks

@@ -25,17 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work, copies
+from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Plan, arrays_of, scratch_types
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.mosaic_gpu import SHARED_MEMORY, store
+from pallas_kernels.mosaic_gpu import ROWS_LAYOUT, store
 
-ROWS = 64
-"""Query rows of a warpgroup: M of a wgmma."""
-OTHER_SHARED_MEMORY = 512
-"""Bytes for barriers."""
-ALIGNMENT = 1024
-"""Of what is in shared memory."""
-MOST_STAGES = 8
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
 """The largest score of a row that has seen nothing; finite, so that differences are no NaN."""
@@ -44,58 +38,7 @@ FLOAT16_FACTOR = 16
 CONVERTED_COLUMNS = 64
 """Columns that a warpgroup converts at one time."""
 CLEARED_ROWS = 8
-CLEARED_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-"""How a warpgroup holds the part of a page that it clears at one time: 4 values a thread."""
-
-
-class Plan(NamedTuple):
-    """What is compiled.
-
-    Attributes:
-      warpgroups: that compute.
-      split_values: they share their rows.
-      ranges, lanes: blocks of threads.
-      scale: of the scores.
-      window: positions that a row sees, its own included; 0: all.
-      v_width: of the values; without pages of values they are the first elements of the keys.
-      heads: rows of a unit for each of its tokens.
-      p_in_registers: False for interpret mode, which knows wgmma only on shared memory.
-    """
-
-    warpgroups: int
-    split_values: bool
-    ranges: int
-    lanes: int
-    scale: float
-    window: int
-    v_width: int
-    heads: int
-    p_in_registers: bool
-
-    @property
-    def has_copier(self) -> bool:
-        """One more warpgroup does the copies; beside two, there are no registers for it."""
-        return self.warpgroups == 1
-
-    @property
-    def row_groups(self) -> int:
-        """64 rows each."""
-        return 1 if self.split_values else self.warpgroups
-
-    @property
-    def columns(self) -> int:
-        """Of the values, of one warpgroup."""
-        return self.v_width // self.warpgroups if self.split_values else self.v_width
-
-    @property
-    def positions(self) -> int:
-        """Of a step, of one warpgroup."""
-        return BLOCK // self.warpgroups if self.split_values else BLOCK
+"""Rows of a page that are cleared at one time, 64 columns of them: 4 values a thread."""
 
 
 class _Unit(NamedTuple):
@@ -118,32 +61,6 @@ class _State(NamedTuple):
     mixed: Any  # sum of exp2(score - largest) * value, [64, columns]
 
 
-def compute_dtype(pages_dtype: Any) -> Any:
-    """What is multiplied."""
-    if pages_dtype.itemsize == 2:
-        return pages_dtype
-    return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
-
-
-def stages(cache: Cache, plan: Plan) -> int:
-    """Steps that fit into shared memory beside everything else, `MOST_STAGES` at the most."""
-    dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
-    width = head_dim + (0 if cache.v_pages is None else plan.v_width)
-    room = SHARED_MEMORY - OTHER_SHARED_MEMORY - plan.row_groups * ROWS * head_dim * 2
-    if dtype.itemsize == 1:
-        room -= BLOCK * width * 2
-    if plan.split_values or not plan.p_in_registers:
-        room -= plan.row_groups * ROWS * BLOCK * 2
-    if plan.split_values:
-        room -= ALIGNMENT
-    for depth in range(MOST_STAGES, 0, -1):
-        scales = -(-depth * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
-        scales *= 1 if cache.v_pages is None else 2
-        if depth * BLOCK * width * dtype.itemsize + scales <= room:
-            return depth
-    return 0
-
-
 def attend(
     queries: Float[Array, "units lanes rows head_dim"],
     cache: Cache,
@@ -163,33 +80,8 @@ def attend(
       begins, if part of it is in the range before, at 2 * c + 1 that of the last one, if more of it
       is in the next range.
     """
-    units, lanes, rows, head_dim = queries.shape
-    dtype, page_size = cache.k_pages.dtype, cache.k_pages.shape[2]
-    arrays: dict[str, Array] = {
-        name.removesuffix("_pages"): array
-        for name, array in cache._asdict().items()
-        if isinstance(array, jax.Array)
-    }
-    depth = stages(cache, plan)
-    scratch: dict[str, Any] = {
-        name + "_smem": plgpu.SMEM((depth, BLOCK, *array.shape[3:]), array.dtype)
-        for name, array in arrays.items()
-    }
-    scratch |= {
-        "q_smem": plgpu.SMEM((plan.row_groups, ROWS, head_dim), queries.dtype),
-        "q_loaded": plgpu.Barrier(num_barriers=plan.row_groups),
-        "loaded": plgpu.Barrier(num_barriers=depth, num_arrivals=len(arrays) * copies(page_size)),
-        "released": plgpu.Barrier(num_barriers=depth, num_arrivals=plan.warpgroups),
-        "met": plgpu.Barrier(num_arrivals=plan.warpgroups),
-    }
-    if dtype.itemsize == 1:
-        scratch["k_converted"] = plgpu.SMEM((1, BLOCK, head_dim), queries.dtype)
-        if "v" in arrays:
-            scratch["v_converted"] = plgpu.SMEM((1, BLOCK, plan.v_width), queries.dtype)
-    if plan.split_values or not plan.p_in_registers:
-        scratch["p_smem"] = plgpu.SMEM((plan.row_groups * ROWS, BLOCK), queries.dtype)
-    if plan.split_values:
-        scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
+    units, lanes, rows, _ = queries.shape
+    arrays = arrays_of(cache)
     pieces = 2 * plan.ranges
     kernel = plgpu.kernel(
         functools.partial(_body, plan=plan, names=tuple(arrays)),
@@ -200,7 +92,7 @@ def attend(
             jax.ShapeDtypeStruct((pieces, lanes, rows, plan.v_width), jnp.float32),
             jax.ShapeDtypeStruct((pieces, lanes, rows), jnp.float32),
         ),
-        scratch_types=scratch,
+        scratch_types=scratch_types(cache, plan, queries.dtype),
         grid=(plan.ranges, plan.lanes),
         grid_names=("range", "lane"),
         num_threads=plan.warpgroups + plan.has_copier,
@@ -444,10 +336,10 @@ class _Warpgroup:
             position = (
                 first
                 + row
-                + plgpu.broadcasted_iota(jnp.int32, (CLEARED_ROWS, ROWS), 0, layout=CLEARED_LAYOUT)
+                + plgpu.broadcasted_iota(jnp.int32, (CLEARED_ROWS, ROWS), 0, layout=ROWS_LAYOUT)
             )
             seen = (position <= unit.last) & (position >= window_start)
-            kept = plgpu.load(place, layout=CLEARED_LAYOUT, optimized=False)
+            kept = plgpu.load(place, layout=ROWS_LAYOUT, optimized=False)
             store(place, jnp.where(seen, kept, jnp.zeros((), kept.dtype)))
 
         def clear_all() -> None:

@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
 
-from pallas_kernels.attention import mosaic_gpu, mosaic_gpu_kernel, reference, tiles
+from pallas_kernels.attention import mosaic_gpu, mosaic_gpu_plan, reference, tiles
 from pallas_kernels.attention.mosaic_gpu_kernel import _Warpgroup
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes
@@ -95,7 +95,7 @@ def races(run):
 )
 def test_a_wait_that_is_left_out_is_a_race(wait, sizes, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETED_BLOCKS", 1)
-    monkeypatch.setattr(mosaic_gpu_kernel, "MOST_STAGES", 2)
+    monkeypatch.setattr(mosaic_gpu_plan, "MOST_STAGES", 2)
     suite = TestMosaicGpu()
     case = suite.case(sizes, [(10 * suite.page_size, 1), (10 * suite.page_size, 1)])
     if wait is not None:

@@ -1,0 +1,130 @@
+"""What the Hopper kernel of paged attention is compiled for, and what shared memory it takes.
+
+Called by `mosaic_gpu.py`, which makes the plans, and by the kernel. Knows nothing of what that
+computes.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, copies
+from pallas_kernels.attention.reference import Cache
+from pallas_kernels.mosaic_gpu import SHARED_MEMORY
+
+ROWS = 64
+"""Query rows of a warpgroup: M of a wgmma."""
+OTHER_SHARED_MEMORY = 512
+"""Bytes for barriers."""
+ALIGNMENT = 1024
+"""Of what is in shared memory."""
+MOST_STAGES = 8
+
+
+class Plan(NamedTuple):
+    """What is compiled.
+
+    Attributes:
+      warpgroups: that compute.
+      split_values: they share their rows.
+      ranges, lanes: blocks of threads.
+      scale: of the scores.
+      window: positions that a row sees, its own included; 0: all.
+      v_width: of the values; without pages of values they are the first elements of the keys.
+      heads: rows of a unit for each of its tokens.
+      p_in_registers: False for interpret mode, which knows wgmma only on shared memory.
+    """
+
+    warpgroups: int
+    split_values: bool
+    ranges: int
+    lanes: int
+    scale: float
+    window: int
+    v_width: int
+    heads: int
+    p_in_registers: bool
+
+    @property
+    def has_copier(self) -> bool:
+        """One more warpgroup does the copies; beside two, there are no registers for it."""
+        return self.warpgroups == 1
+
+    @property
+    def row_groups(self) -> int:
+        """64 rows each."""
+        return 1 if self.split_values else self.warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Of the values, of one warpgroup."""
+        return self.v_width // self.warpgroups if self.split_values else self.v_width
+
+    @property
+    def positions(self) -> int:
+        """Of a step, of one warpgroup."""
+        return BLOCK // self.warpgroups if self.split_values else BLOCK
+
+
+def compute_dtype(pages_dtype: Any) -> Any:
+    """What is multiplied."""
+    if pages_dtype.itemsize == 2:
+        return pages_dtype
+    return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
+
+
+def stages(cache: Cache, plan: Plan) -> int:
+    """Steps that fit into shared memory beside everything else, `MOST_STAGES` at the most."""
+    dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
+    width = head_dim + (0 if cache.v_pages is None else plan.v_width)
+    room = SHARED_MEMORY - OTHER_SHARED_MEMORY - plan.row_groups * ROWS * head_dim * 2
+    if dtype.itemsize == 1:
+        room -= BLOCK * width * 2
+    if plan.split_values or not plan.p_in_registers:
+        room -= plan.row_groups * ROWS * BLOCK * 2
+    if plan.split_values:
+        room -= ALIGNMENT
+    for depth in range(MOST_STAGES, 0, -1):
+        scales = -(-depth * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
+        scales *= 1 if cache.v_pages is None else 2
+        if depth * BLOCK * width * dtype.itemsize + scales <= room:
+            return depth
+    return 0
+
+
+def arrays_of(cache: Cache) -> dict[str, jax.Array]:
+    """The arrays of pages and of scales that there are: "k", "v", "k_scales", "v_scales"."""
+    return {
+        name.removesuffix("_pages"): array
+        for name, array in cache._asdict().items()
+        if isinstance(array, jax.Array)
+    }
+
+
+def scratch_types(cache: Cache, plan: Plan, queries_dtype: Any) -> dict[str, Any]:
+    """The shared memory and the barriers of a block, by the names that the kernel has for them."""
+    dtype, page_size, head_dim = cache.k_pages.dtype, *cache.k_pages.shape[2:]
+    arrays = arrays_of(cache)
+    depth = stages(cache, plan)
+    scratch: dict[str, Any] = {
+        name + "_smem": plgpu.SMEM((depth, BLOCK, *array.shape[3:]), array.dtype)
+        for name, array in arrays.items()
+    }
+    scratch |= {
+        "q_smem": plgpu.SMEM((plan.row_groups, ROWS, head_dim), queries_dtype),
+        "q_loaded": plgpu.Barrier(num_barriers=plan.row_groups),
+        "loaded": plgpu.Barrier(num_barriers=depth, num_arrivals=len(arrays) * copies(page_size)),
+        "released": plgpu.Barrier(num_barriers=depth, num_arrivals=plan.warpgroups),
+        "met": plgpu.Barrier(num_arrivals=plan.warpgroups),
+    }
+    if dtype.itemsize == 1:
+        scratch["k_converted"] = plgpu.SMEM((1, BLOCK, head_dim), queries_dtype)
+        if "v" in arrays:
+            scratch["v_converted"] = plgpu.SMEM((1, BLOCK, plan.v_width), queries_dtype)
+    if plan.split_values or not plan.p_in_registers:
+        scratch["p_smem"] = plgpu.SMEM((plan.row_groups * ROWS, BLOCK), queries_dtype)
+    if plan.split_values:
+        scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
+    return scratch
