@@ -10,32 +10,37 @@ from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.gpu_resources import Case
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 64
-DRAFT_TOKENS = 4
-"""Of every sequence, in the batches that verify drafts."""
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 """Of keys and values."""
+WHOLE_MODELS = ("step3", "deepseek-v3", "qwen3-235b")
+DRAFT_TOKENS = (2, 4, 8)
+"""Of every sequence, in the batches that verify drafts."""
+CHUNK_SEQUENCES, CHUNK_TOKENS = 4, 512
+"""Of a batch of prefill chunks."""
 
 
 def cases() -> list[Case]:
-    """The named shapes in all formats, one token a sequence and several."""
+    """Decode steps of the named shapes in all formats, and larger batches of whole models."""
+    decode = [(name, SEQUENCES, 1) for name in SHAPES]
+    verify = [(name, SEQUENCES, tokens) for name in WHOLE_MODELS for tokens in DRAFT_TOKENS]
+    prefill = [(name, CHUNK_SEQUENCES, CHUNK_TOKENS) for name in WHOLE_MODELS]
     return [
-        batch(name, kv_format, tokens)
-        for tokens in (1, DRAFT_TOKENS)
-        for name in SHAPES
+        batch(name, kv_format, sequences, tokens)
+        for name, sequences, tokens in (*decode, *verify, *prefill)
         for kv_format in FORMATS
     ]
 
 
-def batch(name: str, kv_format: str, tokens: int) -> Case:
-    """`SEQUENCES` sequences of `KV_LENGTH` tokens, `tokens` queries each."""
+def batch(name: str, kv_format: str, sequences: int, tokens: int) -> Case:
+    """Sequences of `KV_LENGTH` tokens, `tokens` queries each."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
     pages_per_sequence = KV_LENGTH // PAGE_SIZE
-    pages, scales = page_shapes(shape, dtype, SEQUENCES * pages_per_sequence, PAGE_SIZE)
-    rows = SEQUENCES * tokens
+    pages, scales = page_shapes(shape, dtype, sequences * pages_per_sequence, PAGE_SIZE)
+    rows = sequences * tokens
     queries = jax.ShapeDtypeStruct((rows, shape.q_heads, shape.head_dim), jnp.bfloat16)
     where = tuple(
         jax.ShapeDtypeStruct(size, jnp.int32)
-        for size in ((SEQUENCES, pages_per_sequence), (rows,), (rows,))
+        for size in ((sequences, pages_per_sequence), (rows,), (rows,))
     )
     kind = "decode" if tokens == 1 else f"{tokens} tokens"
     function = functools.partial(attend, shape)
