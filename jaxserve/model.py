@@ -5,6 +5,7 @@ A block is an nnx module; inside a program it holds one device's slices.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,7 @@ class ModelTemplates:
             dtype,
             weight_format(deployment.ffn.weights, config),
             shards(meshes.ffn, meshes.ffn_rules),
+            expert_rows(deployment, config),
         )
         self.embedding = Template(functools.partial(Embedding, config, dtype))
         self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
@@ -168,6 +170,23 @@ def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
         return "fp8_block"
     formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8"}
     return formats.get(wanted, "plain")
+
+
+def expert_rows(deployment: Deployment, config: ModelConfig) -> Literal["fp8", "int8"] | None:
+    """What routed experts quantise their rows to in blocks.
+
+    Raises:
+      ConfigError: their weights are not in 8 bits.
+    """
+    if deployment.ffn.expert_rows == "auto":
+        return None
+    weights = weight_format(deployment.ffn.weights, config)
+    if weights == "plain":
+        raise ConfigError(
+            f"ffn.expert_rows = {deployment.ffn.expert_rows} needs 8-bit weights, ffn.weights is "
+            f"{deployment.ffn.weights}"
+        )
+    return "int8" if weights == "int8" else "fp8"
 
 
 def check_layout(config: ModelConfig, deployment: Deployment) -> None:

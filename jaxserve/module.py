@@ -36,11 +36,14 @@ class Formats:
       dtype: of activations, norms and everything that is not quantised.
       weights: of the matrices that `matrix` makes.
       shards: into how many parts the role's mesh cuts a dimension, by its name; missing: one.
+      expert_rows: what routed experts quantise their rows to in blocks; None: as `grouped_matmul`
+        does it.
     """
 
     dtype: jnp.dtype
     weights: WeightFormat = "plain"
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    expert_rows: Literal["fp8", "int8"] | None = None
 
 
 class Weight(nnx.Param):

@@ -55,6 +55,10 @@ class FFNRole(_Section, frozen=True):
     """Tensor parallelism: every expert's d_ff is divided over this axis."""
     weights: Weights = "auto"
     """Format of the role's matrices, in colocated mode too."""
+    expert_rows: Literal["auto", "blocks"] = "auto"
+    """What the routed experts' weights in 8 bits multiply. `auto`: FP8 the rows as they are, INT8
+    rows in INT8 with a scale each; `blocks`: rows and hidden rows in the format of the weights,
+    with a scale for every 128 columns. Not on TPUs."""
     memory_gb: Gigabytes = 0.0
     """Likewise; in colocated mode `attention.memory_gb` counts."""
 

@@ -23,6 +23,7 @@ class Experts(nnx.Module):
         of the axes that split them.
       down: [experts, d_model, expert_d_ff].
       local: experts of one layer on one device.
+      row_format: as `grouped_swiglu` takes it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Experts(nnx.Module):
         expert_ranks, tensor_ranks = ranks
         experts = physical_experts(config.experts, expert_ranks)
         self.local = experts // expert_ranks
+        self.row_format = formats.expert_rows
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
         self.up = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
@@ -61,6 +63,6 @@ class Experts(nnx.Module):
         order = jnp.argsort(group, stable=True)
         sizes = jnp.bincount(group, length=groups).astype(jnp.int32)
         rows = x[order // top_k]
-        out = grouped_swiglu(rows, gate, up, down, sizes)
+        out = grouped_swiglu(rows, gate, up, down, sizes, row_format=self.row_format)
         out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
         return jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)

@@ -9,7 +9,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.engine.build import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
-from jaxserve.model import ModelTemplates, check_layout
+from jaxserve.model import ModelTemplates, check_layout, expert_rows
 from jaxserve.pipeline.plan import FROM_DEVICE, Bucket, SequenceRow, StepPlan
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
@@ -170,6 +170,19 @@ class TestLayoutsThatDoNotFit:
         with pytest.raises(ConfigError) as error:
             self.check(**overrides)
         assert str(error.value).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("weights", "rows"), [("fp8", "fp8"), ("int8", "int8"), ("auto", None), ("bfloat16", None)]
+    )
+    def test_rows_of_experts_in_blocks_need_weights_in_eight_bits(self, weights, rows):
+        config = step3_config(self.SIZES.config())
+        overrides = {"ffn.expert_rows": "blocks", "ffn.weights": weights}
+        deployment = load_deployment(REPOSITORY, overrides)
+        if rows is not None:
+            assert expert_rows(deployment, config) == rows
+            return
+        with pytest.raises(ConfigError, match=f"expert_rows = blocks .* ffn.weights is {weights}"):
+            expert_rows(deployment, config)
 
     def test_d_model(self):
         sizes = TinyStep3(hidden_size=49, num_attention_heads=6)

@@ -11,6 +11,7 @@ from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.ffn.experts import Experts
 from jaxserve.ffn.placement import physical_experts
 from jaxserve.module import Formats
+from pallas_kernels.grouped_matmul import grouped_swiglu
 from tests.reference.tiny_step3 import TinyStep3
 
 D_MODEL, D_FF, EXPERTS = 16, 10, 7
@@ -151,3 +152,21 @@ def test_experts_of_several_layers_in_one_row(layer, rank):
     found = together(*rows, jnp.int32(rank), jnp.int32(layer))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(alone))
     assert np.any(np.asarray(alone))
+
+
+@pytest.mark.parametrize(("stored", "row_format"), [("fp8", "fp8"), ("int8", "int8")])
+def test_rows_in_blocks(stored, row_format):
+    """As `grouped_swiglu` computes one expert's rows; and the option does change something."""
+    dtype = jnp.dtype(jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, D_MODEL)), jnp.float32)
+    experts, gates = jnp.full((5, 1), 3), jnp.full((5, 1), 0.5)
+    outputs = {}
+    for expert_rows in (None, row_format):
+        formats = Formats(dtype, stored, expert_rows=expert_rows)
+        module = Experts(CONFIG, (1, 1), formats, nnx.Rngs(0))
+        outputs[expert_rows] = np.asarray(module(x, experts, gates, 0))
+    matrices = [getattr(module, name)[...] for name in ("gate", "up", "down")]
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[3].set(5)
+    expected = grouped_swiglu(x, *matrices, sizes, row_format=row_format)
+    np.testing.assert_array_equal(outputs[row_format], 0.5 * np.asarray(expected))
+    assert not np.array_equal(outputs[None], outputs[row_format])
