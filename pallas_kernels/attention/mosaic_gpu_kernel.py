@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Plan, arrays_of, scratch_types
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.mosaic_gpu import ROWS_LAYOUT, store
+from pallas_kernels.mosaic_gpu import store
 
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
@@ -37,8 +37,6 @@ FLOAT16_FACTOR = 16
 """What keys and values are multiplied by when they are converted to float16."""
 CONVERTED_COLUMNS = 64
 """Columns that a warpgroup converts at one time."""
-CLEARED_ROWS = 8
-"""Rows of a page that are cleared at one time, 64 columns of them: 4 values a thread."""
 
 
 class _Unit(NamedTuple):
@@ -327,29 +325,22 @@ class _Warpgroup:
         """What no row sees may be NaN, and 0 * NaN is NaN."""
         window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
         values = self._values(slot)
-        column_blocks = self.plan.v_width // ROWS
 
-        def clear(part: Any, _: None) -> None:
-            row = part // column_blocks * CLEARED_ROWS
-            columns = pl.ds(lax.rem(part, column_blocks) * ROWS, ROWS)
-            place = values.at[pl.ds(row, CLEARED_ROWS), columns]
-            position = (
-                first
-                + row
-                + plgpu.broadcasted_iota(jnp.int32, (CLEARED_ROWS, ROWS), 0, layout=ROWS_LAYOUT)
-            )
+        def clear() -> None:
+            position = first + _iota((BLOCK, ROWS), 0)
             seen = (position <= unit.last) & (position >= window_start)
-            kept = plgpu.load(place, layout=ROWS_LAYOUT, optimized=False)
-            store(place, jnp.where(seen, kept, jnp.zeros((), kept.dtype)))
 
-        def clear_all() -> None:
-            lax.fori_loop(0, BLOCK // CLEARED_ROWS * column_blocks, clear, None)
+            def clear_columns(index: Any, _: None) -> None:
+                part = values.at[:, pl.ds(index * ROWS, ROWS)]
+                part[...] = jnp.where(seen, part[...], jnp.zeros((), part.dtype))
+
+            lax.fori_loop(0, self.plan.v_width // ROWS, clear_columns, None)
             plgpu.commit_smem()
 
         @pl.when((first + BLOCK > unit.last + 1) | (first < window_start))
         def _() -> None:
             self._meet_others()  # Shares of other warpgroups are converted.
-            pl.when(self.leads)(clear_all)
+            pl.when(self.leads)(clear)
             self._meet_others()
 
     def _seen(self, unit: _Unit, first: Any) -> Any:

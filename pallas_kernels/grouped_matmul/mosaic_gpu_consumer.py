@@ -12,13 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    ROWS_LAYOUT,
     Context,
     Epilogue,
     Ref,
     Tile,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
-from pallas_kernels.mosaic_gpu import ROWS_LAYOUT
 
 Products = tuple[jax.Array, ...]
 

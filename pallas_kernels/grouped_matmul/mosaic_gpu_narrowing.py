@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Narrowing, Tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import ROWS_LAYOUT, Context, Narrowing, Tile
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
-from pallas_kernels.mosaic_gpu import ROWS_LAYOUT, store
+from pallas_kernels.mosaic_gpu import store
 
 SMALLEST_SCALE = 2.0**-100
 """Rows that would have a smaller one are zeros, with the scale 1."""

@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+
+ROWS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 64), (2, 64), (4,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+"""How a warpgroup holds 8 rows: 2 of them a warp, 4 of 64 columns a thread."""
 
 SPARE_SCALES = 256
 """At the end of a row of scales: the last tile reads as many as it has rows."""
