@@ -14,7 +14,8 @@ sums are int32, and the product of both scales is what they are multiplied by.
 scale for each row and 128 of d_in (`ROW_BLOCK`). Sums over 128 of d_in are FP32 or int32; they are
 multiplied by the scales of both factors and added up in FP32. In `grouped_swiglu` the hidden rows
 are quantised like that as well, from FP32, in the epilogue of the product that makes them: 128
-columns are what one tile of a kernel has, and the whole row is not. TPUs do not have it.
+columns are what one tile of a kernel has, and the whole row is not. Of TPUs, only v7x has it in
+FP8.
 
 On Hopper GPUs the reference, which is slow there, runs what their kernel does not cover: FP32 rows,
 widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import ROW_BLOCK
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.target import current_target
 
 RowFormat = Literal["fp8", "int8"]
 
@@ -58,10 +59,9 @@ def grouped_matmul(
     _check_row_format(row_format, weights=weights)
     target = current_target()
     if target.backend == "mosaic_tpu":
-        _refuse_row_format(row_format, target)
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
-        return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target)
+        return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
     if target.backend == "mosaic_gpu":
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
@@ -107,11 +107,10 @@ def grouped_swiglu(
     )
     target = current_target()
     if target.backend == "mosaic_tpu":
-        _refuse_row_format(row_format, target)
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_swiglu(
-            rows, gate_weights, up_weights, down_weights, group_sizes, target
+            rows, gate_weights, up_weights, down_weights, group_sizes, target, row_format
         )
     if target.backend == "mosaic_gpu":
         from pallas_kernels.grouped_matmul import mosaic_gpu
@@ -168,12 +167,3 @@ def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> 
                 f"{name} has blocks of {block_in} of d_in; with row_format they need to be all of "
                 f"{array.shape[2]} or a multiple of {ROW_BLOCK}"
             )
-
-
-def _refuse_row_format(row_format: str | None, target: Target) -> None:
-    if row_format is not None:
-        raise NotImplementedError(
-            f"there is no row_format {row_format!r} on {target.device_kind}: leave it None, and "
-            "FP8 weights are multiplied by the rows as they are, INT8 weights by INT8 rows with a "
-            "scale a row"
-        )

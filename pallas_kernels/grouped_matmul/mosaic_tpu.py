@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
     Pieces,
@@ -33,8 +34,11 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     plan_call,
     plan_visits,
 )
+from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
-from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
+from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
+from pallas_kernels.quantize.api import Format
+from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
@@ -47,9 +51,11 @@ def grouped_matmul(
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
+    row_format: Format | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
-    return _grouped_products(rows, (weights,), group_sizes, rows.dtype, target)
+    factor = _in_blocks(rows, row_format, target) if row_format else rows
+    return _grouped_products(factor, (weights,), group_sizes, rows.dtype, target)
 
 
 def grouped_swiglu(
@@ -59,18 +65,36 @@ def grouped_swiglu(
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
+    row_format: Format | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
+    factor = _in_blocks(rows, row_format, target) if row_format else rows
+    hidden: Any
     if _same_format(gate_weights, up_weights):
         pair = (gate_weights, up_weights)
-        hidden = _grouped_products(rows, pair, group_sizes, rows.dtype, target)
+        hidden = _grouped_products(factor, pair, group_sizes, rows.dtype, target, row_format)
     else:
         gate, up = (
-            _grouped_products(rows, (weights,), group_sizes, jnp.float32, target)
+            _grouped_products(factor, (weights,), group_sizes, jnp.float32, target)
             for weights in (gate_weights, up_weights)
         )
-        hidden = _swiglu(gate, up).astype(rows.dtype)
+        hidden = _swiglu(gate, up)
+        hidden = _in_blocks(hidden, row_format, target) if row_format else hidden.astype(rows.dtype)
     return _grouped_products(hidden, (down_weights,), group_sizes, rows.dtype, target)
+
+
+def _in_blocks(rows: Array, row_format: Format, target: Target) -> QuantArray:
+    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns.
+
+    Raises:
+      NotImplementedError: the device does not multiply such numbers.
+    """
+    if row_format == "fp8" and "7" not in target.device_kind:
+        raise NotImplementedError(
+            f"{target.device_kind} multiplies no float8_e4m3fn by itself: leave row_format None, "
+            "and FP8 weights are multiplied by the rows as they are; or use INT8 weights"
+        )
+    return quantize_weight(rows, row_format, (1, ROW_BLOCK))
 
 
 class _Inputs(NamedTuple):
@@ -79,7 +103,8 @@ class _Inputs(NamedTuple):
     Attributes:
       visits: in SMEM.
       rows: [rows, d_in]; the ref [tile_rows, d_in].
-      row_scales: of INT8 rows: one array [rows, 1]; the ref [tile_rows, 1].
+      row_scales: of rows in 8 bits: one array [rows, 1], or [rows, blocks of ROW_BLOCK]; the ref
+        [tile_rows, _].
       weights: one or two arrays [groups, d_out, d_in], in HBM.
       scales: for each of them, if quantised, as `arrange_scales` gives them.
     """
@@ -97,39 +122,57 @@ class _Call(NamedTuple):
     Attributes:
       inputs: the structure of `_Inputs`.
       column_tiles: how many tiles of weights a group has.
-      by_column, block_in: of the scales.
+      blocks: of scales.
+      quantised: the result is in 8 bits.
     """
 
     plan: Plan
     inputs: Any
     column_tiles: int
-    by_column: bool
-    block_in: int
+    blocks: Blocks
+    quantised: bool
 
 
 def _grouped_products(
-    rows: Array,
+    factor: Array | QuantArray,
     weights: tuple[Weights, ...],
     group_sizes: Array,
     out_dtype: DTypeLike,
     target: Target,
-) -> Array:
-    """Rows times one weight, or SwiGLU of two of the same format; the result as `out_dtype`."""
-    if rows.dtype not in (jnp.bfloat16, jnp.float32):
+    out_format: Format | None = None,
+) -> Any:
+    """Rows times one weight, or SwiGLU of two of the same format.
+
+    Args:
+      factor: the rows, floats, or in 8 bits in blocks of `ROW_BLOCK`.
+      out_dtype: of the result.
+      out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
+    """
+    row_scales: tuple[Array, ...] = ()
+    rows: Array
+    if isinstance(factor, QuantArray):
+        rows, row_scales = factor.values, (factor.scales,)
+    else:
+        rows = factor
+    if not row_scales and rows.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows is {rows.dtype}, on TPU use bfloat16 or float32")
     count, d_in = rows.shape
     _, d_out, _ = weights[0].shape
     if 0 in (count, d_out):
-        return jnp.zeros((count, d_out), out_dtype)
-    row_scales: tuple[Array, ...] = ()
-    if weights[0].dtype == jnp.int8:
+        empty = jnp.zeros((count, d_out), out_dtype)
+        return quantize_weight(empty, out_format, (1, ROW_BLOCK)) if out_format else empty
+    if out_format:
+        out_dtype = jnp.int8 if out_format == "int8" else jnp.float8_e4m3fn
+    in_blocks = bool(row_scales)
+    if weights[0].dtype == jnp.int8 and not in_blocks:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
-    format = _format(values[0].dtype, block_in < d_in)
+    product_in = min(ROW_BLOCK, d_in) if in_blocks else block_in
+    format = _format(values[0].dtype, in_blocks, product_in < d_in)
     tiles, steps = tpu_tiles(target.device_kind, len(weights), (d_in, d_out), format)
     plan = plan_call(
         tiles,
@@ -146,15 +189,28 @@ def _grouped_products(
     column_tiles = d_out // plan.tile_columns
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
     scales_block = _block(lambda n, v, visits: (visits.group[v], n, 0, 0))
-    out_block = _block(lambda n, v, visits: (visits.tile[v], n))
-    return pl.pallas_call(
-        partial(_kernel, _Call(plan, structure, column_tiles, by_column, block_in)),
+    out_specs = [
+        pl.BlockSpec(
+            (plan.tile_rows, plan.tile_columns), _block(lambda n, v, visits: (visits.tile[v], n))
+        )
+    ]
+    out_shape = [_varying_shape((count, d_out), out_dtype, leaves)]
+    if out_format:
+        # A tile's scales together, as a block has to have all of the last axis.
+        units = pl.cdiv(plan.tile_columns, ROW_BLOCK)
+        place = _block(lambda n, v, visits: (n, visits.tile[v], 0))
+        out_specs.append(pl.BlockSpec((1, plan.tile_rows, units), place))
+        out_shape.append(_varying_shape((column_tiles, count, units), jnp.float32, leaves))
+    blocks = Blocks(by_column, block_in, product_in)
+    call = _Call(plan, structure, column_tiles, blocks, out_format is not None)
+    out, *out_scales = pl.pallas_call(
+        partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=(column_tiles, visit_count),
             in_specs=[
                 pl.BlockSpec((plan.tile_rows, d_in), rows_block),
-                *[pl.BlockSpec((plan.tile_rows, 1), rows_block) for _ in row_scales],
+                *[pl.BlockSpec((plan.tile_rows, s.shape[1]), rows_block) for s in row_scales],
                 *[pl.BlockSpec(memory_space=pl.ANY) for _ in values],
                 *[
                     pl.BlockSpec(
@@ -163,26 +219,32 @@ def _grouped_products(
                     for array in inputs.scales
                 ],
             ],
-            out_specs=pl.BlockSpec((plan.tile_rows, plan.tile_columns), out_block),
+            out_specs=out_specs,
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
                 *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
             ],
         ),
-        out_shape=_varying_shape((count, d_out), out_dtype, leaves),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_bytes
         ),
         interpret=INTERPRET if target.interpret else False,
         name="grouped_swiglu" if len(values) == 2 else "grouped_matmul",
     )(*leaves)
+    if not out_format:
+        return out
+    return QuantArray(out, jnp.swapaxes(out_scales[0], 0, 1).reshape(count, -1), (1, ROW_BLOCK))
 
 
 def _kernel(call: _Call, *refs: Any) -> None:
     """One visit for one tile of columns."""
     plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
-    out, semaphores, *buffers = refs[call.inputs.num_leaves :]
-    # out: [tile_rows, tile_columns]; buffers: [2, tile_columns, d_in] for each weight
+    out, *others = refs[call.inputs.num_leaves :]
+    out_scales = others.pop(0) if call.quantised else None
+    semaphores, *buffers = others
+    # out: [tile_rows, tile_columns]; out_scales: [1, tile_rows, columns / ROW_BLOCK];
+    # buffers: [2, tile_columns, d_in] for each weight
     visits = inputs.visits
     n, v = pl.program_id(0), pl.program_id(1)
     before = jnp.maximum(v - 1, 0)
@@ -231,6 +293,8 @@ def _kernel(call: _Call, *refs: Any) -> None:
     @pl.when(new_tile)
     def zero() -> None:
         out[...] = jnp.zeros_like(out)
+        if out_scales is not None:
+            out_scales[...] = jnp.ones_like(out_scales)
 
     first, end = visits.start[v], visits.end[v]
     aligned = first // plan.alignment * plan.alignment
@@ -248,8 +312,8 @@ def _kernel(call: _Call, *refs: Any) -> None:
             )
             units = pl.ds(columns.start // LANES, pl.cdiv(columns.size, LANES))
             products = [
-                _product(
-                    call,
+                product(
+                    call.blocks,
                     inputs.rows.at[part],
                     buffer.at[position % 2, columns],
                     *(scales.at[0, units] for scales in inputs.scales[i : i + 1]),
@@ -258,6 +322,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
                 for i, buffer in enumerate(buffers)
             ]
             result = _swiglu(*products) if len(products) == 2 else products[0]
+            if out_scales is not None:
+                store_quantised(result, owned, out, out_scales, part, columns)
+                return
             out[part, columns] = jnp.where(owned, result.astype(out.dtype), out[part, columns])
 
         for_pieces(multiply)
@@ -279,42 +346,6 @@ def wait(copies: list[Any]) -> None:
         copy.wait()
 
 
-def _product(
-    call: _Call, rows: Any, weight: Any, scales: Any = None, *, row_scales: list[Array]
-) -> Array:
-    """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns]."""
-    if scales is None:
-        return _dot(rows[...], weight[...])
-    d_in, columns = rows.shape[1], weight.shape[0]
-    units = scales.shape[0]
-    sums = []
-    for index, first in enumerate(range(0, d_in, call.block_in)):
-        block = slice(first, min(first + call.block_in, d_in))
-        place = (index, slice(None)) if call.by_column else (0, slice(index, index + 1))
-        of_units = [
-            jnp.broadcast_to(scales[unit, *place].reshape(1, -1), (1, columns // units))
-            for unit in range(units)
-        ]
-        scale = jnp.concatenate(of_units, axis=1)
-        for scale_of_row in row_scales:
-            scale = scale_of_row * scale
-        product = _dot(rows[:, block], from_bits(weight[:, block])).astype(jnp.float32)
-        sums.append(product * scale)
-    return sum(sums[1:], start=sums[0])
-
-
-def _dot(rows: Array, weights: Array) -> Array:
-    """[rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
-    full = rows.dtype == jnp.float32
-    return lax.dot_general(
-        rows,
-        weights.astype(rows.dtype) if full else weights,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if full else None,
-        preferred_element_type=jnp.int32 if rows.dtype == jnp.int8 else jnp.float32,
-    )
-
-
 def _swiglu(gate: Array, up: Array) -> Array:
     return gate * (1 / (1 + jnp.exp(-gate))) * up
 
@@ -325,10 +356,11 @@ def _same_format(a: Weights, b: Weights) -> bool:
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
 
 
-def _format(dtype: DTypeLike, blocks: bool) -> str:
-    """Of weights, as tiles know it."""
+def _format(dtype: DTypeLike, rows: bool, blocks: bool) -> str:
+    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it."""
     fp8 = dtype in (jnp.float8_e4m3fn, jnp.uint8)
-    return ("fp8" if fp8 else jnp.dtype(dtype).name) + (" blocks" if blocks else "")
+    name = "fp8" if fp8 else jnp.dtype(dtype).name
+    return name + (" rows" if rows else "") + (" blocks" if blocks else "")
 
 
 def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -230,14 +230,10 @@ class GroupedMatmulSuite:
         assert np.all(np.abs(output - expected) <= tolerance * scale)
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
-    def row_format_or_refusal(self, function, row_format, *arguments):
-        """The output; None if it is right that the backend has no such thing."""
+    def with_row_format(self, function, row_format, *arguments):
+        """The output."""
         with use_target(self.target):
             compiled = jax.jit(fresh(functools.partial(function, row_format=row_format)))
-            if self.target.backend == "mosaic_tpu":
-                with pytest.raises(NotImplementedError, match="leave it None"):
-                    compiled(*arguments)
-                return None
             return np.asarray(compiled(*arguments), np.float64)
 
     @pytest.mark.parametrize(
@@ -261,9 +257,7 @@ class GroupedMatmulSuite:
         rows = rows.astype(dtype)
         kind = "int8" if format.startswith("int8") else "fp8"
         arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.row_format_or_refusal(grouped_matmul, kind, *arguments)
-        if output is None:
-            return
+        output = self.with_row_format(grouped_matmul, kind, *arguments)
         expected = by_group_numpy(
             rows, sizes, self.d_out, functools.partial(weights.product, row_format=kind)
         )
@@ -292,9 +286,7 @@ class GroupedMatmulSuite:
             return down.product(hidden, group, kind)
 
         arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.row_format_or_refusal(grouped_swiglu, kind, *arguments)
-        if output is None:
-            return
+        output = self.with_row_format(grouped_swiglu, kind, *arguments)
         expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
         # A hidden value near the middle of two roundings may go to either.
         scale = np.abs(expected).max(axis=1, keepdims=True)

@@ -8,12 +8,13 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul import mosaic_tpu
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_tpu
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
-from pallas_kernels.target import Target
+from pallas_kernels.quantize import QuantArray
+from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 
-TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
+TARGET = Target("mosaic_tpu", "TPU7 of this test", interpret=True)
 # Several tiles of everything, in the sizes of the suite.
 TILES = TpuTiles(
     tile_rows=48,
@@ -66,3 +67,13 @@ def test_a_dropped_wait_is_noticed(monkeypatch):
     assert not race_is_reported(*arguments)
     monkeypatch.setattr(mosaic_tpu, "wait", lambda copies: None)
     assert race_is_reported(*arguments)
+
+
+@pytest.mark.parametrize("function", [grouped_matmul, grouped_swiglu])
+def test_rows_in_fp8_are_for_v7x(function):
+    weights = QuantArray(jnp.zeros((2, 128, 128), jnp.float8_e4m3fn), jnp.ones((2, 128, 1)), (1, 0))
+    count = 1 if function is grouped_matmul else 3
+    arguments = (jnp.zeros((8, 128)), *[weights] * count, jnp.asarray([3, 4], jnp.int32))
+    with use_target(Target("mosaic_tpu", "TPU v6 lite")):
+        with pytest.raises(NotImplementedError, match=r"TPU v6 lite .* leave row_format None"):
+            function(*arguments, row_format="fp8")

@@ -1,5 +1,6 @@
 """The TPU kernel at the sizes of real models, compiled for real topologies without a TPU."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -106,6 +107,21 @@ def test_swiglu_of_a_model(generation, name, tokens, format):
     assert "grouped_matmul" in text
     rows = arguments[0].shape[0] * (shape.d_model + shape.d_ff) * 2
     assert program.memory_analysis().temp_size_in_bytes < 2 * rows + 2**24
+
+
+@pytest.mark.parametrize(
+    ("generation", "format", "row_format"), [("v6e", "int8", "int8"), ("v7x", "fp8_block", "fp8")]
+)
+def test_rows_in_blocks(generation, format, row_format):
+    """Quantised in the epilogue: there are no hidden rows in BF16."""
+    shape = SHAPES["qwen3_235b_ep8"]
+    arguments = swiglu_arguments(shape, 64, format)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+    function = functools.partial(grouped_swiglu, row_format=row_format)
+    text = compiled(function, mesh_of(generation), arguments, specs).as_text()
+    hidden = {"int8": "s8", "fp8": "f8e4m3fn"}[row_format]
+    assert f"{hidden}[64,{shape.d_ff}]" in text
+    assert f"bf16[64,{shape.d_ff}]" not in text
 
 
 @pytest.mark.slow
