@@ -18,14 +18,14 @@ SPAN = {
     "v5e": (
         "step3 int8",
         "step3 bf16 4 tokens",
-        "qwen3-235b int8 8 tokens",
+        "qwen3-235b-tp4 int8 8 tokens",
         "deepseek-v3 bf16 chunk",
         "step3 int8 write",
         "deepseek-v3 bf16 write",
     ),
     "v6e": (
         "deepseek-v3 bf16",
-        "qwen3-235b bf16 2 tokens",
+        "qwen3-235b-tp4 bf16 2 tokens",
         "deepseek-v3-tp8 int8 8 tokens",
         "step3 int8 chunk",
         "deepseek-v3 bf16 inside",

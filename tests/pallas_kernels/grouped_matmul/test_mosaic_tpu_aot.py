@@ -84,14 +84,14 @@ def compiled(function, mesh, arguments, specs):
 @pytest.mark.parametrize(
     ("generation", "name", "tokens", "format"),
     [
-        ("v5e", "step3_2a2f", 2048, "bf16"),
+        pytest.param("v5e", "step3_2a2f", 2048, "bf16", marks=pytest.mark.slow),
         ("v5e", "qwen3_235b_ep8", 512, "int8"),
-        ("v6e", "step3_2a2f", 2048, "int8"),
+        pytest.param("v6e", "step3_2a2f", 2048, "int8", marks=pytest.mark.slow),
         ("v6e", "qwen3_235b", 128, "bf16"),
         ("v6e", "deepseek_v3_ep32", 2048, "fp8_block"),
-        ("v7x", "step3_2a2f_shared", 2048, "fp8"),
+        pytest.param("v7x", "step3_2a2f_shared", 2048, "fp8", marks=pytest.mark.slow),
         ("v7x", "step3", 8192, "bf16"),
-        ("v7x", "deepseek_v3", 512, "fp8_block"),
+        pytest.param("v7x", "deepseek_v3", 512, "fp8_block", marks=pytest.mark.slow),
         ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
         ("v7x", "qwen3_235b_ep8", 512, "int8"),
     ],
