@@ -105,6 +105,51 @@ def test_the_command_on_interpreted_kernels(tmp_path, capsys):
     assert len((tmp_path / "trials").read_text()) == count
 
 
+class Fake:
+    """A worker on a device where `rows` of 4 are the fastest, and 8 do not fit."""
+
+    def __init__(self, arguments):
+        tiles = {"rows": 1, "columns": 2}
+        entry = {"op": "attention", "default": tiles, "tiles": tiles, "choices": CHOICES}
+        self.about = {
+            "device_kind": "TPU v9",
+            "jax": "0.12",
+            "skipped": {"attention b": "no such format"},
+            "calls": {"call": entry | {"cases": ["attention a", "attention large"]}},
+        }
+
+    def attempt(self, label, tiles, limit):
+        if "large" in label:
+            return {"failed": "out of memory"}
+        cost = bowl(tiles["call"])
+        return {"seconds": cost} if tiles["call"]["rows"] < 8 else {"failed": "does not fit"}
+
+    def stop(self):
+        pass
+
+
+def test_what_is_better_is_written(tmp_path, monkeypatch, capsys):
+    """A size that fails as it is, is left out."""
+    monkeypatch.setattr(tune, "Worker", Fake)
+    settings = Settings(tmp_path / "trials", tmp_path, 10, 1000, False)
+    assert tune.tune_on_device(["attention"], None, settings) == 0
+    (entry,) = json.loads((tmp_path / "attention.json").read_text())["TPU v9"].values()
+    assert entry["tiles"] == {"rows": 4}
+    assert (entry["how"], entry["before"], entry["after"], entry["unit"]) == ("timed", 4, 1, "s")
+    shown = capsys.readouterr().out
+    assert "attention b: skipped: no such format" in shown
+    assert "{'rows': 8}: does not fit" in shown
+    assert "attention large {}: out of memory" in shown
+
+
+def test_a_search_without_time_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "Worker", Fake)
+    settings = Settings(tmp_path / "trials", tmp_path, 10, 5, False)
+    assert tune.tune_on_device(["attention"], None, settings) == 1
+    assert "time is up: the same command goes on from" in capsys.readouterr().out
+    assert not (tmp_path / "attention.json").exists()
+
+
 def test_on_a_cpu_there_is_nothing_to_tune(tmp_path, capsys):
     arguments = ["--tune", "--op", "attention", "--case", "step3"]
     assert bench.main([*arguments, "--trials", str(tmp_path / "trials")]) == 1
