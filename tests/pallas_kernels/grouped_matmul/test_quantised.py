@@ -278,7 +278,7 @@ class TestRowFormat:
             ("int8", ("fp8", (1, 0)), "weights is float8_e4m3fn"),
             ("fp8", ("int8", (1, 0)), "weights is int8"),
             ("fp8", ("fp8", (1, 96)), "blocks of 96 of d_in"),
-            ("fp8", None, "not 8 bits"),
+            ("fp8", None, "not in 8 bits"),
         ],
     )
     def test_what_does_not_fit(self, row_format, weight, message):
