@@ -58,7 +58,7 @@ class FFNRole(_Section, frozen=True):
     expert_rows: Literal["auto", "blocks"] = "auto"
     """What the routed experts' weights in 8 bits multiply. `auto`: FP8 the rows as they are, INT8
     rows in INT8 with a scale each; `blocks`: rows and hidden rows in the format of the weights,
-    with a scale for every 128 columns. Not on TPUs."""
+    with a scale for every 128 columns. In FP8, of TPUs only v7x."""
     memory_gb: Gigabytes = 0.0
     """Likewise; in colocated mode `attention.memory_gb` counts."""
 
