@@ -82,6 +82,14 @@ class FFNBlock(nnx.Module):
           rank: this device's ep coordinate.
           layer: see `Experts`.
         """
+        return self.with_load(message, rank, layer)[0]
+
+    def with_load(
+        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+    ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"] | None]:
+        """The same, and the tokens that each of this device's routed experts got; None: it has
+        none."""
+        load = None
         share = jnp.zeros(message.tokens.shape, jnp.float32)
         if self.dense is not None:
             with jax.named_scope("dense"):
@@ -90,8 +98,11 @@ class FFNBlock(nnx.Module):
             assert message.experts is not None
             assert message.gates is not None
             with jax.named_scope("experts"):
-                share += self.experts(message.tokens, message.experts, message.gates, rank, layer)
-        return share
+                routed, load = self.experts.routed(
+                    message.tokens, message.experts, message.gates, rank, layer
+                )
+                share += routed
+        return share, load
 
 
 class Embedding(nnx.Module):

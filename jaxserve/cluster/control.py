@@ -22,7 +22,7 @@ SERVICE = "jaxserve.cluster.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 2
+PROTOCOL = 4
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -137,6 +137,8 @@ class Boundary(msgspec.Struct, frozen=True, tag=True):
     plans: list[StepPlan]
     digest: str
     """`shapes_digest` of the plans, which every follower computes again."""
+    measured: bool = False
+    """Whether what is enqueued from here to the next boundary is measured (`pipeline/probe.py`)."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

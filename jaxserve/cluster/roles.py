@@ -18,12 +18,16 @@ from jaxserve.cluster.leader import Leader
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build import build_engine, build_runtime, warm_up
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.watch import TAKE_SECONDS
 from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
 from jaxserve.pipeline.plan import StepPlan
+from jaxserve.pipeline.probe import Measured, Probe
 from jaxserve.pipeline.timeline import Recorder, Span
 
 SPANS = "spans"
 """Name under which followers keep their measured spans."""
+MEASURED = "measured"
+"""And what their probes saw."""
 
 
 def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = None) -> Engine:
@@ -35,9 +39,9 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
     digest = leader.identity.digest
     number = 0
 
-    def broadcast(plans: list[StepPlan]) -> None:
+    def broadcast(plans: list[StepPlan], measured: bool) -> None:
         nonlocal number
-        leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans)))
+        leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans), measured))
         number += 1
 
     engine = build_engine(
@@ -46,6 +50,7 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
         broadcast=broadcast,
         explain=leader.explain,
         meet=leader.begin_warm_up,
+        collect=lambda timeout: collect_measured(leader, timeout),
     )
     leader.wait_ready()
     engine.start()
@@ -73,10 +78,13 @@ def follow(
         follower.position = lambda: position(driver)
         if recorder is not None:
             follower.answer(SPANS, lambda: _spans(recorder))
+        probe = Probe(driver, jax.process_index())
+        follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
         completions = _Completions(follower)
         follower.ready()
         on_ready()
         for boundary in follower.boundaries():
+            probe.turn(boundary.measured)
             for plan in boundary.plans:
                 driver.begin(plan)
             completions.put(boundary.number, driver.advance().last)
@@ -91,6 +99,16 @@ def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
         msgspec.msgpack.decode(data, type=list[Span])
         for data in leader.collect(SPANS, timeout).values()
     ]
+
+
+def collect_measured(leader: Leader, timeout: float) -> list[Measured]:
+    """What the probe of every follower saw.
+
+    Raises:
+      EngineFailedError: one did not answer in time; names it.
+    """
+    answers = leader.collect(MEASURED, timeout)
+    return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
 
 
 def position(driver: AFDDriver | ColocatedDriver) -> Position | None:

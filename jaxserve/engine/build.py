@@ -24,12 +24,14 @@ from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Broadcast, Engine, Explain
 from jaxserve.engine.garbage import freeze
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.watch import Collect, Watch
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.module import Template
 from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
 from jaxserve.pipeline.executables import afd_executables, colocated_executables
 from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, SlotRules, StepPlan
+from jaxserve.pipeline.probe import Probe
 from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, LeafSource
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
 from jaxserve.progress import Progress
@@ -146,6 +148,7 @@ def build_engine(
     broadcast: Broadcast | None = None,
     explain: Explain | None = None,
     meet: Callable[[], None] = lambda: None,
+    collect: Collect | None = None,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started.
 
@@ -155,7 +158,9 @@ def build_engine(
     runtime = build_runtime(deployment, observer=observer)
     meet()
     warm_up(runtime)
-    engine = make_engine(runtime, broadcast=broadcast, explain=explain, eos_token_ids=ends)
+    engine = make_engine(
+        runtime, broadcast=broadcast, explain=explain, collect=collect, eos_token_ids=ends
+    )
     if broadcast is None:
         engine.start()
     return engine
@@ -166,6 +171,7 @@ def make_engine(
     *,
     broadcast: Broadcast | None = None,
     explain: Explain | None = None,
+    collect: Collect | None = None,
     eos_token_ids: frozenset[int],
 ) -> Engine:
     """An engine around a runtime."""
@@ -195,6 +201,7 @@ def make_engine(
         broadcast=broadcast,
         explain=explain,
         info=_info(runtime),
+        watch=Watch(Probe(runtime.driver), deployment.lanes, collect),
     )
 
 
@@ -227,11 +234,15 @@ def warm_up(runtime: Runtime) -> None:
 
     Every process of a deployment does the same steps in the same order.
     """
+    probe = Probe(runtime.driver, jax.process_index())
+    probe.turn(True)
     for plan in warm_up_plans(runtime):
         runtime.driver.begin(plan)
         sampled = runtime.driver.advance().sampled
         if sampled is not None:
             np.asarray(sampled.addressable_data(0))
+    probe.take(0.0)
+    probe.close()
     freeze()
 
 

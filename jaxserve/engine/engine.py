@@ -24,6 +24,7 @@ from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.watch import PipelineView, Watch
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
@@ -37,7 +38,8 @@ from jaxserve.pipeline.sampling import Finished
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
-Broadcast = Callable[[list[StepPlan]], None]
+Broadcast = Callable[[list[StepPlan], bool], None]
+"""Takes the plans of a boundary, and whether what follows it is measured."""
 Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
@@ -68,6 +70,7 @@ class Engine:
       broadcast: tells the followers the plans of each boundary, before the driver runs them.
       explain: finds who is behind a step's error; with several processes it is often a peer.
       info: what `model_info` reports.
+      watch: measures the pipeline; None: nobody does.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Engine:
         broadcast: Broadcast | None = None,
         explain: Explain | None = None,
         info: dict[str, Any] | None = None,
+        watch: Watch | None = None,
     ):
         self.deployment = deployment
         self.driver = driver
@@ -90,6 +94,7 @@ class Engine:
         self._broadcast = broadcast
         self._explain = explain or (lambda error: error)
         self._info = info or {}
+        self._watch = watch
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
@@ -140,6 +145,10 @@ class Engine:
             prefix_hits=scheduler.prompt_tokens_found,
             compilations=self.compilations_after_ready,
         )
+
+    def pipeline(self) -> PipelineView:
+        """What the steps measured last looked like; asking has more of them measured."""
+        return PipelineView() if self._watch is None else self._watch.look()
 
     def model_info(self) -> dict[str, Any]:
         """Model, layout and limits, as plain values."""
@@ -248,6 +257,8 @@ class Engine:
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
         self._results.close()
+        if self._watch is not None:
+            self._watch.close()
         thaw()
         if self._compilations is not None:
             self._compilations.stop()
@@ -343,8 +354,9 @@ class Engine:
         driver = self.driver
         plans = [p for lane in driver.idle_lanes if (p := self.scheduler.plan(lane)) is not None]
         if plans or driver.active:
+            measured = self._watch is not None and self._watch.next()
             if self._broadcast is not None:
-                self._broadcast(plans)
+                self._broadcast(plans, measured)
             for plan in plans:
                 driver.begin(plan)
             finished = driver.advance()
@@ -355,6 +367,8 @@ class Engine:
         elif self._in_flight:
             self._land_one()
         else:
+            if self._watch is not None:
+                self._watch.idle()
             self._sleep()
 
     def _land_until(self, newest: StepPlan) -> None:

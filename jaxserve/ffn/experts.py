@@ -5,6 +5,7 @@ share of their d_ff, sees all tokens, and returns its share of the output. Dropl
 data, and rows of other devices' experts or of padding tokens fall behind the last group.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -55,6 +56,17 @@ class Experts(nnx.Module):
           layer: which layer's experts to use, where the weights hold those of several layers, one
             layer's after the other's.
         """
+        return self.routed(x, experts, gates, rank, layer)[0]
+
+    def routed(
+        self,
+        x: Float[Array, "tokens d_model"],
+        experts: Int[Array, "tokens top_k"],
+        gates: Float[Array, "tokens top_k"],
+        rank: Int[Array, ""] | int,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"]]:
+        """The same, and how many tokens each of this device's experts of the layer got."""
         tokens, top_k = experts.shape
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         groups, local = gate.shape[0], self.local
@@ -65,4 +77,5 @@ class Experts(nnx.Module):
         rows = x[order // top_k]
         out = grouped_swiglu(rows, gate, up, down, sizes, row_format=self.row_format)
         out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
-        return jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)
+        share = jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)
+        return share, jax.lax.dynamic_slice_in_dim(sizes, layer * local, local)

@@ -25,6 +25,9 @@ from jaxserve.programs import ROWS, AFDPrograms, ColocatedPrograms
 from jaxserve.step import Bucket
 
 Send = Callable[[Arrays], Arrays]
+OnLoad = Callable[[tuple[int, ...], jax.Array], None]
+"""Takes layers and how many tokens of a step their experts got, int32 [parts, layers, experts]: the
+sum over the parts, and over all processes, is the whole."""
 
 
 class Observer(Protocol):
@@ -69,7 +72,10 @@ class AFDDriver:
         }
         self._pages = layer_pages(programs)
         self._sends = programs.dispatch.sends
+        self._routed = [kind.ffn == "moe" for kind in kinds]
         self.observer = observer
+        self.on_load: OnLoad | None = None
+        """Told of every layer, where there is an observer too."""
         self._on_attention = has_local_devices(programs.meshes.attention)
         lanes = programs.deployment.lanes
         self._rotation = Rotation(programs.config.layers, lanes)
@@ -169,6 +175,9 @@ class AFDDriver:
                 observer.observe("attend", stage.lane, stage.layer, plan.number, made.sampled)
         elif made[0].addressable_shards:
             observer.observe(stage.name, stage.lane, stage.layer, plan.number, made[0])
+            if stage.name == "attend" and self.on_load is not None and self._routed[stage.layer]:
+                count: Any = self._executables[plan.bucket].load
+                self.on_load((stage.layer,), count(*made))
 
 
 def _bind_layers(
@@ -213,6 +222,11 @@ class ColocatedDriver:
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
         self._pages = zeroed(programs.all_pages, programs.meshes.attention)
         self._sampling = Sampling(programs, weights.head, self._put.rows)
+        config = programs.config
+        self._routed = tuple(n for n in range(config.layers) if config.kind(n).ffn == "moe")
+        self.observer: Observer | None = None
+        self.on_load: OnLoad | None = None
+        """Told of every step, of all layers at once."""
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
 
@@ -241,12 +255,16 @@ class ColocatedDriver:
         self._at = ("step", plan.lane, 0, plan.number)
         step, sampling = self._executables[plan.bucket]
         before = self._last_tokens[plan.lane]
-        last, sampled, logits, x, *self._pages = step(  # type: ignore[misc]
+        last, sampled, logits, x, load, *self._pages = step(  # type: ignore[misc]
             before, batch, table, *self._pages, *self._weights.flat
         )
         self._last_tokens[plan.lane], finished = self._sampling.finish(
             plan, sampling, batch, before, (last, sampled, logits), (x,)
         )
+        if self.observer is not None:
+            self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
+        if self.on_load is not None and self._routed:
+            self.on_load(self._routed, load)
         return finished
 
 

@@ -29,6 +29,8 @@ class AFDExecutables(NamedTuple):
     dispatch: dict[FFNKind, Transport]
     combine: Transport
     sampling: SamplingExecutables
+    load: jax.stages.Compiled | None
+    """Counts the tokens of each expert; None where there are none, or attention is elsewhere."""
 
 
 class ColocatedExecutables(NamedTuple):
@@ -95,6 +97,9 @@ def afd_executables(
     wanted = _sampling_programs(programs, buckets)
     for key, program in afd_programs(programs, buckets).items():
         wanted[key] = program
+    if "moe" in programs.formats:
+        for bucket in buckets:
+            wanted["load", bucket.tokens] = programs.load(bucket)
     compiled = compile_all(wanted)
     first = programs.config.kind(0)
     later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
@@ -113,6 +118,7 @@ def afd_executables(
             dispatch=transports[bucket.tokens][0],
             combine=transports[bucket.tokens][1],
             sampling=_sampling(compiled, bucket),
+            load=compiled.get(("load", bucket.tokens)),
         )
 
     return {bucket: bind(bucket) for bucket in buckets}

@@ -1,4 +1,4 @@
-"""Measured spans of the four stages: when each ran, and how busy both sides were.
+"""Measured spans of the stages: when each ran, and how busy both sides were.
 
 The driver calls `Recorder.observe` right after it enqueued a stage; worker threads note when the
 stage's result is ready. `merge` joins the spans of several processes, `summarise` turns spans into
@@ -7,7 +7,8 @@ a result is anything with `block_until_ready`.
 
 Only completions are measured. A span starts when everything it had to wait for was there: its
 input (attend → dispatch → ffn → combine → the next layer's attend of the same lane), the submesh or
-link direction (the previous span of the same stage) and the host (the stage was enqueued).
+link direction (the previous span of the same stage) and the host (the stage was enqueued). In
+colocated mode the one stage is the whole `step`.
 """
 
 import math
@@ -18,12 +19,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-Stage = Literal["attend", "dispatch", "ffn", "combine"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
+Stage = Literal["attend", "dispatch", "ffn", "combine", "step"]
+STAGES: tuple[Stage, ...] = ("attend", "dispatch", "ffn", "combine")
+"""Of AFD. A colocated `step` is all of them in one program."""
 _INPUT: dict[Stage, Stage] = {
     "attend": "combine",
     "dispatch": "attend",
@@ -90,6 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     bubble: float
     """1 − the busier side's share: 0 when one side never waits, which no schedule can beat."""
     stages: dict[Stage, StageTimes]
+    """Of every stage of AFD; of `step` where there are such spans."""
 
     @property
     def milliseconds(self) -> float:
@@ -107,6 +110,7 @@ class Recorder:
       capacity: spans that are kept, the newest.
       backlog: unfinished stages that are followed at a time; more are counted in `dropped`.
       clock: nanoseconds since the epoch.
+      paused: start as after `pause`.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Recorder:
         capacity: int = 1 << 16,
         backlog: int = 1 << 14,
         clock: Callable[[], int] = time.time_ns,
+        paused: bool = False,
     ) -> None:
         self._process = process
         self._clock = clock
@@ -127,8 +132,21 @@ class Recorder:
         self.dropped = 0
         """Stages that were not measured: their result failed, was donated, or came too fast."""
         self._workers: dict[tuple[Stage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
-        self._switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_interval, _SWITCH_INTERVAL_S))
+        self._switch_interval: float | None = None
+        if not paused:
+            self.resume()
+
+    def resume(self) -> None:
+        """Has threads take turns often, which exact times need."""
+        if self._switch_interval is None:
+            self._switch_interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch_interval, _SWITCH_INTERVAL_S))
+
+    def pause(self) -> None:
+        """Costs nothing until `resume`, if nothing is observed meanwhile."""
+        if self._switch_interval is not None:
+            sys.setswitchinterval(self._switch_interval)
+            self._switch_interval = None
 
     def observe(self, stage: Stage, lane: int, layer: int, step: int, result: Result) -> None:
         """Follows a stage that was just enqueued; returns at once.
@@ -159,6 +177,11 @@ class Recorder:
             ended = list(self._ring)
         return merge([ended])
 
+    def clear(self) -> None:
+        """Forgets the spans that have ended."""
+        with self._changed:
+            self._ring.clear()
+
     def close(self, timeout: float = 5.0) -> None:
         """Ends the workers; waits for them for up to `timeout` seconds together."""
         with self._changed:
@@ -171,7 +194,7 @@ class Recorder:
         deadline = time.monotonic() + timeout
         for _, worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-        sys.setswitchinterval(self._switch_interval)
+        self.pause()
 
     def _start(self, stage: Stage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
         stages: queue.SimpleQueue = queue.SimpleQueue()
@@ -211,12 +234,13 @@ def merge(span_lists: Iterable[Iterable[Span]]) -> list[Span]:
     """
     spans = [span for spans in span_lists for span in spans]
     ends = {(span.stage, span.lane, span.step, span.layer): span.end_ns for span in spans}
-    free: dict[Stage, int] = dict.fromkeys(STAGES, 0)
+    free: dict[Stage, int] = {}
     merged = []
     for span in sorted(spans, key=lambda span: (span.end_ns, span.enqueued_ns)):
         layer = span.layer - 1 if span.stage == "attend" else span.layer
-        ready = ends.get((_INPUT[span.stage], span.lane, span.step, layer), 0)
-        start = min(max(span.enqueued_ns, ready, free[span.stage]), span.end_ns)
+        source = _INPUT.get(span.stage)
+        ready = ends.get((source, span.lane, span.step, layer), 0) if source else 0
+        start = min(max(span.enqueued_ns, ready, free.get(span.stage, 0)), span.end_ns)
         free[span.stage] = span.end_ns
         merged.append(msgspec.structs.replace(span, start_ns=start))
     return sorted(merged, key=lambda span: (span.start_ns, span.end_ns))
@@ -235,7 +259,7 @@ def steady_window(spans: Sequence[Span], steps: int = 1) -> tuple[int, int]:
     lane = min(span.lane for span in spans)
     starts: dict[int, int] = {}
     for span in spans:
-        if span.lane == lane and span.stage == "attend" and span.layer == 0:
+        if span.lane == lane and span.stage in ("attend", "step") and span.layer == 0:
             starts[span.step] = span.start_ns
     inner = sorted(starts.values())[1:]
     stretches = [(inner[i], inner[i + steps]) for i in range(len(inner) - steps)]
@@ -257,7 +281,8 @@ def summarise(spans: Sequence[Span], window: tuple[int, int] | None = None) -> S
     begin, finish = window
     ending = [span for span in spans if begin < span.end_ns <= finish]
     stages: dict[Stage, StageTimes] = {}
-    for stage in STAGES:
+    found = {span.stage for span in spans}
+    for stage in (*STAGES, *sorted(found.difference(STAGES))):
         times = sorted(span.milliseconds for span in ending if span.stage == stage)
         stages[stage] = StageTimes(
             count=len(times),
@@ -270,7 +295,7 @@ def summarise(spans: Sequence[Span], window: tuple[int, int] | None = None) -> S
         start_ns=begin,
         end_ns=finish,
         lanes=len({span.lane for span in ending}),
-        steps=len({(span.lane, span.step) for span in ending if span.stage == "attend"}),
+        steps=len({(s.lane, s.step) for s in ending if s.stage in ("attend", "step")}),
         attention_busy=attention,
         ffn_busy=ffn,
         bubble=1.0 - max(attention, ffn),

@@ -151,6 +151,29 @@ class AFDPrograms(Programs):
             donated=(),
         )
 
+    def load(self, bucket: Bucket) -> Program:
+        """(pieces…) → the tokens of this device's pieces that go to each expert,
+        `[devices, 1, experts]`. Runs only in steps that are measured."""
+        message, sends = self.formats["moe"], self.dispatch.sends
+
+        def body(*pieces: Array) -> Array:
+            experts = message.unpack(jnp.concatenate(pieces), self.dtype).experts
+            assert experts is not None
+            return jnp.bincount(experts.reshape(-1), length=self.sentinel)[None, None]
+
+        shape = self.shape(
+            self.meshes.attention.size * self.piece_rows(bucket), message.width, dtype=message.word
+        )
+        return Program(
+            "load",
+            body,
+            self.meshes.attention,
+            (shape,) * sends,
+            (PIECES,) * sends,
+            PIECES,
+            donated=(),
+        )
+
     def leave(self, bucket: Bucket) -> Program:
         """(x, last_tokens, batch, combined…, head…) → (last_tokens, sampled, logits)."""
         head, received = self.templates.head, self.combine.receives

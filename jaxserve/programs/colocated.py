@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.attention.batch import RaggedBatch
 from jaxserve.attention.kv_cache import PAGES_SPEC
@@ -39,9 +39,10 @@ class ColocatedPrograms(Programs):
 
     def step(self, bucket: Bucket) -> Program:
         """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
-        (last_tokens, sampled, logits, x, pages…); x is the residual stream after the last layer,
-        and the pages are a DP group's of all layers, layer after layer:
-        `[dp * layers * pages, …]`."""
+        (last_tokens, sampled, logits, x, load, pages…); x is the residual stream after the last
+        layer, load the tokens that the experts got, `[dp, moe layers, experts]` with zeros where
+        another device has the expert, and the pages are a DP group's of all layers, layer after
+        layer: `[dp * layers * pages, …]`."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
         parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
@@ -51,15 +52,18 @@ class ColocatedPrograms(Programs):
             context = self.step_context(bucket, batch, table)
             pages, embedding, head, *stacks = cut(others, parts)
             x = self.embed(context, last, embedding)
+            loads = [jnp.zeros((0, self.sentinel), jnp.int32)]
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 # The scan slices what it goes through, and bits are cheaper to slice.
                 attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
                 experts, rest = self._part_experts(kind, ffn)
                 scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
                 layer = functools.partial(self._layer, kind, start, context.batch, experts)
-                (x, pages), _ = jax.lax.scan(layer, (x, pages), scanned)
+                (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
+                if load is not None:
+                    loads.append(self._in_place(load))
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
-            return last, sampled, logits, x, *pages
+            return last, sampled, logits, x, jnp.concatenate(loads)[None], *pages
 
         arguments = [*templates.embedding.leaves, *templates.head.leaves]
         specs = [
@@ -82,7 +86,7 @@ class ColocatedPrograms(Programs):
             self.meshes.attention,
             (*self.step_shapes(bucket), *self.all_pages, *arguments),
             (ROWS, ROWS, ROWS, *pages_spec, *specs),
-            (ROWS, REPLICATED, ROWS, ROWS, *pages_spec),
+            (ROWS, REPLICATED, ROWS, ROWS, ROWS, *pages_spec),
             donated=tuple(range(3, 3 + len(pages_spec))),
         )
 
@@ -98,6 +102,13 @@ class ColocatedPrograms(Programs):
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """x itself."""
         return parts[0]
+
+    def _in_place(self, load: Int[Array, "layers local"]) -> Int[Array, "layers experts"]:
+        """This device's experts' tokens where all experts' have their place."""
+        layers, local = load.shape
+        first = jax.lax.axis_index(self.meshes.ffn_axes[0]) * local
+        everybody = jnp.zeros((layers, self.sentinel), load.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(everybody, load, first, axis=1)
 
     def _part_experts(
         self, kind: LayerKind, stacks: Sequence[Array]
@@ -123,7 +134,7 @@ class ColocatedPrograms(Programs):
         experts: dict[int, Array],
         carry: Any,
         scanned: Any,
-    ) -> tuple[Any, None]:
+    ) -> tuple[Any, Array | None]:
         """One layer of a run that begins at layer `start`."""
         (x, pages), (layer, attention, rest) = carry, scanned
         first_page = (start + layer) * self.deployment.cache.pages
@@ -136,7 +147,8 @@ class ColocatedPrograms(Programs):
         ffn_block = self.templates.ffn[kind.ffn].merge(
             [leaves[place] for place in range(len(leaves))]
         )
-        share = ffn_block(formats.unpack(packed, self.dtype), jax.lax.axis_index(axes[0]), layer)
+        rank = jax.lax.axis_index(axes[0])
+        share, load = ffn_block.with_load(formats.unpack(packed, self.dtype), rank, layer)
         share = jax.lax.psum(share, axes[1])
         rows = jax.lax.psum_scatter(share, axes[0], scatter_dimension=0, tiled=True)
-        return (x + rows.astype(x.dtype), pages), None
+        return (x + rows.astype(x.dtype), pages), load

@@ -229,7 +229,7 @@ class TestOneStepAhead:
     def test_followers_hear_of_every_boundary_before_the_driver(self, make):
         heard = []
 
-        def broadcast(plans):
+        def broadcast(plans, measured):
             heard.append(([plan.number for plan in plans], list(driver.log)))
 
         engine, driver = make(broadcast=broadcast, overrides={"lanes": 2}, start=False)
