@@ -24,7 +24,8 @@ from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.watch import PipelineView, Watch
+from jaxserve.engine.view import PipelineView
+from jaxserve.engine.watch import Watch
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
@@ -353,6 +354,7 @@ class Engine:
         """One boundary: plan idle lanes, enqueue until a lane leaves, read what is one step old."""
         driver = self.driver
         plans = [p for lane in driver.idle_lanes if (p := self.scheduler.plan(lane)) is not None]
+        self._note_admitted()
         if plans or driver.active:
             measured = self._watch is not None and self._watch.next()
             if self._broadcast is not None:
@@ -370,6 +372,13 @@ class Engine:
             if self._watch is not None:
                 self._watch.idle()
             self._sleep()
+
+    def _note_admitted(self) -> None:
+        """Who was let in has waited until now."""
+        if admitted := self.scheduler.take_admitted():
+            now = time.monotonic()
+            for sequence in admitted:
+                sequence.queue_seconds = now - sequence.request.arrival
 
     def _land_until(self, newest: StepPlan) -> None:
         """Reads results until only the newest step of its lane is still unread."""

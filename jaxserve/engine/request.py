@@ -187,6 +187,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         request's first token or end, where it asked for them.
       cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
         output.
+      queue_seconds: how long it waited until it was let in.
     """
 
     request_id: str
@@ -197,6 +198,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    queue_seconds: float = 0.0
 
 
 def _check_integer(field: str, value: object, low: int, high: int, note: str = "") -> None:

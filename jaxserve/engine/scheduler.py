@@ -140,6 +140,7 @@ class Scheduler:
         self._landed_at = [0] * lanes  # steps issued in all when the lane's last one landed
         self._waiting: list[Sequence] = []  # first due first
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._admitted: list[Sequence] = []  # for the first time, since somebody asked
         self._requests_seen = 0
         self._steps_issued = 0
         self._preemptions = 0
@@ -296,6 +297,11 @@ class Scheduler:
         self._landed_at[plan.lane] = self._steps_issued
         return outputs
 
+    def take_admitted(self) -> list[Sequence]:
+        """The sequences that were let in for the first time since this was called last."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     @property
     def num_running(self) -> int:
         """Sequences that get steps."""
@@ -440,6 +446,7 @@ class Scheduler:
             del self._waiting[0]
             sequence.status = "running"
             if sequence.found is None:
+                self._admitted.append(sequence)
                 self._prompt_tokens += len(sequence.request.prompt)
                 self._prompt_tokens_found += len(prefix) * self._page_size
             lane = group.emptiest_lane()
@@ -512,6 +519,7 @@ class Scheduler:
             request_id=sequence.request.request_id,
             prompt_logprobs=scores,
             cached_tokens=sequence.found or 0,
+            queue_seconds=sequence.queue_seconds,
             **fields,
         )
 

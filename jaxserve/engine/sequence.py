@@ -71,6 +71,8 @@ class Sequence:
     """No step was issued since it got its home."""
     found: int | None = None
     """Prompt tokens that were in the prefix cache when it was first let in."""
+    queue_seconds: float = 0.0
+    """From its arrival to when it was first let in; the engine says."""
     scores: list[TokenLogprobs | None] | None = None
     """Of its prompt's tokens so far, where they are wanted and not yet reported."""
 

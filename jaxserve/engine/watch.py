@@ -11,14 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import msgspec
-
+from jaxserve.engine.view import MAX_SPANS, PipelineView, Transfers
 from jaxserve.errors import EngineFailedError
 from jaxserve.pipeline.probe import Measured
 from jaxserve.pipeline.timeline import (
-    Span,
     Stage,
     Summary,
     merge,
@@ -42,42 +40,6 @@ KEPT = 64
 """Times of measuring whose expert counts are added up."""
 TAKE_SECONDS = 5.0
 """How long what was measured may take to come together."""
-MAX_SPANS = 2048
-"""Of the newest timeline."""
-
-
-class Transfers(NamedTuple):
-    """Messages of one direction whose transfer was measured since the start."""
-
-    count: int
-    seconds: float
-
-
-class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the steps measured last looked like. Everything in it is a sample of some steps."""
-
-    measured_at: float | None = None
-    """Seconds of the epoch; None: nothing was measured yet."""
-    window_seconds: float = 0.0
-    """The stretch of whole steps that the fractions are of."""
-    steps: int = 0
-    """Steps in it, over all lanes."""
-    busy: dict[Stage, float] = {}
-    """The share of the window in which a stage ran; of stages that nobody measured nothing. In
-    colocated mode the only stage is the whole step."""
-    bubble: float | None = None
-    """1 − the busier side's share: 0 where one side never waits. None where a side is missing."""
-    timeline: list[Span] = []
-    """The stages in the window, by start."""
-    timeline_cut: bool = False
-    """Whether there were more than `MAX_SPANS`."""
-    transfers: dict[Stage, Transfers] = {}
-    expert_tokens: dict[int, list[int]] = {}
-    """Layer → tokens of each expert, over the last `KEPT` times of measuring."""
-    imbalance: float | None = None
-    """The busiest expert's tokens over the mean, averaged over the layers with experts."""
-    missing: str = ""
-    """Whose figures did not come, and why."""
 
 
 class Probes(Protocol):

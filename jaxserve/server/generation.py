@@ -20,6 +20,7 @@ import msgspec
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.engine.view import PipelineView
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 
@@ -53,6 +54,9 @@ class TokenEngine(Protocol):
 
     def load(self) -> EngineLoad:
         """How much there is to do; from any thread."""
+
+    def pipeline(self) -> PipelineView:
+        """What the steps measured last looked like; asking has more of them measured."""
 
     def submit(
         self,
@@ -91,6 +95,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
       logprobs: of `token_ids`, where the request asked for them.
       prompt_logprobs: of the prompt's tokens, the first of which has none; once, likewise.
       cached_token_count: tokens of the prompt that the engine did not have to compute.
+      queue_seconds: how long the request waited before the engine let it in.
     """
 
     request_id: str
@@ -105,6 +110,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_token_count: int = 0
+    queue_seconds: float = 0.0
 
 
 def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
@@ -243,6 +249,7 @@ class Generation:
             logprobs=news.logprobs[: len(token_ids)],
             prompt_logprobs=news.prompt_logprobs,
             cached_token_count=news.cached_tokens,
+            queue_seconds=news.queue_seconds,
         )
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, list[int], str | None]:

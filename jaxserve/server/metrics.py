@@ -9,11 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.view import PipelineView
 from jaxserve.server.generation import GenerationOutput, TokenEngine
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -24,6 +30,10 @@ SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 
 """Buckets of times a token, in seconds."""
 LONG = (*SHORT[2:], 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0)
 """Buckets of times a request."""
+
+
+FRESH_SECONDS = 60.0
+"""How long what was measured of the pipeline is shown: then it is history."""
 
 
 class Metrics:
@@ -54,6 +64,12 @@ class Metrics:
         self._whole = histogram(
             "e2e_request_latency_seconds", "From submission to the last token.", LONG
         )
+        self._queue = histogram(
+            "request_queue_time_seconds", "Until a request that got a token was let in.", LONG
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From being let in to the first token.", LONG
+        )
         self._decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", LONG
         )
@@ -62,10 +78,12 @@ class Metrics:
         self._ended = counter(
             "request_success", "Requests that ended, by their reason.", ["finished_reason"]
         )
+        self.generated = 0
+        """Tokens so far."""
 
     def watch(self, engine: TokenEngine) -> None:
         """Shows the engine's own numbers from now on."""
-        self.registry.register(_EngineCollector(engine.load, self._model))
+        self.registry.register(_EngineCollector(engine.load, engine.pipeline, self._model))
 
     def started(self) -> Callable[[GenerationOutput], None]:
         """Measures a request that is submitted now; what is returned takes its outputs."""
@@ -79,13 +97,16 @@ class Metrics:
         """A request was taken."""
         self._prompt_tokens.inc(tokens)
 
-    def first_token(self, seconds: float) -> None:
-        """A request has its first token, so long after it was submitted."""
+    def first_token(self, seconds: float, queued: float) -> None:
+        """A request has its first token, so long after it was submitted, and waited before."""
         self._first.observe(seconds)
+        self._queue.observe(queued)
+        self._prefill.observe(max(0.0, seconds - queued))
 
     def tokens(self, count: int, seconds: float | None) -> None:
         """A request has more tokens; `seconds` after the last ones, if it had any."""
         self._generated.inc(count)
+        self.generated += count
         if seconds is not None:
             self._between.observe(seconds / count)
 
@@ -117,7 +138,7 @@ class _RequestClock:
         if count:
             if self._first is None:
                 self._first = now
-                self._metrics.first_token(now - self._start)
+                self._metrics.first_token(now - self._start, output.queue_seconds)
                 self._metrics.tokens(count, None)
             else:
                 self._metrics.tokens(count, now - self._last)
@@ -131,8 +152,11 @@ class _RequestClock:
 class _EngineCollector(Collector):
     """The engine's numbers at the time of a scrape."""
 
-    def __init__(self, load: Callable[[], EngineLoad], model: str):
+    def __init__(
+        self, load: Callable[[], EngineLoad], pipeline: Callable[[], PipelineView], model: str
+    ):
         self._load = load
+        self._pipeline = pipeline
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
@@ -165,6 +189,43 @@ class _EngineCollector(Collector):
         yield self._counter(
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
+        yield from self._pipeline_metrics(self._pipeline())
+
+    def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:
+        """Of the steps measured last; without samples where none were lately, or not all of it."""
+        lately = view.measured_at is not None and time.time() - view.measured_at < FRESH_SECONDS
+        busy = GaugeMetricFamily(
+            PREFIX + "stage_busy_fraction",
+            "Share of the time in which a stage ran, in the steps sampled last.",
+            labels=[LABEL, "stage"],
+        )
+        for stage, share in view.busy.items() if lately else ():
+            busy.add_metric([self._model, stage], share)
+        yield busy
+        bubble = GaugeMetricFamily(
+            PREFIX + "bubble_fraction",
+            "1 - the busier side's share, in the steps sampled last.",
+            labels=[LABEL],
+        )
+        if lately and view.bubble is not None:
+            bubble.add_metric([self._model], view.bubble)
+        yield bubble
+        transfers = SummaryMetricFamily(
+            PREFIX + "transfer_seconds",
+            "Transfers between attention and ffn, of the steps sampled.",
+            labels=[LABEL, "direction"],
+        )
+        for stage, (count, seconds) in view.transfers.items():
+            transfers.add_metric([self._model, stage], count_value=count, sum_value=seconds)
+        yield transfers
+        imbalance = GaugeMetricFamily(
+            PREFIX + "expert_imbalance",
+            "Busiest expert's tokens over the mean, mean over layers, of the steps sampled.",
+            labels=[LABEL],
+        )
+        if lately and view.imbalance is not None:
+            imbalance.add_metric([self._model], view.imbalance)
+        yield imbalance
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         metric = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])

@@ -25,6 +25,16 @@ BODY_SECONDS = 30.0
 STALL_SECONDS = 30.0
 """How long a client may leave an answer unread that is ready to be sent."""
 
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
+)
+"""Of every answer, unless it says something else there itself: nothing here is to be shown as a
+page, to be put into one of somebody else's, or to tell others where a reader came from."""
+
 JSON = "application/json"
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -166,13 +176,10 @@ class Exchange:
 
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self.status = status
-        everything = {
-            "Content-Type": media_type,
-            "X-Request-Id": self.request_id,
-            "X-Content-Type-Options": "nosniff",
-            **headers,
-        }
+        everything = {"Content-Type": media_type, "X-Request-Id": self.request_id, **headers}
         pairs = [(k.lower().encode(), v.encode()) for k, v in everything.items()]
+        named = {name for name, _ in pairs}
+        pairs += [pair for pair in SECURITY_HEADERS if pair[0] not in named]
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, message: Message) -> None:

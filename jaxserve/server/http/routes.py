@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from jaxserve.server.http import information, operations, requests, responses, tokens
+from jaxserve.server.http import information, live, operations, requests, responses, tokens
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.exchange import Exchange
@@ -124,6 +124,22 @@ ENDPOINTS = (
         counted=False,
     ),
     METRICS,
+    Endpoint(
+        path="/pipeline",
+        handler=live.pipeline,
+        summary="What runs, and what the steps measured last looked like",
+        gives=live.Pipeline,
+        statuses=INFORMATION,
+        counted=False,
+    ),
+    Endpoint(
+        path="/",
+        handler=live.page,
+        summary="A page to try the model and to watch the pipeline",
+        gives="text/html",
+        public=True,
+        counted=False,
+    ),
     Endpoint(
         path="/version",
         handler=information.version,

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.engine.view import PipelineView
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 
 EOS = 1
@@ -56,6 +57,7 @@ class FakeEngine:
     max_length: int = 100
     status: str = "ready"
     failure: EngineFailedError | None = None
+    view: PipelineView = field(default_factory=PipelineView)
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -109,6 +111,9 @@ class FakeEngine:
         return EngineLoad(
             running=len(self._running), waiting=2, kv_usage=[0.25, 0.75], page_size=16, pages=10
         )
+
+    def pipeline(self) -> PipelineView:
+        return self.view
 
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
         self._callbacks.append(callback)

@@ -62,9 +62,11 @@ def test_every_route_is_in_it(shared: HttpRig) -> None:
     served = shared.client.get("/openapi.json").json()
     assert served["openapi"] == "3.1.0"
     assert sorted(served["paths"]) == [
+        "/",
         "/detokenize",
         "/health",
         "/metrics",
+        "/pipeline",
         "/ready",
         "/tokenize",
         "/v1/chat/completions",

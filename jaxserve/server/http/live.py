@@ -1,0 +1,164 @@
+"""The page at / and what its live view shows: how busy the server is, and how its pipeline runs.
+
+The page is one file (`page.html`) with its own style and script; its headers allow these two, by
+their digests, and requests to this server, and nothing else. It has no secrets, so anybody may
+have it; the figures behind it ask for a key like everything else.
+"""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.view import PipelineView, Transfers
+from jaxserve.pipeline.timeline import Stage
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.service import Service
+
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+
+class Bar(msgspec.Struct, frozen=True, array_like=True):
+    """A stage that ran: its kind, lane, layer and step, and its start and end in µs after the
+    window's start."""
+
+    stage: Stage
+    lane: int
+    layer: int
+    step: int
+    start: int
+    end: int
+
+
+class MeasuredSteps(msgspec.Struct, kw_only=True):
+    """A sample: what a stretch of whole steps looked like.
+
+    Only completions are measured; when a stage began is inferred from its input's, its submesh's
+    and the host's times. Between several machines, their clocks are taken to agree.
+    """
+
+    at: float
+    """Seconds of the epoch."""
+    window_seconds: float
+    steps: int
+    """Steps in the window, over all lanes."""
+    busy: dict[Stage, float]
+    """The share of the window in which each stage ran: attend of the attention mesh, ffn of the ffn
+    mesh, the others of the link; in colocated mode step, which is everything."""
+    bubble: float | None
+    """1 − the busier side's share; null where a side's times are missing."""
+    timeline: list[Bar]
+    """By start."""
+    timeline_cut: bool
+    """Whether only the first stages of the window are in it."""
+    transfers: dict[Stage, Transfers]
+    """Messages that were measured since the start, and their seconds together."""
+    expert_tokens: dict[int, list[int]]
+    """Layer → tokens of each expert, in the last steps that were measured."""
+    imbalance: float | None
+    """The busiest expert's tokens over the mean, mean over the layers; null without experts."""
+    missing: str
+    """Whose times did not come, and why."""
+
+
+class Pipeline(msgspec.Struct, kw_only=True):
+    """The answer of /pipeline."""
+
+    status: str
+    model: str
+    mode: str
+    lanes: int
+    attention: str
+    """The axes of its mesh."""
+    ffn: str
+    max_length: int
+    """Tokens of prompt and output together."""
+    chat: bool
+    """Whether the model has a chat template."""
+    time: float
+    """Seconds of the epoch."""
+    generated_tokens: int
+    """Since the start."""
+    load: EngineLoad
+    measured: MeasuredSteps | None
+    """Null until some steps were measured, which happens while somebody asks."""
+
+
+async def pipeline(service: Service, exchange: Exchange) -> None:
+    """What runs, and what the steps measured last looked like."""
+    generator = service.ready()
+    engine = generator.engine
+    info = engine.model_info()
+    answer = Pipeline(
+        status=engine.status,
+        model=str(info["model"]),
+        mode=str(info["mode"]),
+        lanes=info["lanes"],
+        attention=str(info["attention"]),
+        ffn=str(info["ffn"]),
+        max_length=info["max_length"],
+        chat=service.template is not None,
+        time=time.time(),
+        generated_tokens=0 if service.metrics is None else service.metrics.generated,
+        load=engine.load(),
+        measured=_measured(engine.pipeline()),
+    )
+    await exchange.reply(answer, headers={"Cache-Control": "no-store"})
+
+
+async def page(service: Service, exchange: Exchange) -> None:
+    """The page."""
+    await exchange.reply(PAGE, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+
+
+def _measured(view: PipelineView) -> MeasuredSteps | None:
+    if view.measured_at is None:
+        return None
+    start = int((view.measured_at - view.window_seconds) * 1e9)
+    bars = [
+        Bar(
+            *(span.stage, span.lane, span.layer, span.step),
+            *((time_ns - start) // 1000 for time_ns in (span.start_ns, span.end_ns)),
+        )
+        for span in view.timeline
+    ]
+    return MeasuredSteps(
+        at=view.measured_at,
+        window_seconds=view.window_seconds,
+        steps=view.steps,
+        busy=view.busy,
+        bubble=view.bubble,
+        timeline=bars,
+        timeline_cut=view.timeline_cut,
+        transfers=view.transfers,
+        expert_tokens=view.expert_tokens,
+        imbalance=view.imbalance,
+        missing=view.missing,
+    )
+
+
+def policy(html: bytes) -> str:
+    """The Content-Security-Policy of a page: its own scripts and styles, this server, no more."""
+    sources = {
+        tag: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+            for text in re.findall(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), html, re.S)
+        )
+        for tag in ("script", "style")
+    }
+    return (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+PAGE_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": policy(PAGE),
+    "Cache-Control": "no-cache",
+}

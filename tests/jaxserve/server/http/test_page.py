@@ -1,0 +1,308 @@
+"""The page in a headless Chromium: what a visitor does with it, and what it may not do.
+
+The engine is a fake one, so that what is shown is known; the page, its headers and the server are
+real. Nothing may be asked of another host, and the console must stay clean.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.view import PipelineView, Transfers
+from jaxserve.pipeline.timeline import Span, Stage
+from jaxserve.server.access import Access, ApiKeys
+from jaxserve.server.http.live import PAGE, policy
+from tests.jaxserve.server.http.rig import HttpRig
+
+sync_api = pytest.importorskip("playwright.sync_api")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium on the PATH")
+
+KEY = "key-of-alice-0123456789"
+MILLISECONDS = 20_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Open]:
+    """Opens the page of a rig; afterwards there must be no error and no stranger."""
+    contexts, problems, asked = [], [], []
+
+    def visit(rig: HttpRig, expected_errors: str = "$^", **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(MILLISECONDS)
+
+        def note(text: str) -> None:
+            if not re.search(expected_errors, text):
+                problems.append(text)
+
+        page.on("console", lambda m: note(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.append((rig.url, request.url)))
+        page.goto(f"{rig.url}/")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert problems == []
+    assert [url for own, url in asked if not url.startswith((f"{own}/", "data:,"))] == []
+    assert all(KEY not in url and "?" not in url for _, url in asked)
+
+
+def view(number: int, mode: str = "afd") -> PipelineView:
+    """Two lanes and three layers; the window is as long as `number` says, in ms."""
+    ms, spans = 1_000_000, []
+    start = 1_700_000_000_000 * ms
+    stages: tuple[Stage, ...] = ("attend", "dispatch", "ffn", "combine")
+    for n in range(24 if mode == "afd" else 0):
+        at = start + n * number * ms // 24
+        lane, layer, stage = n % 2, n // 8, stages[n // 2 % 4]
+        spans.append(Span(stage, lane, layer, 7, at, at + number * ms // 24, 0, at))
+    return PipelineView(
+        measured_at=start / 1e9 + number / 1e3,
+        window_seconds=number / 1e3,
+        steps=2,
+        busy={"attend": 0.75, "dispatch": 0.05, "ffn": 0.5, "combine": 0.04},
+        bubble=0.25,
+        timeline=spans,
+        transfers={"dispatch": Transfers(10, 0.002), "combine": Transfers(10, 0.001)},
+        expert_tokens={1: [4, 0, 2, 2], 2: [1, 1, 1, 5]},
+        imbalance=2.25,
+    )
+
+
+def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
+    """Waits until a place has this text. (Waiting by script is what the page's policy forbids.)"""
+    expect(page.locator(f"#{place}")).to_have_text(text)
+
+
+def expect(locator: Any) -> Any:
+    sync_api.expect.set_options(MILLISECONDS)
+    return sync_api.expect(locator)
+
+
+def output(page: Any) -> str:
+    return page.locator("#output").inner_text()
+
+
+def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
+    rig.engine.allowed = 5
+    page = visit(rig)
+    page.get_by_label("Prompt", exact=True).fill("hi")
+    page.get_by_role("button", name="Run").click()
+    shows(page, "output", "one t")
+    assert page.get_by_role("button", name="Run").is_disabled()
+    rig.engine.allowed = None
+    shows(page, "progress", re.compile("stop$"))
+    assert output(page) == "one two three"
+    assert "13 tokens" in page.locator("#progress").inner_text()
+    (params,) = rig.engine.params
+    assert (params.max_tokens, params.temperature, params.logprobs) == (128, 0.6, 5)
+
+
+def test_it_can_be_cancelled_and_the_engine_hears_it(rig: HttpRig, visit: Open) -> None:
+    rig.engine.allowed = 5
+    page = visit(rig)
+    page.get_by_role("button", name="Run").click()
+    shows(page, "output", "one t")
+    page.keyboard.press("Escape")
+    shows(page, "progress", re.compile("stopped$"))
+    assert rig.engine.wait_until_idle()
+    assert len(rig.engine.cancelled) == 1
+    assert output(page) == "one t"
+    rig.engine.allowed = None
+    page.keyboard.press("Control+Enter")  # and it can be run again
+    shows(page, "progress", re.compile("stop$"))
+    assert output(page) == "one two three"
+
+
+def test_probabilities_on_hover_and_by_keyboard(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig)
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile("stop$"))
+    page.locator("#output .token").first.hover()
+    tip = page.get_by_role("tooltip")
+    first = rig.complete(logprobs=5, max_tokens=1).json()["choices"][0]["logprobs"]
+    chance = 100 * 2.718281828 ** first["token_logprobs"][0]
+    assert f"o{chance:.1f} %" in tip.inner_text().replace("\n", "")
+    assert tip.locator("div").count() == len(first["top_logprobs"][0])
+    page.mouse.move(0, 0)
+    assert tip.is_hidden()
+    page.locator("#output").focus()
+    page.keyboard.press("End")
+    assert page.locator(".token.chosen").inner_text() == "e"
+    assert tip.is_visible()
+
+
+def test_a_wrong_field_shows_what_the_server_says(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig, "400 ")
+    for value in ("7", "warm"):
+        page.get_by_label("temperature").fill(value)
+        page.get_by_role("button", name="Run").click()
+        number: Any = float(value) if value == "7" else value
+        said = rig.refused(temperature=number)["message"]
+        shows(page, "error", said)
+        assert page.get_by_label("temperature").get_attribute("aria-invalid") == "true"
+    assert rig.engine.prompts == []
+
+
+def test_a_conversation(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig)
+    page.get_by_role("tab", name="Chat").click()
+    message = page.get_by_label("Message", exact=True)
+    for turn in ("hello", "again"):
+        message.fill(turn)
+        page.get_by_role("button", name="Run").click()
+        expect(message).to_have_value("")
+    shown = page.locator(".turn").all_inner_texts()
+    assert [text.split("\n", 1)[1] for text in shown] == [
+        "hello",
+        "one two three",
+        "again",
+        "one two three",
+    ]
+    prompt = rig.generator.tokenizer.decode(rig.engine.prompts[1])
+    assert "[user]hello[assistant]one two three[user]again[assistant]" in prompt
+
+
+def test_no_chat_without_a_template(visit: Open) -> None:
+    rig = HttpRig(template=None)
+    page = visit(rig)
+    expect(page.get_by_role("tab", name="Chat")).to_be_disabled()
+    assert page.get_by_text("no chat: the model has no template").is_visible()
+    rig.close()
+
+
+def test_text_is_never_markup(visit: Open) -> None:
+    rig = HttpRig("<img src=x onerror=alert(1)>")
+    page = visit(rig)
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile("stop$"))
+    assert output(page) == "<img src=x onerror=alert(1)>"
+    assert page.locator("#output img").count() == 0
+    rig.close()
+
+
+def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig)
+    page.get_by_text("no step measured yet").wait_for()
+    rig.engine.pace, rig.engine.allowed = 0.05, 3
+    rig.engine.view = view(24)
+    page.get_by_role("button", name="Run").click()
+    shows(page, "running", "1")
+    expect(page.locator("#timeline rect title")).to_have_count(24)
+    assert "in 24 ms" in page.locator("#window").inner_text()
+    assert page.locator("#busy").inner_text().split() == [
+        *("attention", "75", "%", "dispatch", "↓", "5.0", "%"),
+        *("combine", "↑", "4.0", "%", "ffn", "50", "%"),
+    ]
+    assert page.locator("#kv").inner_text().split() == ["group", "0", "25", "%", "group", "1"] + [
+        *("75", "%")
+    ]
+    assert page.locator("#bubble").inner_text() == "25 %"
+    assert page.locator("#transfer").inner_text() == "150 µs"
+    assert page.locator("#experts rect").count() == 4
+    assert "× 2.00 of the mean" in page.locator("#layer-note").inner_text()
+    page.get_by_label("Layer").select_option("2")
+    assert "× 2.50 of the mean" in page.locator("#layer-note").inner_text()
+    rig.engine.view = view(48)
+    rig.engine.allowed = None
+    shows(page, "window", re.compile("48 ms"))
+    shows(page, "running", "0")
+    assert page.get_by_label("Layer").input_value() == "2"
+
+
+def test_the_key_stays_in_headers(visit: Open) -> None:
+    rig = HttpRig(access=Access(ApiKeys([KEY])))
+    page = visit(rig, "401 ")
+    page.get_by_text("the API key is missing or wrong").first.wait_for()
+    page.get_by_role("button", name="Run").click()
+    shows(page, "error", re.compile("API key"))
+    assert page.evaluate("document.activeElement.id") == "key"
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile("stop$"))
+    shows(page, "status", "ready")
+    assert page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])") == "[{},{}]"
+    assert page.evaluate("document.cookie") == ""
+    rig.close()
+
+
+@pytest.mark.parametrize("width", [400, 800, 1440])
+def test_nothing_sticks_out(rig: HttpRig, visit: Open, width: int) -> None:
+    rig.engine.view = view(24)
+    page = visit(rig, viewport={"width": width, "height": 900}, color_scheme="dark")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#timeline rect title")).to_have_count(24)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_policy_allows_the_page_and_nothing_else(shared: HttpRig) -> None:
+    headers = shared.client.get("/").headers
+    assert headers["content-security-policy"] == policy(PAGE)
+    directives = dict(part.strip().split(" ", 1) for part in policy(PAGE).split(";"))
+    assert directives["default-src"] == "'none'"
+    assert directives["connect-src"] == "'self'"
+    assert re.fullmatch(r"'sha256-[\w+/]{43}='", directives["script-src"])
+    assert re.fullmatch(r"'sha256-[\w+/]{43}='", directives["style-src"])
+    assert "unsafe" not in policy(PAGE)
+    assert headers["content-type"] == "text/html; charset=utf-8"
+
+
+def test_the_page_asks_for_nothing_from_elsewhere() -> None:
+    """Its text has no address but that of the SVG namespace."""
+    assert set(re.findall(rb"(?:https?:)?//[\w.]+/", PAGE)) == {b"http://www.w3.org/"}
+    assert b"innerHTML" not in PAGE
+    assert b"style=" not in PAGE  # the policy would forbid it
+
+
+def test_figures_ask_for_a_key_and_the_page_does_not() -> None:
+    rig = HttpRig(access=Access(ApiKeys([KEY])))
+    assert rig.client.get("/").status_code == 200
+    assert rig.client.get("/pipeline").status_code == 401
+    found = rig.client.get("/pipeline", headers={"Authorization": f"Bearer {KEY}"})
+    assert found.headers["cache-control"] == "no-store"
+    assert found.json()["measured"] is None
+    rig.close()
+
+
+def test_figures(rig: HttpRig) -> None:
+    rig.engine.view = view(24)
+    rig.complete()
+    found = rig.client.get("/pipeline").json()
+    assert (found["model"], found["mode"], found["chat"]) == ("fake", "afd", True)
+    assert found["generated_tokens"] == 13
+    assert found["load"]["kv_usage"] == [0.25, 0.75]
+    measured = found["measured"]
+    assert measured["timeline"][:3] == [
+        ["attend", 0, 0, 7, 0, 1000],
+        ["attend", 1, 0, 7, 1000, 2000],
+        ["dispatch", 0, 0, 7, 2000, 3000],
+    ]
+    assert measured["transfers"] == {"dispatch": [10, 0.002], "combine": [10, 0.001]}
+    assert measured["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
+
+
+def test_the_page_is_package_data() -> None:
+    """It is found beside the module, wherever that was installed."""
+    pyproject = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"*.html"' in pyproject.partition("[tool.setuptools.package-data]")[2].partition("#")[0]
