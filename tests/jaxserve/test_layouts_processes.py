@@ -35,12 +35,12 @@ def reference(tiny_model, colocated_runtime):
     return Reference.of(tiny_model, tokens)
 
 
-def tokens_of(model, case, processes, folder):
+def tokens_of(model, case, processes, folder, *arguments):
     written = folder / "tokens.json"
     command = [sys.executable, str(REPOSITORY / "launch" / "local.py")]
     command += ["--processes", str(processes), "--module", "tests.jaxserve.layout_process"]
     command += ["--model", str(model), "--overrides", json.dumps(case.overrides)]
-    command += ["--tokens", str(written)]
+    command += ["--tokens", str(written), *arguments]
     result = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=False
     )
@@ -62,6 +62,22 @@ def test_processes_give_the_colocated_tokens(
 ):
     tokens = tokens_of(tiny_model, case, processes, tmp_path)
     check(tokens, reference, case, record_property)
+
+
+@pytest.mark.multihost
+def test_figures_of_all_processes_come_together(tiny_model, tmp_path):
+    """The ffn's times are measured by the followers, the experts' tokens by the attention role."""
+    case = Case("1A1F", 2, "trampoline", "device_put")
+    view = tokens_of(tiny_model, case, 2, tmp_path, "--figures")
+    assert view["missing"] == ""
+    assert set(view["busy"]) == {"attend", "dispatch", "ffn", "combine"}
+    assert all(0 < share <= 1 for share in view["busy"].values())
+    assert {(span["stage"], span["process"]) for span in view["timeline"]} == {
+        *(("attend", 0), ("combine", 0), ("dispatch", 1), ("ffn", 1))
+    }
+    totals = {sum(tokens) for tokens in view["expert_tokens"].values()}
+    assert len(totals) == 1  # every layer has the same tokens
+    assert totals.pop() > 0
 
 
 @pytest.mark.matrix

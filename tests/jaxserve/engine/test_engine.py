@@ -77,6 +77,19 @@ class TestRequests:
         assert collector.wait()["request 0"] == Output([20, 21], "length")
         assert driver.count("begin") == 4  # 8, 8 and 4 tokens, then one
 
+    def test_how_long_it_waited(self, make):
+        """The second one waits for the only slot until the first has ended."""
+        engine, _ = make(overrides={"scheduler.slots": 1}, pace=0.02)
+        collector = Collector()
+        for _ in range(2):
+            collector.submit(engine, [5, 6], SamplingParams(max_tokens=6))
+        collector.wait()
+        first, second = (
+            {output.queue_seconds for output in collector.outputs(f"request {n}")} for n in range(2)
+        )
+        assert len(first) == len(second) == 1  # the same in all of its news
+        assert 0 <= first.pop() < second.pop()
+
     def test_more_than_slots(self, make):
         engine, _ = make(overrides={"lanes": 2, "attention.dp": 2, "scheduler.max_waiting": 50})
         collector = Collector()
@@ -189,7 +202,7 @@ class TestBadRequests:
     def test_ids_of_numpy_become_plain_ones(self, make):
         """Step plans go to other processes, and msgpack knows no NumPy."""
         plans = []
-        engine, _ = make(broadcast=plans.extend)
+        engine, _ = make(broadcast=lambda new, measured: plans.extend(new))
         collector = Collector()
         collector.submit(engine, list(np.arange(3)), SamplingParams(max_tokens=1))
         assert collector.wait()["request 0"] == Output([3], "length")

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from jaxserve.pipeline.plan import SequenceRow, StepPlan
+from jaxserve.pipeline.probe import Probe
 from jaxserve.pipeline.schedule import Rotation
+from tests.jaxserve import layouts
 from tests.reference.step3_numpy import Step3Numpy
 
 
@@ -95,6 +97,39 @@ class TestAFD:
         for tokens in prompts:
             logits = np.asarray(driver.advance().logits)[1]
             np.testing.assert_allclose(logits, model.logits(list(tokens))[-1], atol=1e-4)
+
+
+class Routes(Step3Numpy):
+    """The reference, which notes how many tokens each expert of each layer gets."""
+
+    def route(self, name, x):
+        chosen, gates = super().route(name, x)
+        layer = int(name.split("layers.")[1].split(".")[0])
+        self.counts[layer] = np.bincount(chosen.ravel(), minlength=layouts.SIZES.moe_num_experts)
+        return chosen, gates
+
+
+@pytest.mark.parametrize("mode", ["afd", "colocated"])
+def test_tokens_of_experts_are_those_of_the_reference(mode, tiny_model, request):
+    """Of the step's tokens, and not of its padding."""
+    runtime = request.getfixturevalue(f"{mode}_runtime")
+    model = Routes.from_folder(tiny_model)
+    model.counts = {}
+    tokens = (5, 6, 7, 80, 3)
+    model.logits(list(tokens))
+    probe = Probe(runtime.driver)
+    probe.turn(True)
+    runtime.driver.begin(plan(runtime, 0, 0, tokens))
+    runtime.driver.advance()
+    probe.turn(False)
+    measured = probe.take(20.0)
+    probe.close()
+    assert measured.expert_tokens == {k: v.tolist() for k, v in sorted(model.counts.items())}
+    assert sum(measured.expert_tokens[2]) == len(tokens) * layouts.SIZES.moe_top_k
+    stages = ["step"] if mode == "colocated" else ["attend", "combine", "dispatch", "ffn"]
+    assert sorted({span.stage for span in measured.spans}) == stages
+    assert runtime.driver.observer is None
+    assert runtime.driver.on_load is None
 
 
 class TestColocated:

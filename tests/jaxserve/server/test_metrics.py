@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
 from jaxserve.server.generation import GenerationOutput
 from jaxserve.server.metrics import Metrics
@@ -10,7 +11,12 @@ from tests.jaxserve.server.fake_engine import FakeEngine
 
 
 class Clock:
-    """A clock that goes when told."""
+    """A clock that goes when told, and a calendar."""
+
+    date = 1_700_000_000.0
+
+    def time(self) -> float:
+        return self.date
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -49,6 +55,7 @@ def test_the_times_of_a_request(clock: Clock) -> None:
                 finish_reason=reason,
                 prompt_token_count=7,
                 completion_token_count=4,
+                queue_seconds=0.5,
             )
         )
     found = samples(metrics)
@@ -58,7 +65,10 @@ def test_the_times_of_a_request(clock: Clock) -> None:
     assert found["inter_token_latency_seconds_sum"] == 0.25 + 0.25
     assert found["request_time_per_output_token_seconds_sum"] == 0.25
     assert found["e2e_request_latency_seconds_sum"] == 2.75
+    assert found["request_queue_time_seconds_sum"] == 0.5
+    assert found["request_prefill_time_seconds_sum"] == 1.5
     assert found["request_decode_time_seconds_sum"] == 0.75
+    assert found["request_queue_time_seconds_count"] == 1
     assert found["prompt_tokens_total"] == 7
     assert found["generation_tokens_total"] == 4
     assert found["request_success_total finished_reason=length"] == 1
@@ -78,6 +88,37 @@ def test_a_request_without_a_token(clock: Clock) -> None:
     found = samples(metrics)
     assert found["request_success_total finished_reason=cancelled"] == 1
     assert found["time_to_first_token_seconds_count"] == 0
+
+
+VIEW = PipelineView(
+    measured_at=Clock.date - 10,
+    busy={"attend": 0.75, "dispatch": 0.125, "ffn": 0.5},
+    bubble=0.25,
+    transfers={"dispatch": Transfers(4, 0.5)},
+    imbalance=2.5,
+)
+
+
+def test_the_pipeline(clock: Clock) -> None:
+    metrics, engine = Metrics("m"), FakeEngine([], view=VIEW)
+    metrics.watch(engine)
+    found = samples(metrics)
+    assert found["stage_busy_fraction stage=attend"] == 0.75
+    assert found["stage_busy_fraction stage=ffn"] == 0.5
+    assert "stage_busy_fraction stage=combine" not in found
+    assert found["bubble_fraction"] == 0.25
+    assert found["transfer_seconds_sum direction=dispatch"] == 0.5
+    assert found["transfer_seconds_count direction=dispatch"] == 4
+    assert found["expert_imbalance"] == 2.5
+
+
+def test_what_was_measured_long_ago_is_not_now(clock: Clock) -> None:
+    metrics, engine = Metrics("m"), FakeEngine([], view=VIEW)
+    metrics.watch(engine)
+    clock.date += 51
+    found = samples(metrics)
+    assert not [name for name in found if name.startswith(("stage_", "bubble_", "expert_"))]
+    assert found["transfer_seconds_count direction=dispatch"] == 4  # a counter
 
 
 def test_what_fleet_routers_read() -> None:

@@ -1,0 +1,85 @@
+"""The dashboard shows what a server measures: every metric of it, and no other."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.jaxserve.server.http.rig import HttpRig
+from tests.jaxserve.server.http.test_page import view
+
+DASHBOARD = json.loads(
+    (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")
+)
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+NAME = re.compile(r"jaxserve:\w+")
+
+
+@pytest.fixture(scope="module")
+def exposition():
+    """Of a server that has served something, lately measured."""
+    rig = HttpRig()
+    rig.engine.view = msgspec.structs.replace(view(24), measured_at=time.time())
+    rig.complete()
+    yield rig.client.get("/metrics").text
+    rig.close()
+
+
+def samples(exposition: str) -> dict[str, set[str]]:
+    """Family → the names that its samples may have."""
+    suffixes = {
+        "counter": ("_total",),
+        "histogram": ("_bucket", "_sum", "_count"),
+        "summary": ("_sum", "_count"),
+    }
+    return {
+        family.name: {family.name + s for s in suffixes.get(family.type, ("",))}
+        for family in text_string_to_metric_families(exposition)
+        if not family.name.endswith("_created")  # when a series began: a counter's own matter
+    }
+
+
+def test_every_metric_it_names_exists(exposition: str) -> None:
+    found = set().union(*samples(exposition).values())
+    for expression in EXPRESSIONS:
+        names = set(NAME.findall(expression))
+        assert names, expression
+        assert names <= found, expression
+
+
+def test_every_metric_of_ours_is_in_it(exposition: str) -> None:
+    named = set(NAME.findall(" ".join(EXPRESSIONS)))
+    shown = {family for family, names in samples(exposition).items() if names & named}
+    assert {name for name in samples(exposition) if name.startswith("jaxserve:")} == shown
+    assert len(shown) >= 22
+
+
+def test_labels_it_groups_by_exist(exposition: str) -> None:
+    labels = set(re.findall(r'(\w+)="', exposition))
+    wanted = set(re.findall(r"\{\{(\w+)\}\}", json.dumps(PANELS)))
+    wanted |= set(re.findall(r"by \((\w+)\)", " ".join(EXPRESSIONS)))
+    assert wanted <= labels
+
+
+def test_the_grid() -> None:
+    """Four rows; panels within 24 columns that do not lie on each other."""
+    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
+    assert rows == ["Traffic", "Latency", "KV cache", "AFD (sampled steps)"]
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    cells: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        at = panel["gridPos"]
+        mine = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert max(x for x, _ in mine) < 24
+        assert not mine & cells
+        cells |= mine
