@@ -32,6 +32,7 @@ from jaxserve.bench.report import (
 from jaxserve.bench.workers import Worker, run_worker, writing
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.view import PipelineView
 from jaxserve.errors import EngineFailedError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.generation import GenerationOutput, TextGenerator
@@ -95,6 +96,9 @@ class StubEngine:
 
     def load(self) -> EngineLoad:
         return EngineLoad()
+
+    def pipeline(self) -> PipelineView:
+        return PipelineView()
 
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
         return

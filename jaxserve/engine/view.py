@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.pipeline.timeline import Span, Stage
+from jaxserve.pipeline.timeline import AnyStage, Span
 
 MAX_SPANS = 2048
 """Of a timeline."""
@@ -16,7 +16,7 @@ MAX_SPANS = 2048
 class Transfers(NamedTuple):
     """Messages of one direction whose transfer was measured since the start."""
 
-    count: int
+    messages: int
     seconds: float
 
 
@@ -29,7 +29,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The stretch of whole steps that the fractions are of."""
     steps: int = 0
     """Steps in it, over all lanes."""
-    busy: dict[Stage, float] = {}
+    busy: dict[AnyStage, float] = {}
     """The share of the window in which a stage ran; of stages that nobody measured nothing. In
     colocated mode the only stage is the whole step."""
     bubble: float | None = None
@@ -38,7 +38,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The stages in the window, by start."""
     timeline_cut: bool = False
     """Whether there were more than `MAX_SPANS`."""
-    transfers: dict[Stage, Transfers] = {}
+    transfers: dict[AnyStage, Transfers] = {}
     expert_tokens: dict[int, list[int]] = {}
     """Layer → tokens of each expert, over some dozens of times of measuring."""
     imbalance: float | None = None

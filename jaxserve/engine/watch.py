@@ -17,7 +17,7 @@ from jaxserve.engine.view import MAX_SPANS, PipelineView, Transfers
 from jaxserve.errors import EngineFailedError
 from jaxserve.pipeline.probe import Measured
 from jaxserve.pipeline.timeline import (
-    Stage,
+    AnyStage,
     Summary,
     merge,
     steady_window,
@@ -79,7 +79,7 @@ class Watch:
         self._wanted_until = float("-inf")
         self._processing = False
         self._view = PipelineView()
-        self._totals: dict[Stage, Transfers] = {}
+        self._totals: dict[AnyStage, Transfers] = {}
         self._counts: deque[dict[int, list[int]]] = deque(maxlen=KEPT)
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -156,7 +156,7 @@ class Watch:
             times = [span.milliseconds / 1e3 for span in shown if span.stage == stage]
             before = self._totals.get(stage, Transfers(0, 0.0))
             if times:
-                after = Transfers(before.count + len(times), before.seconds + sum(times))
+                after = Transfers(before.messages + len(times), before.seconds + sum(times))
                 self._totals[stage] = after
         busy, bubble = _fractions(summary)
         self._view = PipelineView(
@@ -174,7 +174,7 @@ class Watch:
         )
 
 
-def _fractions(summary: Summary) -> tuple[dict[Stage, float], float | None]:
+def _fractions(summary: Summary) -> tuple[dict[AnyStage, float], float | None]:
     """Busy fractions of the stages that were seen, and the bubble if both sides were."""
     busy = {stage: times.busy for stage, times in summary.stages.items() if times.count}
     if "step" in busy:

@@ -19,14 +19,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
-Stage = Literal["attend", "dispatch", "ffn", "combine", "step"]
-STAGES: tuple[Stage, ...] = ("attend", "dispatch", "ffn", "combine")
-"""Of AFD. A colocated `step` is all of them in one program."""
-_INPUT: dict[Stage, Stage] = {
+Stage = Literal["attend", "dispatch", "ffn", "combine"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+AnyStage = Stage | Literal["step"]
+"""Those of AFD, and the one of colocated mode: all of them in one program."""
+_INPUT: dict[AnyStage, AnyStage] = {
     "attend": "combine",
     "dispatch": "attend",
     "ffn": "dispatch",
@@ -49,7 +50,7 @@ class Result(Protocol):
 class Span(msgspec.Struct, frozen=True, gc=False):
     """One stage of one layer, lane and step; times in nanoseconds since the epoch."""
 
-    stage: Stage
+    stage: AnyStage
     lane: int
     layer: int
     """The attend after the last layer is the step's `leave`: last sum, head and sampling."""
@@ -91,7 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Share of the window in which the ffn mesh ran an ffn."""
     bubble: float
     """1 − the busier side's share: 0 when one side never waits, which no schedule can beat."""
-    stages: dict[Stage, StageTimes]
+    stages: dict[AnyStage, StageTimes]
     """Of every stage of AFD; of `step` where there are such spans."""
 
     @property
@@ -131,7 +132,7 @@ class Recorder:
         self._closed = False
         self.dropped = 0
         """Stages that were not measured: their result failed, was donated, or came too fast."""
-        self._workers: dict[tuple[Stage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
+        self._workers: dict[tuple[AnyStage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
         self._switch_interval: float | None = None
         if not paused:
             self.resume()
@@ -148,7 +149,7 @@ class Recorder:
             sys.setswitchinterval(self._switch_interval)
             self._switch_interval = None
 
-    def observe(self, stage: Stage, lane: int, layer: int, step: int, result: Result) -> None:
+    def observe(self, stage: AnyStage, lane: int, layer: int, step: int, result: Result) -> None:
         """Follows a stage that was just enqueued; returns at once.
 
         Args:
@@ -196,7 +197,7 @@ class Recorder:
             worker.join(max(0.0, deadline - time.monotonic()))
         self.pause()
 
-    def _start(self, stage: Stage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
+    def _start(self, stage: AnyStage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
         stages: queue.SimpleQueue = queue.SimpleQueue()
         name = f"timeline-{stage}-{lane}"
         worker = threading.Thread(
@@ -205,7 +206,7 @@ class Recorder:
         worker.start()
         return stages, worker
 
-    def _work(self, stages: queue.SimpleQueue, stage: Stage, lane: int) -> None:
+    def _work(self, stages: queue.SimpleQueue, stage: AnyStage, lane: int) -> None:
         while (item := stages.get()) is not None:
             layer, step, enqueued, result = item
             try:
@@ -234,7 +235,7 @@ def merge(span_lists: Iterable[Iterable[Span]]) -> list[Span]:
     """
     spans = [span for spans in span_lists for span in spans]
     ends = {(span.stage, span.lane, span.step, span.layer): span.end_ns for span in spans}
-    free: dict[Stage, int] = {}
+    free: dict[AnyStage, int] = {}
     merged = []
     for span in sorted(spans, key=lambda span: (span.end_ns, span.enqueued_ns)):
         layer = span.layer - 1 if span.stage == "attend" else span.layer
@@ -280,7 +281,7 @@ def summarise(spans: Sequence[Span], window: tuple[int, int] | None = None) -> S
         window = begin, max((span.end_ns for span in spans), default=begin)
     begin, finish = window
     ending = [span for span in spans if begin < span.end_ns <= finish]
-    stages: dict[Stage, StageTimes] = {}
+    stages: dict[AnyStage, StageTimes] = {}
     found = {span.stage for span in spans}
     for stage in (*STAGES, *sorted(found.difference(STAGES))):
         times = sorted(span.milliseconds for span in ending if span.stage == stage)

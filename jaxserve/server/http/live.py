@@ -16,7 +16,7 @@ import msgspec
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.view import PipelineView, Transfers
-from jaxserve.pipeline.timeline import Stage
+from jaxserve.pipeline.timeline import AnyStage
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.service import Service
 
@@ -27,7 +27,7 @@ class Bar(msgspec.Struct, frozen=True, array_like=True):
     """A stage that ran: its kind, lane, layer and step, and its start and end in µs after the
     window's start."""
 
-    stage: Stage
+    stage: AnyStage
     lane: int
     layer: int
     step: int
@@ -47,7 +47,7 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     window_seconds: float
     steps: int
     """Steps in the window, over all lanes."""
-    busy: dict[Stage, float]
+    busy: dict[AnyStage, float]
     """The share of the window in which each stage ran: attend of the attention mesh, ffn of the ffn
     mesh, the others of the link; in colocated mode step, which is everything."""
     bubble: float | None
@@ -56,7 +56,7 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     """By start."""
     timeline_cut: bool
     """Whether only the first stages of the window are in it."""
-    transfers: dict[Stage, Transfers]
+    transfers: dict[AnyStage, Transfers]
     """Messages that were measured since the start, and their seconds together."""
     expert_tokens: dict[int, list[int]]
     """Layer → tokens of each expert, in the last steps that were measured."""

@@ -39,10 +39,29 @@ def browser() -> Iterator[Any]:
 
 
 Open = Callable[..., Any]
+Make = Callable[..., HttpRig]
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
+def make_rig() -> Iterator[Make]:
+    rigs = []
+
+    def make(*arguments: Any, **options: Any) -> HttpRig:
+        rigs.append(HttpRig(*arguments, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: Make) -> HttpRig:
+    return make_rig()
+
+
+@pytest.fixture
+def visit(browser: Any, make_rig: Make) -> Iterator[Open]:
     """Opens the page of a rig; afterwards there must be no error and no stranger."""
     contexts, problems, asked = [], [], []
 
@@ -186,22 +205,20 @@ def test_a_conversation(rig: HttpRig, visit: Open) -> None:
     assert "[user]hello[assistant]one two three[user]again[assistant]" in prompt
 
 
-def test_no_chat_without_a_template(visit: Open) -> None:
-    rig = HttpRig(template=None)
+def test_no_chat_without_a_template(make_rig: Make, visit: Open) -> None:
+    rig = make_rig(template=None)
     page = visit(rig)
     expect(page.get_by_role("tab", name="Chat")).to_be_disabled()
     assert page.get_by_text("no chat: the model has no template").is_visible()
-    rig.close()
 
 
-def test_text_is_never_markup(visit: Open) -> None:
-    rig = HttpRig("<img src=x onerror=alert(1)>")
+def test_text_is_never_markup(make_rig: Make, visit: Open) -> None:
+    rig = make_rig("<img src=x onerror=alert(1)>")
     page = visit(rig)
     page.get_by_role("button", name="Run").click()
     shows(page, "progress", re.compile("stop$"))
     assert output(page) == "<img src=x onerror=alert(1)>"
     assert page.locator("#output img").count() == 0
-    rig.close()
 
 
 def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> None:
@@ -232,8 +249,8 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     assert page.get_by_label("Layer").input_value() == "2"
 
 
-def test_the_key_stays_in_headers(visit: Open) -> None:
-    rig = HttpRig(access=Access(ApiKeys([KEY])))
+def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
+    rig = make_rig(access=Access(ApiKeys([KEY])))
     page = visit(rig, "401 ")
     page.get_by_text("the API key is missing or wrong").first.wait_for()
     page.get_by_role("button", name="Run").click()
@@ -245,7 +262,6 @@ def test_the_key_stays_in_headers(visit: Open) -> None:
     shows(page, "status", "ready")
     assert page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])") == "[{},{}]"
     assert page.evaluate("document.cookie") == ""
-    rig.close()
 
 
 @pytest.mark.parametrize("width", [400, 800, 1440])
@@ -276,14 +292,13 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
     assert b"style=" not in PAGE  # the policy would forbid it
 
 
-def test_figures_ask_for_a_key_and_the_page_does_not() -> None:
-    rig = HttpRig(access=Access(ApiKeys([KEY])))
+def test_figures_ask_for_a_key_and_the_page_does_not(make_rig: Make) -> None:
+    rig = make_rig(access=Access(ApiKeys([KEY])))
     assert rig.client.get("/").status_code == 200
     assert rig.client.get("/pipeline").status_code == 401
     found = rig.client.get("/pipeline", headers={"Authorization": f"Bearer {KEY}"})
     assert found.headers["cache-control"] == "no-store"
     assert found.json()["measured"] is None
-    rig.close()
 
 
 def test_figures(rig: HttpRig) -> None:
