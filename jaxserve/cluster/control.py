@@ -22,7 +22,7 @@ SERVICE = "jaxserve.cluster.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 4
+PROTOCOL = 3
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
