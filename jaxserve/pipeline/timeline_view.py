@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 import msgspec
 
 from jaxserve.pipeline.timeline import (
+    AnyStage,
     Span,
     Stage,
     StageTimes,
@@ -73,7 +74,7 @@ def describe(summary: Summary) -> str:
 def perfetto(spans: Sequence[Span]) -> dict[str, object]:
     """The spans as Chrome trace events (ui.perfetto.dev opens them): rows per side and lane."""
     origin = min((span.start_ns for span in spans), default=0)
-    rows = {stage: index + 1 for index, (stage, _) in enumerate(_ROWS)}
+    rows: dict[AnyStage, int] = {stage: index + 1 for index, (stage, _) in enumerate(_ROWS)}
     events: list[dict[str, object]] = []
     for stage, label in _ROWS:
         pid = rows[stage]

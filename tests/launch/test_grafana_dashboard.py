@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.jaxserve.server.http.rig import HttpRig
-from tests.jaxserve.server.http.test_page import view
+from tests.jaxserve.server.http.test_live import view
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 from tests.jaxserve.server.http.test_server import raw, wait_for
 
 KEY, OTHER = "key-of-alice-0123456789", "key-of-bob-0123456789"
-PATHS = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json"]
+PATHS = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/pipeline", "/metrics"]
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 
 
@@ -301,6 +301,21 @@ def test_the_server_does_not_say_what_it_runs_on(shared: HttpRig) -> None:
     headers = shared.client.get("/health").headers
     assert "server" not in headers
     assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics", "/pipeline", "/none"])
+def test_no_answer_can_be_made_a_page_of(shared: HttpRig, path: str) -> None:
+    """No frames around it, nothing run of it, nothing said of where its reader was."""
+    headers = shared.client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert policy.endswith("frame-ancestors 'none'")
+    assert ("script-src" in policy) == (path == "/")
+    assert headers.get_list("content-security-policy") == [policy]
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
 def test_a_flood_of_pipelined_requests_is_served_in_order(shared: HttpRig) -> None:
