@@ -33,6 +33,8 @@ REST_SECONDS = 1.0
 """Between two times of measuring, at least."""
 REST_FACTOR = 19.0
 """As much longer than measuring took: at most a twentieth of the time is measured."""
+CLOSE_SECONDS, CLOSE_FACTOR = 3.0, 4.0
+"""And for so long after a look, when a page looks every second: at most a fifth."""
 STEPS = 4
 """Steps of each lane that are measured: before the first, the pipeline has something left; the last
 one overlaps with what is not measured any more."""
@@ -75,8 +77,8 @@ class Watch:
         self._boundaries = STEPS * lanes
         self._left = 0  # boundaries until the probes are turned off; 0: they are
         self._begun = 0.0
-        self._earliest = 0.0
-        self._wanted_until = float("-inf")
+        self._ended = self._took = float("-inf")
+        self._looked = float("-inf")
         self._processing = False
         self._view = PipelineView()
         self._totals: dict[AnyStage, Transfers] = {}
@@ -88,7 +90,7 @@ class Watch:
     def look(self) -> PipelineView:
         """What was measured last; for a while there will be news. From any thread, at once."""
         with self._lock:
-            self._wanted_until = self._clock() + LOOK_SECONDS
+            self._looked = self._clock()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="jaxserve-watch", daemon=True
@@ -104,7 +106,11 @@ class Watch:
                 self._end()
             return self._left > 0
         now = self._clock()
-        if now >= self._wanted_until or now < self._earliest or self._processing:
+        since = now - self._looked
+        if since >= LOOK_SECONDS or self._processing:
+            return False
+        factor = CLOSE_FACTOR if since < CLOSE_SECONDS else REST_FACTOR
+        if now < self._ended + max(REST_SECONDS, factor * self._took):
             return False
         self._begun, self._left = now, self._boundaries
         self._probe.turn(True)
@@ -132,8 +138,8 @@ class Watch:
                 self._take()
             except Exception:
                 logger.exception("the pipeline's figures")
-            now = self._clock()
-            self._earliest = now + max(REST_SECONDS, REST_FACTOR * (now - self._begun))
+            self._ended = self._clock()
+            self._took = self._ended - self._begun
             self._processing = False
 
     def _take(self) -> None:

@@ -112,6 +112,27 @@ def test_some_steps_of_each_lane_and_then_a_rest(clock: Clock) -> None:
     watch.close()
 
 
+def test_who_looks_again_and_again_gets_more(clock: Clock) -> None:
+    probe = FakeProbe(ATTENTION)
+    watch = Watch(probe, 1, clock=clock)
+    watch.look()
+    assert watch.next()
+    clock.now += 2.0
+    while watch.next():
+        pass
+    assert probe.taken.acquire(timeout=10)
+    end = time.monotonic() + 10
+    while watch._processing:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    clock.now += 2 * module.CLOSE_FACTOR - 1
+    watch.look()
+    assert not watch.next()
+    clock.now += 1
+    assert watch.next()
+    watch.close()
+
+
 def test_an_idle_engine_ends_it(clock: Clock) -> None:
     probe = FakeProbe(ATTENTION)
     watch = Watch(probe, 3, clock=clock)
