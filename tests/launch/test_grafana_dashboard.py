@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
-from tests.jaxserve.server.http.test_live import view
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ NAME = re.compile(r"jaxserve:\w+")
 def exposition():
     """Of a server that has served something, lately measured."""
     rig = HttpRig()
-    rig.engine.view = msgspec.structs.replace(view(24), measured_at=time.time())
+    rig.engine.view = msgspec.structs.replace(pipeline_view(24), measured_at=time.time())
     rig.complete()
     yield rig.client.get("/metrics").text
     rig.close()

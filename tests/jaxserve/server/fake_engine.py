@@ -15,8 +15,9 @@ import numpy as np
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
-from jaxserve.engine.view import PipelineView
+from jaxserve.engine.view import PipelineView, Transfers
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+from jaxserve.pipeline.timeline import STAGES, Span
 
 EOS = 1
 
@@ -27,6 +28,27 @@ def logprobs(token_ids: list[int], top: int) -> list[TokenLogprobs]:
         TokenLogprobs(i, -i / 100, tuple((i - n, (n - i) / 100) for n in range(min(top, i + 1))))
         for i in token_ids
     ]
+
+
+def pipeline_view(milliseconds: int) -> PipelineView:
+    """Two lanes and three layers in a window of this length; 24 stages of one step each."""
+    length, spans = milliseconds * 1_000_000, []
+    start = 1_700_000_000 * 10**9
+    for n in range(24):
+        begin, end = start + n * length // 24, start + (n + 1) * length // 24
+        lane, layer, stage = n % 2, n // 8, STAGES[n // 2 % 4]
+        spans.append(Span(stage, lane, layer, 7, begin, end, 0, begin))
+    return PipelineView(
+        measured_at=(start + length) / 1e9,
+        window_seconds=milliseconds / 1e3,
+        steps=2,
+        busy={"attend": 0.75, "dispatch": 0.05, "ffn": 0.5, "combine": 0.04},
+        bubble=0.25,
+        timeline=spans,
+        transfers={"dispatch": Transfers(10, 0.002), "combine": Transfers(10, 0.001)},
+        expert_tokens={1: [4, 0, 2, 2], 2: [1, 1, 1, 5]},
+        imbalance=2.25,
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from jaxserve.server.http.document import document
 from jaxserve.server.http.requests import CompletionRequest
 from jaxserve.server.http.routes import ENDPOINTS
+from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
 
 CHECKS = [
@@ -43,12 +44,13 @@ def patient() -> Iterator[HttpRig]:
     """A rig whose engine is quick, for many requests."""
     rig = HttpRig()
     rig.engine.chunk = 16
+    rig.engine.view = pipeline_view(24)
     yield rig
     assert len(rig.engine.prompts) > 10  # not everything was refused
     rig.close()
 
 
-@schema.include(path_regex="^/(v1|tokenize|detokenize|version)").parametrize()
+@schema.include(path_regex="^/(v1|tokenize|detokenize|version|pipeline)").parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_server_does_what_the_document_says(case, patient: HttpRig) -> None:
     if case.meta.generation.mode.is_positive and isinstance(case.body, dict):

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.view import PipelineView, Transfers
-from jaxserve.pipeline.timeline import Span, Stage
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
+from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -87,28 +86,6 @@ def visit(browser: Any, make_rig: Make) -> Iterator[Open]:
     assert problems == []
     assert [url for own, url in asked if not url.startswith((f"{own}/", "data:,"))] == []
     assert all(KEY not in url and "?" not in url for _, url in asked)
-
-
-def view(number: int, mode: str = "afd") -> PipelineView:
-    """Two lanes and three layers; the window is as long as `number` says, in ms."""
-    ms, spans = 1_000_000, []
-    start = 1_700_000_000_000 * ms
-    stages: tuple[Stage, ...] = ("attend", "dispatch", "ffn", "combine")
-    for n in range(24 if mode == "afd" else 0):
-        at = start + n * number * ms // 24
-        lane, layer, stage = n % 2, n // 8, stages[n // 2 % 4]
-        spans.append(Span(stage, lane, layer, 7, at, at + number * ms // 24, 0, at))
-    return PipelineView(
-        measured_at=start / 1e9 + number / 1e3,
-        window_seconds=number / 1e3,
-        steps=2,
-        busy={"attend": 0.75, "dispatch": 0.05, "ffn": 0.5, "combine": 0.04},
-        bubble=0.25,
-        timeline=spans,
-        transfers={"dispatch": Transfers(10, 0.002), "combine": Transfers(10, 0.001)},
-        expert_tokens={1: [4, 0, 2, 2], 2: [1, 1, 1, 5]},
-        imbalance=2.25,
-    )
 
 
 def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
@@ -225,7 +202,7 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     page = visit(rig)
     page.get_by_text("no step measured yet").wait_for()
     rig.engine.pace, rig.engine.allowed = 0.05, 3
-    rig.engine.view = view(24)
+    rig.engine.view = pipeline_view(24)
     page.get_by_role("button", name="Run").click()
     shows(page, "running", "1")
     expect(page.locator("#timeline rect title")).to_have_count(24)
@@ -242,7 +219,7 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     assert "× 2.00 of the mean" in page.locator("#layer-note").inner_text()
     page.get_by_label("Layer").select_option("2")
     assert "× 2.50 of the mean" in page.locator("#layer-note").inner_text()
-    rig.engine.view = view(48)
+    rig.engine.view = pipeline_view(48)
     rig.engine.allowed = None
     shows(page, "window", re.compile("48 ms"))
     shows(page, "running", "0")
@@ -266,7 +243,7 @@ def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
 
 @pytest.mark.parametrize("width", [400, 800, 1440])
 def test_nothing_sticks_out(rig: HttpRig, visit: Open, width: int) -> None:
-    rig.engine.view = view(24)
+    rig.engine.view = pipeline_view(24)
     page = visit(rig, viewport={"width": width, "height": 900}, color_scheme="dark")
     page.get_by_role("button", name="Run").click()
     expect(page.locator("#timeline rect title")).to_have_count(24)
@@ -302,7 +279,7 @@ def test_figures_ask_for_a_key_and_the_page_does_not(make_rig: Make) -> None:
 
 
 def test_figures(rig: HttpRig) -> None:
-    rig.engine.view = view(24)
+    rig.engine.view = pipeline_view(24)
     rig.complete()
     found = rig.client.get("/pipeline").json()
     assert (found["model"], found["mode"], found["chat"]) == ("fake", "afd", True)
