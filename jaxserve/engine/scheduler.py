@@ -140,6 +140,7 @@ class Scheduler:
         self._landed_at = [0] * lanes  # steps issued in all when the lane's last one landed
         self._waiting: list[Sequence] = []  # first due first
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._grammars = 0  # of them, those that have one
         self._admitted: list[Sequence] = []  # for the first time, since somebody asked
         self._requests_seen = 0
         self._steps_issued = 0
@@ -176,6 +177,7 @@ class Scheduler:
                 raise InvalidRequestError("grammar", str(error)) from error
         self._requests_seen += 1
         self._live[request.request_id] = sequence
+        self._grammars += sequence.has_grammar
         bisect.insort(self._waiting, sequence, key=_rank)
 
     def check(self, request: Request) -> None:
@@ -257,11 +259,11 @@ class Scheduler:
 
         # Step 3: prefill chunks, whose pages are there already.
         for sequence in self._oldest_first(lane):
-            prefills = not sequence.decodes or (sequence.fresh and sequence not in decoding)
-            count = min(sequence.unfed, budget[_group_of(sequence)])
-            if held == "grammars" and sequence.has_grammar:
+            if sequence in decoding or (held == "grammars" and sequence.has_grammar):
                 continue
-            if sequence.wants_step and prefills and count:
+            prefills = sequence.fresh or not sequence.decodes
+            count = min(sequence.unfed, budget[_group_of(sequence)])
+            if prefills and sequence.wants_step and count:
                 chunks.append((sequence, count))
                 budget[_group_of(sequence)] -= count
 
@@ -376,7 +378,7 @@ class Scheduler:
 
     def _held_by_grammars(self, lane: int) -> Literal["nobody", "grammars", "everybody"]:
         """Who of a lane waits because a sequence with a grammar has a token in flight."""
-        if not any(
+        if not self._grammars or not any(
             s.has_grammar and s.pending for group in self._groups for s in group.residents(lane)
         ):
             return "nobody"
@@ -384,6 +386,8 @@ class Scheduler:
 
     def _stops_for_grammars(self, lane: int) -> bool:
         """Whether so many of a lane's sequences have a grammar that all of it waits for them."""
+        if not self._grammars:
+            return False
         running = [s for s in self._oldest_first(lane) if s.status == "running"]
         with_grammar = sum(sequence.has_grammar for sequence in running)
         return 0 < len(running) <= GRAMMARS_THAT_STOP_A_LANE * with_grammar
@@ -529,6 +533,7 @@ class Scheduler:
         sequence.status = "ended"
         sequence.stalled = False
         del self._live[sequence.request.request_id]
+        self._grammars -= sequence.has_grammar
 
     def _release_if_landed(self, sequence: Sequence) -> None:
         if sequence.home and sequence.status != "running" and not sequence.in_flight:
