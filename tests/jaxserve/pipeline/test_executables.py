@@ -43,7 +43,7 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
     afd_executables(programs, BUCKETS, "device_put")
     assert sorted(compiled) == sorted(
         ["enter_dense", "attend_dense", "attend_moe"] * 4  # every bucket
-        + ["ffn_dense", "ffn_moe", "leave", "choose", "score"] * 2  # every number of tokens
+        + ["ffn_dense", "ffn_moe", "leave", "load", "choose", "score"] * 2  # every number of tokens
         + ["logprobs"]
     )
 
@@ -55,6 +55,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     small, same, large = (made[bucket] for bucket in BUCKETS[:3])
     assert small.ffn == same.ffn
     assert small.leave is same.leave
+    assert small.load is same.load
     assert small.dispatch["moe"] is same.dispatch["moe"]
     assert small.combine is same.combine
     assert small.enter is not same.enter
