@@ -29,7 +29,7 @@ class AFDExecutables(NamedTuple):
     dispatch: dict[FFNKind, Transport]
     combine: Transport
     sampling: SamplingExecutables
-    load: jax.stages.Compiled | None
+    load: jax.stages.Compiled | None = None
     """Counts the tokens of each expert; None where there are none, or attention is elsewhere."""
 
 
