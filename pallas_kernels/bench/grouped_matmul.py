@@ -1,5 +1,6 @@
 """Expert layers at real sizes: inputs, counts, and what else a user would call."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.attention import values
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import ExpertShape
 from pallas_kernels.quantize import QuantArray, scales_shape
 
-FORMATS = ("bf16", "int8", "fp8", "fp8_block")
+ROW_FORMATS: dict[str, RowFormat] = {"fp8_block_rows": "fp8"}
+"""Those in which the rows are in 8 bits, too, in blocks."""
+FORMATS = ("bf16", "int8", "fp8", "fp8_block", *ROW_FORMATS)
 
 
 class Step(NamedTuple):
@@ -45,7 +48,7 @@ class Step(NamedTuple):
 
 def block(format: str) -> tuple[int, int]:
     """That share a scale."""
-    return (128, 128) if format == "fp8_block" else (1, 0)
+    return (128, 128) if format.startswith("fp8_block") else (1, 0)
 
 
 def weight(key: Any, shape: tuple[int, int, int], format: str) -> Any:
@@ -77,7 +80,7 @@ def inputs(step: Step) -> tuple[Any, ...]:
 
 def call(step: Step) -> Callable[..., Any]:
     """What is measured, as a function of `inputs`."""
-    return grouped_swiglu
+    return functools.partial(grouped_swiglu, row_format=ROW_FORMATS.get(step.format))
 
 
 def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
