@@ -79,7 +79,8 @@ def chunk_attention(
     keys = jnp.where(real & jnp.logical_not(finite), jnp.nan, jnp.pad(keys, padding))
     values = jnp.where(real & finite, values, 0)
     # Heads first: a tile is of one head. What is multiplied is of one dtype.
-    dtype = jnp.result_type(queries.dtype, keys.dtype, values.dtype)
+    alike = queries.dtype == keys.dtype == values.dtype
+    dtype = queries.dtype if alike else jnp.float32
     operands = [jnp.swapaxes(x, 0, 1).astype(dtype) for x in (queries, keys, values)]
 
     def of_keys(head: Any, q: Any, k: Any, *refs: Any) -> tuple[Any, ...]:
