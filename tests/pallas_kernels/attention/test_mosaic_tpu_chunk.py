@@ -58,6 +58,17 @@ def test_bfloat16():
     np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-4)
 
 
+def test_operands_of_different_dtypes():
+    arrays = batch(np.random.default_rng(6), [6], [0], 8)
+    where = [jnp.asarray(array, jnp.int32) for array in arrays[3:]]
+    keys, values = (jnp.asarray(array) for array in arrays[1:3])
+    queries = jnp.asarray(arrays[0], jnp.bfloat16)
+    output, _ = attend(queries, keys, values, *where)
+    expected, _ = attend_numpy(np.asarray(queries, np.float32), *arrays[1:])
+    assert output.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_sequence(wrong):
     """Also where it shares tiles with another one; who comes before it does not see it."""
