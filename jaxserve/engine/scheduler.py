@@ -11,7 +11,7 @@ The policy:
 2. A sequence is admitted when a DP group has a free slot, and pages for its tokens and one more,
    with a page to spare for every sequence that lives there already (the watermark). Pages that the
    prefix cache has are taken from there. Of several groups the cheapest takes it (`admission.py`),
-   there the emptiest lane.
+   there the emptiest lane, or for a sequence with a grammar the one with the fewest of them.
 3. A step holds one token of every decoding sequence, then prefill chunks, the first due first, as
    far as the token budget goes, and no more than `prefill_tokens` of them beside decoding.
    Prompt pages are taken at admission, so only decoding runs out of pages.
@@ -453,9 +453,7 @@ class Scheduler:
                 self._admitted.append(sequence)
                 self._prompt_tokens += len(sequence.request.prompt)
                 self._prompt_tokens_found += len(prefix) * self._page_size
-            lane = group.emptiest_lane()
-            assert lane is not None
-            group.settle(sequence, lane, pages, prefix)
+            group.settle(sequence, group.lane_for(sequence), pages, prefix)
 
     def _issue(self, lane: int, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """Turns the chosen chunks into a step plan in flight."""

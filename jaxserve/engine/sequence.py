@@ -254,10 +254,22 @@ class DPGroup:
         sequence.page_ids += self.allocate(1)
         self.promised -= 1
 
-    def emptiest_lane(self) -> int | None:
-        """The lane with the fewest sequences, the first of equals; None if no slot is free."""
-        free = [slots.count(None) for slots in self.slots]
-        return free.index(max(free)) if any(free) else None
+    def lane_for(self, sequence: Sequence) -> int:
+        """The lane with the fewest sequences; not to be asked when full.
+
+        Sequences with a grammar go where the fewest of their kind are, and leave their kind room
+        where few are: a lane that waits for its grammars is slower, and lanes should come to their
+        ends together.
+        """
+
+        def load(lane: int) -> tuple[int, int]:
+            residents = list(self.residents(lane))
+            grammars = sum(other.has_grammar for other in residents)
+            if sequence.has_grammar:
+                return grammars, len(residents)
+            return len(residents), -grammars
+
+        return min((lane for lane, slots in enumerate(self.slots) if None in slots), key=load)
 
     def settle(self, sequence: Sequence, lane: int, pages: int, prefix: list[PageNode]) -> None:
         """Gives the sequence a free slot of the lane and its first pages, of which it shares the

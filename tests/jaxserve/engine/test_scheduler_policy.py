@@ -257,6 +257,18 @@ def test_lanes_that_wait_for_grammars_start_together_where_they_should():
             assert scheduler.plan(1).number == 3
 
 
+def test_grammars_are_spread_over_the_lanes():
+    """Where every other request has one, each lane gets half of them, and as many of the others."""
+    scheduler = make_scheduler(
+        lanes=2, slots=4, pages=40, token_budget=8, token_buckets=[8], max_waiting=8
+    )
+    for number in range(8):
+        scheduler.add(request(str(number), [1], grammar=Script(5, 6) if number % 2 else None))
+    lanes = [scheduler.plan(lane).groups[0] for lane in range(2)]
+    assert [[row.rules is not None for row in rows].count(True) for rows in lanes] == [2, 2]
+    assert [len(rows) for rows in lanes] == [4, 4]
+
+
 def test_a_few_grammars_wait_together_and_the_others_do_not():
     """Two of nine; the second comes while the first waits, and steps with it from then on."""
     scheduler = make_scheduler(groups=3, pages=20, max_waiting=9)
