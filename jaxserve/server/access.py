@@ -19,6 +19,11 @@ MIN_KEY_CHARACTERS = 16
 TENANT_CHARACTERS = 12
 
 
+def prefix_salt(tenant: str, asked: str) -> str:
+    """What separates a tenant's cached prefixes from others', and whatever salt it asked for."""
+    return f"{tenant}/{asked}" if tenant or asked else ""
+
+
 class ApiKeys:
     """The keys that open the server; kept as digests.
 

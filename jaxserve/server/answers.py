@@ -45,6 +45,9 @@ class CallFormat(msgspec.Struct, frozen=True):
     end: str
     read: Callable[[str], list[Call] | None]
     """The calls between the marks; None if it is none of this form."""
+    around: Callable[[str, int], tuple[str, str]]
+    """What stands before and after the arguments of a call, between the marks; takes the name and
+    how many calls the conversation has already."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -256,10 +259,30 @@ def _read_step(body: str) -> list[Call] | None:
     return calls if not body[place:].strip() else None
 
 
+def _around_json(name: str, number: int) -> tuple[str, str]:
+    return f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}\n"
+
+
+def _around_deepseek(name: str, number: int) -> tuple[str, str]:
+    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
+    return begin, "\n```<｜tool▁call▁end｜>"
+
+
+def _around_kimi(name: str, number: int) -> tuple[str, str]:
+    begin = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return begin, "<|tool_call_end|>"
+
+
+def _around_step(name: str, number: int) -> tuple[str, str]:
+    return f"function\n{name}\n", ""
+
+
 CALL_FORMATS = (
-    CallFormat("<tool_call>", "</tool_call>", _read_json),
-    CallFormat("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
-    CallFormat("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi),
-    CallFormat("<|CALL_START|>", "<|CALL_END|>", _read_step),
+    CallFormat("<tool_call>", "</tool_call>", _read_json, _around_json),
+    CallFormat("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek, _around_deepseek),
+    CallFormat(
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi, _around_kimi
+    ),
+    CallFormat("<|CALL_START|>", "<|CALL_END|>", _read_step, _around_step),
 )
 """The forms that are known; a template writes the first mark of its own."""

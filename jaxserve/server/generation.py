@@ -22,6 +22,7 @@ from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.engine.view import PipelineView
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+from jaxserve.server.grammars import Grammars
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 
 Prompt = str | Sequence[SupportsIndex]
@@ -136,7 +137,8 @@ class Generation:
 
     Attributes:
       request_id: unique among the live requests.
-      prompt_token_count: tokens of the prompt.
+      prompt: its token ids.
+      constrained: whether it has a grammar.
       deadline: seconds of `time.monotonic` after which the engine ends it.
       overflowed: whether it was ended because its consumer was too slow.
       ended_by_engine: whether the engine has said its last about it.
@@ -146,7 +148,7 @@ class Generation:
         self,
         generator: "TextGenerator",
         request_id: str,
-        prompt_token_count: int,
+        prompt: list[int],
         params: SamplingParams,
         on_text: Callable[[GenerationOutput], None],
         deadline: float | None,
@@ -154,7 +156,8 @@ class Generation:
         observe: Callable[[GenerationOutput], None] | None = None,
     ):
         self.request_id = request_id
-        self.prompt_token_count = prompt_token_count
+        self.prompt = prompt
+        self.constrained = params.grammar is not None
         self.deadline = deadline
         self.overflowed = False
         self._generator = generator
@@ -244,7 +247,7 @@ class Generation:
             stop_string=stop,
             stop_token_id=news.stop_token_id if stop is None else None,
             error=news.error if stop is None else None,
-            prompt_token_count=self.prompt_token_count,
+            prompt_token_count=len(self.prompt),
             completion_token_count=self._completion_token_count,
             logprobs=news.logprobs[: len(token_ids)],
             prompt_logprobs=news.prompt_logprobs,
@@ -282,6 +285,7 @@ class TextGenerator:
     Attributes:
       engine: where tokens come from.
       tokenizer: of the engine's model.
+      grammars: likewise; compiles those that requests ask for.
     """
 
     def __init__(self, engine: TokenEngine, tokenizer: Tokenizer, observe: Observer | None = None):
@@ -290,6 +294,7 @@ class TextGenerator:
         info = engine.model_info()
         self._vocab_size: int = info["vocab_size"]
         self._max_length: int = info["max_length"]
+        self.grammars = Grammars(tokenizer, self._vocab_size)
         self._observe = observe
         self._closed = False
         self._live: dict[str, Generation] = {}
@@ -386,7 +391,7 @@ class TextGenerator:
         generation = Generation(
             self,
             request_id,
-            len(token_ids),
+            token_ids,
             params,
             on_text,
             deadline,
@@ -409,12 +414,13 @@ class TextGenerator:
         return generation
 
     def close(self) -> None:
-        """Ends what is live as "cancelled" and stops the thread. The engine stays as it is."""
+        """Ends what is live as "cancelled" and stops the threads. The engine stays as it is."""
         with self._lock:
             self._closed = True
         self._end_all("cancelled", "the server shuts down")
         self._mailbox.put(None)
         self._thread.join(CLOSE_SECONDS)
+        self.grammars.close()
 
     def post(self, generation: Generation, output: TokenOutput) -> None:
         """Leaves news of a request for the generator's thread."""

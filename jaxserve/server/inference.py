@@ -11,16 +11,19 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import msgspec
 
 import jaxserve
+from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc
+from jaxserve.server.access import prefix_salt
 from jaxserve.server.generation import (
     SHORT_PROMPT,
     Generation,
@@ -28,9 +31,10 @@ from jaxserve.server.generation import (
     TextGenerator,
     new_request_id,
 )
+from jaxserve.server.grammars import FIELD, Grammars, form
 from jaxserve.server.interceptors import tenant
 from jaxserve.server.status import StatusError, status_error
-from jaxserve.server.stream import StreamBuffer
+from jaxserve.server.stream import StreamBuffer, WholeBuffer
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 MODEL_INFO = ("model", "vocab_size", "max_length", "dtype", "mode", "attention", "ffn", "lanes")
@@ -38,6 +42,8 @@ MODEL_INFO = ("model", "vocab_size", "max_length", "dtype", "mode", "attention",
 
 TOKENISING_THREADS = 2
 STALL_CHECK_SECONDS = 0.5
+ALONE_SECONDS = 0.02
+"""How long the prompt info waits for the first token, to share its message."""
 
 Context = grpc.aio.ServicerContext
 
@@ -80,39 +86,46 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         """The whole completion in one message."""
         response = pb.GenerateResponse()
         async with self._answering(request, context):
-            async with self._generation(request, context) as (generation, buffer):
-                response.request_id = generation.request_id
-                texts: list[str] = []
-                while True:
-                    output = await buffer.take()
-                    generation.consumed(len(output.token_ids))
-                    texts.append(output.text)
-                    response.token_ids.extend(output.token_ids)
-                    if output.finish_reason is not None:
-                        break
-                response.text = "".join(texts)
+            buffer = WholeBuffer()
+            async with self._generation(request, context, buffer) as generation:
+                output = await buffer.take()
                 response.finish.CopyFrom(self._finish_info(output, generation))
+                response.request_id = generation.request_id
+                response.text = output.text
+                response.token_ids.extend(output.token_ids)
+                response.logprobs.extend(_logprobs(output.logprobs))
+                response.prompt_logprobs.extend(_prompt_logprobs(output, generation))
         return response
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         """Prompt info, deltas, finish info."""
         async with self._answering(request, context):
-            async with self._generation(request, context) as (generation, buffer):
-                info = pb.PromptInfo(
-                    request_id=generation.request_id,
-                    prompt_tokens=generation.prompt_token_count,
-                )
-                await _write(context, generation, pb.GenerateStreamResponse(prompt=info))
-                finish_reason = None
-                while finish_reason is None:
+            buffer = StreamBuffer()
+            async with (
+                self._generation(request, context, buffer, self._max_pending_tokens) as generation,
+                _while_read(generation),
+            ):
+                # A message costs as much as many tokens: what is there together goes together.
+                message = pb.GenerateStreamResponse()
+                message.prompt.request_id = generation.request_id
+                message.prompt.prompt_tokens = len(generation.prompt)
+                if not await buffer.ready(ALONE_SECONDS):
+                    await context.write(message)
+                    message = pb.GenerateStreamResponse()
+                while True:
                     output = await buffer.take()
-                    finish_reason = output.finish_reason
-                    if output.token_ids or output.text:
-                        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
-                        await _write(context, generation, pb.GenerateStreamResponse(delta=delta))
-                        generation.consumed(len(output.token_ids))
-                finish = self._finish_info(output, generation)
-                await _write(context, generation, pb.GenerateStreamResponse(finish=finish))
+                    _add_delta(message, output, generation)
+                    if output.finish_reason is not None:
+                        break
+                    if message.ByteSize():
+                        await context.write(message)
+                    generation.consumed(len(output.token_ids))
+                    message = pb.GenerateStreamResponse()
+                try:
+                    message.finish.CopyFrom(self._finish_info(output, generation))
+                finally:  # the tokens before an end that is no completion
+                    if message.ByteSize():
+                        await context.write(message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The token ids of a text."""
@@ -175,14 +188,19 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
 
     @contextlib.asynccontextmanager
     async def _generation(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[tuple[Generation, StreamBuffer]]:
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        buffer: StreamBuffer | WholeBuffer,
+        max_pending_tokens: int | None = None,
+    ) -> AsyncIterator[Generation]:
         """A submitted request; leaving, for whatever reason, cancels what has not ended."""
         generator = self._ready_generator()
         if not request.request_id:
             request.request_id = new_request_id()
         params = _sampling_params(request)
         params.validate()
+        params = await _constrained(params, request, generator.grammars)
         prompt = _prompt(request)
         if len(prompt) <= SHORT_PROMPT:
             token_ids = generator.encode(prompt)
@@ -192,19 +210,18 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
-        buffer = StreamBuffer()
         generation = generator.submit(
             token_ids,
             params,
             buffer.put,
             request_id=request.request_id,
             deadline=None if remaining is None else time.monotonic() + remaining,
-            max_pending_tokens=self._max_pending_tokens,
+            max_pending_tokens=max_pending_tokens,
         )
         name = (tenant.get(), request.request_id)
         self._running[name] = generation
         try:
-            yield generation, buffer
+            yield generation
         finally:
             del self._running[name]
             generation.cancel()
@@ -245,23 +262,62 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             return StatusError(grpc.StatusCode.CANCELLED, "the request was aborted")
         if generation.deadline is not None and time.monotonic() >= generation.deadline:
             return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        if output.finish_reason == "error" and generation.constrained:
+            return InvalidRequestError(FIELD, output.error or "")
         if self.draining or engine.status != "ready":
             return DrainingError("the server shut down before the request was complete")
         return RuntimeError(f"ended as {output.finish_reason}: {output.error}")
 
 
-async def _write(
-    context: Context, generation: Generation, message: pb.GenerateStreamResponse
-) -> None:
-    """Sends a message; gives up when the reader stalls so long that its request was ended."""
-    write = asyncio.ensure_future(context.write(message))
+@contextlib.asynccontextmanager
+async def _while_read(generation: Generation) -> AsyncIterator[None]:
+    """Ends what happens inside when the reader stalls so long that its request was ended."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer
+        if generation.overflowed:
+            reading.reschedule(loop.time())
+        else:
+            timer = loop.call_later(STALL_CHECK_SECONDS, look)
+
+    timer = loop.call_later(STALL_CHECK_SECONDS, look)
     try:
-        while not (await asyncio.wait({write}, timeout=STALL_CHECK_SECONDS))[0]:
-            if generation.overflowed:
-                raise StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the reader is too slow")
-        await write
+        async with asyncio.timeout(None) as reading:
+            yield
+    except TimeoutError:
+        raise StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the reader is too slow") from None
     finally:
-        write.cancel()
+        timer.cancel()
+
+
+def _add_delta(
+    message: pb.GenerateStreamResponse, output: GenerationOutput, generation: Generation
+) -> None:
+    """Puts an output's news into a message, if it has any."""
+    if output.text:
+        message.delta.text = output.text
+    if output.token_ids:
+        message.delta.token_ids.extend(output.token_ids)
+        message.delta.logprobs.extend(_logprobs(output.logprobs))
+    if output.prompt_logprobs is not None:
+        message.delta.prompt_logprobs.extend(_prompt_logprobs(output, generation))
+
+
+def _logprobs(found: Iterable[TokenLogprobs]) -> Iterator[pb.TokenLogprobs]:
+    for one in found:
+        top = [pb.Logprob(token_id=token_id, logprob=logprob) for token_id, logprob in one.top]
+        yield pb.TokenLogprobs(token_id=one.token_id, logprob=one.logprob, top=top)
+
+
+def _prompt_logprobs(
+    output: GenerationOutput, generation: Generation
+) -> Iterator[pb.TokenLogprobs]:
+    """Of a prompt's tokens, where they came; the first has an id alone."""
+    if output.prompt_logprobs is not None:
+        yield pb.TokenLogprobs(token_id=generation.prompt[0])
+        yield from _logprobs(one for one in output.prompt_logprobs if one is not None)
 
 
 def _prompt(request: pb.GenerateRequest) -> str | list[int]:
@@ -275,9 +331,8 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     """The request's sampling fields; what it does not set has SamplingParams' default."""
     optional = (
         *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-        "repetition_penalty",
+        *("repetition_penalty", "logprobs", "prompt_logprobs"),
     )
-    salted = bool(tenant.get() or request.cache_salt)
     return SamplingParams(
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -287,6 +342,22 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         frequency_penalty=request.frequency_penalty,
         logit_bias=dict(request.logit_bias),
         priority=request.priority,
-        cache_salt=f"{tenant.get()}/{request.cache_salt}" if salted else "",
+        cache_salt=prefix_salt(tenant.get(), request.cache_salt),
         **{name: getattr(request, name) for name in optional if request.HasField(name)},
     )
+
+
+async def _constrained(
+    params: SamplingParams, request: pb.GenerateRequest, grammars: Grammars
+) -> SamplingParams:
+    """The parameters with the grammar that the request asks for."""
+    if not request.HasField(FIELD):
+        return params
+    asked = request.structured_outputs
+    given = asked.WhichOneof("form")
+    values = dict.fromkeys(descriptor.name for descriptor in asked.DESCRIPTOR.fields)
+    if given is not None:
+        value = getattr(asked, given)
+        values[given] = list(value.texts) if given == "choice" else value
+    grammar = await grammars.compiled(*form(values))
+    return msgspec.structs.replace(params, grammar=grammar)

@@ -72,7 +72,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """PromptInfo first, then deltas, FinishInfo last. Cancelling the stream cancels the request.
+        """PromptInfo in the first message, FinishInfo in the last, deltas in those that have news; what
+        comes together shares a message. Cancelling the stream cancels the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,6 +54,16 @@ class StreamBuffer:
             except RuntimeError:  # the loop is closed, and nobody waits
                 return
 
+    async def ready(self, seconds: float) -> bool:
+        """Whether the first output came within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not await self._wait(1):
+                    pass
+        except TimeoutError:
+            return False
+        return True
+
     async def take(self) -> GenerationOutput:
         """Waits for the next portion; the last one has a finish reason, and none follows it."""
         while not await self._wait(1):

@@ -4,22 +4,16 @@ Called by `completions.py` and `chat.py`; the grammars themselves are `server/st
 """
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.answers import CALL_FORMATS, AnswerFormat
-from jaxserve.server.http.requests import (
-    ChatRequest,
-    GenerationFields,
-    NamedToolChoice,
-    StructuredOutputs,
-)
-from jaxserve.server.http.service import Service
-from jaxserve.server.structured import GrammarCompiler, GrammarError, TokenGrammar, quoted
+import msgspec
 
-Compile = Callable[[GrammarCompiler], TokenGrammar]
-ANY_OBJECT = {"type": "object"}
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.answers import AnswerFormat
+from jaxserve.server.grammars import ANY_OBJECT, Compile, form
+from jaxserve.server.http.requests import ChatRequest, GenerationFields, NamedToolChoice
+from jaxserve.server.http.service import Service
+from jaxserve.server.structured import TokenGrammar, quoted
 
 
 async def grammar(
@@ -48,9 +42,9 @@ async def grammar(
 
 
 async def forced_call(
-    service: Service, request: ChatRequest, form: AnswerFormat, begins_after: bytes
+    service: Service, request: ChatRequest, answers: AnswerFormat, begins_after: bytes
 ) -> TokenGrammar | None:
-    """The grammar of a call that `tool_choice` asks for; None where it does not.
+    """The grammar of the one call that `tool_choice` asks for; None where it does not.
 
     Raises:
       InvalidRequestError: the tool is not there, or its parameters are no schema, or it is not
@@ -59,46 +53,46 @@ async def forced_call(
     choice = request.tool_choice
     if choice is None or choice in ("auto", "none"):
         return None
-    if form.calls is not CALL_FORMATS[0]:
+    calls = answers.calls
+    if calls is None:
         raise InvalidRequestError("tool_choice", "this model's calls cannot be forced")
-    functions = [_function(tool, index) for index, tool in enumerate(request.tools or [])]
-    if isinstance(choice, NamedToolChoice):
-        wanted = choice.function.name
-        functions = [function for function in functions if function["name"] == wanted]
-        if not functions:
-            raise InvalidRequestError("tool_choice.function.name", f"{wanted!r} is no tool")
-    schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or ANY_OBJECT,
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    begin, end = quoted(form.calls.begin + "\n"), quoted("\n" + form.calls.end)
-    lark = f"start: {begin} call {end}\ncall: %json {json.dumps({'anyOf': schemas})}"
+    wanted = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    earlier = [message.get("tool_calls") for message in request.messages]
+    number = sum(len(several) for several in earlier if isinstance(several, list))
+    alternatives, rules = [], []
+    for index, tool in enumerate(request.tools or []):
+        name, schema = _function(tool, index)
+        if wanted not in (None, name):
+            continue
+        before, after = calls.around(name, number)
+        read = calls.read(f"{before}{{}}{after}")
+        if not read or read[0].name != name:
+            raise InvalidRequestError(
+                f"tools[{index}].function.name", f"{name!r} cannot be written in this model's calls"
+            )
+        ends = f" {quoted(after)}" if after else ""
+        alternatives.append(f"{quoted(before)} arguments{index}{ends}")
+        rules.append(f"arguments{index}: %json {json.dumps(schema)}")
+    if not alternatives:
+        raise InvalidRequestError("tool_choice.function.name", f"{wanted!r} is no tool")
+    start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)}) {quoted(calls.end)}"
+    lark = "\n".join([start, *rules])
     return await _compiled(service, "tools", lambda compiler: compiler.lark(lark), begins_after)
 
 
 async def _compiled(
     service: Service, field: str, compile_it: Compile, begins_after: bytes
 ) -> TokenGrammar:
-    try:
-        found = await service.compiled(compile_it)
-    except GrammarError as error:
-        raise InvalidRequestError(field, str(error)) from None
+    found = await service.ready().grammars.compiled(field, compile_it)
     return found.after(begins_after) if begins_after else found
 
 
-def _function(tool: dict[str, Any], index: int) -> dict[str, Any]:
+def _function(tool: dict[str, Any], index: int) -> tuple[str, Any]:
+    """A tool's name and the schema of its arguments."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"tools[{index}].function.name", "is missing")
-    return function
+    return function["name"], function.get("parameters") or ANY_OBJECT
 
 
 def _response_format(request: GenerationFields) -> tuple[str, Compile] | None:
@@ -115,20 +109,4 @@ def _response_format(request: GenerationFields) -> tuple[str, Compile] | None:
 
 def _structured_outputs(request: GenerationFields) -> tuple[str, Compile] | None:
     wanted = request.structured_outputs
-    if wanted is None:
-        return None
-    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name)]
-    if len(given) != 1:
-        raise InvalidRequestError(
-            "structured_outputs", f"set one of {', '.join(StructuredOutputs.__struct_fields__)}"
-        )
-    (name,) = given
-    value = getattr(wanted, name)
-    compilers: dict[str, Compile] = {
-        "json": lambda compiler: compiler.json_schema(value),
-        "json_object": lambda compiler: compiler.json_schema(ANY_OBJECT),
-        "regex": lambda compiler: compiler.regex(value),
-        "choice": lambda compiler: compiler.choice(value),
-        "grammar": lambda compiler: compiler.lark(value),
-    }
-    return f"structured_outputs.{name}", compilers[name]
+    return None if wanted is None else form(msgspec.structs.asdict(wanted))

@@ -9,6 +9,7 @@ import msgspec
 
 from jaxserve.engine.request import MAX_UINT32, SamplingParams
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.access import prefix_salt
 from jaxserve.server.http.requests import GenerationFields
 
 SAME_NAMES = (
@@ -38,8 +39,7 @@ def sampling_params(
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}
     given |= {"stop": fields.stop, "stop_token_ids": fields.stop_token_ids, **more}
-    if tenant or fields.cache_salt:
-        given["cache_salt"] = f"{tenant}/{fields.cache_salt or ''}"
+    given["cache_salt"] = prefix_salt(tenant, fields.cache_salt or "")
     if given["max_tokens"] is None:
         given["max_tokens"] = max_tokens
     params = SamplingParams(**{k: value for k, value in given.items() if value is not None})

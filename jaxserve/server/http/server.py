@@ -23,7 +23,6 @@ from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import MAX_PENDING_TOKENS, Service
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.structured import GrammarCompiler
 
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_CONNECTIONS = 8192
@@ -94,8 +93,6 @@ class HttpServer(LoopThread):
         async def opened() -> None:
             self._service.template = template
             self._service.metrics = metrics
-            vocab_size = generator.engine.model_info()["vocab_size"]
-            self._service.compiler = GrammarCompiler(generator.tokenizer, vocab_size)
             self._service.on_drain = on_drain
             self._service.generator = generator
 

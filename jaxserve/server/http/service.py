@@ -28,11 +28,8 @@ from jaxserve.server.http.requests import MAX_CHOICES
 from jaxserve.server.http.responses import PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import StreamBuffer, WholeBuffer
-from jaxserve.server.structured import GrammarCompiler, GrammarError, TokenGrammar
 
 TOKENISING_THREADS = 2
-COMPILE_SECONDS = 10.0
-"""How long a grammar may take to be compiled, those before it included."""
 MAX_PENDING_TOKENS = 4096
 """Tokens that may wait for a slow reader before its request is ended."""
 MAX_ACTIVE = 2048
@@ -68,7 +65,7 @@ class Source:
         """
         output = await self._buffer.take()
         if output.finish_reason in ("cancelled", "error"):
-            raise _why(output, self.generation, self.job.params.grammar is not None)
+            raise _why(output, self.generation)
         return output
 
     async def outputs(self) -> AsyncIterator[GenerationOutput]:
@@ -91,7 +88,6 @@ class Service:
     Attributes:
       generator: None until the engine is ready.
       template: of chats; None where the model has none.
-      compiler: of grammars; None until then.
       metrics: what is measured; None until the engine is ready.
       on_drain: has the process end in good order.
       draining: whether new requests are refused.
@@ -107,8 +103,6 @@ class Service:
         self.created = int(time.time())
         self._request_seconds = request_seconds
         self._max_pending_tokens = max_pending_tokens
-        self.compiler: GrammarCompiler | None = None
-        self._compiling = ThreadPoolExecutor(1, "http-grammar")
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "http-tokenise")
         self._active = 0
         self._idle = asyncio.Event()
@@ -116,8 +110,7 @@ class Service:
 
     def close(self) -> None:
         """Stops the threads."""
-        for threads in (self._tokenising, self._compiling):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -181,21 +174,6 @@ class Service:
         """Runs what takes long off the event loop, on one of a few threads."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, function, *arguments)
-
-    async def compiled(self, compile_it: Callable[[GrammarCompiler], TokenGrammar]) -> TokenGrammar:
-        """A grammar, compiled on a thread of its own, one at a time.
-
-        Raises:
-          GrammarError: it is none, takes too much work, or others before it do.
-        """
-        self.ready()
-        assert self.compiler is not None
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                return await loop.run_in_executor(self._compiling, compile_it, self.compiler)
-        except TimeoutError:
-            raise GrammarError(f"was not compiled within {COMPILE_SECONDS:g} s") from None
 
     @contextlib.asynccontextmanager
     async def running(
@@ -261,14 +239,14 @@ def stop_reason(source: Source, output: GenerationOutput) -> str | int | None:
     return output.stop_string
 
 
-def _why(output: GenerationOutput, generation: Generation, constrained: bool) -> Exception:
+def _why(output: GenerationOutput, generation: Generation) -> Exception:
     """Why a request ended that neither stopped nor ran to its length."""
     engine = generation.engine
     if generation.overflowed:
         return ClientGone(output.error or "too slow")
     if engine.failure is not None:
         return engine.failure
-    if output.finish_reason == "error" and constrained:
+    if output.finish_reason == "error" and generation.constrained:
         return HttpError(400, f"structured output: {output.error}", code="grammar_failed")
     if generation.deadline is not None and time.monotonic() >= generation.deadline:
         return HttpError(504, "the request ran for too long", code="timeout")

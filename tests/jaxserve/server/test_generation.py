@@ -57,7 +57,7 @@ def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
         completion_token_count=13,
     )
     assert engine.prompts == [[0, *ids_of("hi")]]
-    assert generation.prompt_token_count == 3
+    assert len(generation.prompt) == 3
     assert generator.live == 0
 
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from grpc_status import rpc_status
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError, DrainingError, OverloadedError
+from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
@@ -36,7 +38,7 @@ SECONDS = 20
 class Rig:
     """A server with everything around it, opened."""
 
-    def __init__(self, tokenizer: Tokenizer = LETTERS, **server: int):
+    def __init__(self, tokenizer: Tokenizer = LETTERS, **server: Any):
         self.engine = FakeEngine(ids_of("one two three"))
         self.generator = TextGenerator(self.engine, tokenizer)
         self.server = GrpcServer(port=0, **server)
@@ -94,9 +96,11 @@ def test_a_completion(rig: Rig) -> None:
 def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Rig) -> None:
     events = list(rig.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
     assert events[0].prompt == pb.PromptInfo(request_id="a", prompt_tokens=2)
-    deltas = [event.delta for event in events[1:-1]]
+    assert not any(event.HasField("prompt") for event in events[1:])
+    deltas = [event.delta for event in events]
     assert "".join(delta.text for delta in deltas) == "one two"
     assert [i for delta in deltas for i in delta.token_ids] == ids_of("one two")
+    assert not any(event.HasField("finish") for event in events[:-1])
     assert events[-1].finish == pb.FinishInfo(
         reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(prompt_tokens=2, completion_tokens=7)
     )
@@ -112,9 +116,106 @@ def test_a_stop_string(rig: Rig) -> None:
 
 def test_an_empty_completion(rig: Rig) -> None:
     rig.engine.script = []
+    rig.engine.pace = 0.2  # so that the prompt's message has not waited for it
     events = list(rig.stream(text="hi"))
-    assert [event.WhichOneof("event") for event in events] == ["prompt", "finish"]
+    assert [[field.name for field, _ in event.ListFields()] for event in events] in (
+        [["prompt"], ["finish"]],
+        [["prompt", "finish"]],
+    )
     assert events[0].prompt.request_id != ""
+
+
+def test_what_is_there_at_once_is_one_message(rig: Rig, monkeypatch) -> None:
+    monkeypatch.setattr(inference, "ALONE_SECONDS", SECONDS)
+    rig.engine.chunk = 100
+    events = list(rig.stream(text="hi"))
+    assert [[field.name for field, _ in event.ListFields()] for event in events] == [
+        ["prompt", "delta", "finish"]
+    ]
+    assert events[0].delta.text == "one two three"
+
+
+def test_the_prompt_is_told_before_a_late_first_token(rig: Rig) -> None:
+    rig.engine.allowed = 0
+    call = rig.stream(text="hi", request_id="a")
+    assert next(call) == pb.GenerateStreamResponse(
+        prompt=pb.PromptInfo(request_id="a", prompt_tokens=3)
+    )
+    rig.engine.allowed = None
+    assert "".join(event.delta.text for event in call) == "one two three"
+
+
+# ----------------------------------------------------------- log-probabilities and grammars
+
+
+def logprobs(ids: list[int], top: int) -> list[pb.TokenLogprobs]:
+    """As the fake engine makes them up."""
+    return [
+        pb.TokenLogprobs(
+            token_id=i,
+            logprob=-i / 100,
+            top=[pb.Logprob(token_id=i - n, logprob=(n - i) / 100) for n in range(top)],
+        )
+        for i in ids
+    ]
+
+
+def test_log_probabilities(rig: Rig) -> None:
+    ids = ids_of("one")
+    fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
+    answer = rig.generate(**fields)
+    assert list(answer.logprobs) == logprobs(ids, 2)
+    assert answer.prompt_logprobs[0] == pb.TokenLogprobs(token_id=0)
+    assert list(answer.prompt_logprobs[1:]) == logprobs(ids_of("hi"), 1)
+    events = list(rig.stream(**fields))
+    assert [one for event in events for one in event.delta.logprobs] == logprobs(ids, 2)
+    scores = [one for event in events for one in event.delta.prompt_logprobs]
+    assert scores == list(answer.prompt_logprobs)
+
+
+def test_no_alternatives_are_not_no_log_probabilities(rig: Rig) -> None:
+    assert list(rig.generate(text="hi", max_tokens=3, logprobs=0).logprobs) == logprobs(
+        ids_of("one"), 0
+    )
+    assert list(rig.generate(text="hi", max_tokens=3).logprobs) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"regex": "[a-z]{3} t"}, "one t"),
+        ({"choice": pb.Choices(texts=["six", "two"])}, "two"),
+        ({"grammar": 'start: "three" | "four"'}, "three"),
+        ({"json": '{"const": "two"}'}, '"two"'),
+    ],
+)
+def test_a_form(rig: Rig, form: dict[str, object], text: str) -> None:
+    """The script as far as the form lets it through, and what the form asks for besides."""
+    asked = pb.StructuredOutputs(**form)
+    assert rig.generate(text="hi", structured_outputs=asked).text == text
+    events = rig.stream(text="hi", structured_outputs=asked)
+    assert "".join(event.delta.text for event in events) == text
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "details"),
+    [
+        ({}, "structured_outputs", "set one of json, json_object, regex, choice, grammar"),
+        ({"json_object": False}, "structured_outputs", "set one of"),
+        ({"regex": "("}, "structured_outputs.regex", ""),
+        ({"grammar": "x"}, "structured_outputs.grammar", ""),
+        ({"json": "{"}, "structured_outputs.json", ""),
+        ({"json": '{"type": 7}'}, "structured_outputs.json", ""),
+        ({"choice": pb.Choices()}, "structured_outputs.choice", "0 texts"),
+        ({"choice": pb.Choices(texts=["x"] * 1025)}, "structured_outputs.choice", "1025 texts"),
+        ({"regex": "x" * 70000}, "structured_outputs.regex", "70000 characters, at most 65536"),
+    ],
+)
+def test_a_form_that_is_none(rig: Rig, form: dict[str, object], field: str, details: str) -> None:
+    error = rig.refused(text="hi", structured_outputs=pb.StructuredOutputs(**form))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith(f"{field}: {details}")
+    assert rig.generate(text="hi").text == "one two three"
 
 
 def test_zero_is_not_the_same_as_unset(rig: Rig) -> None:
@@ -341,6 +442,12 @@ class _Verbose(Tokenizer):
         ({"text": "hi", "temperature": -1}, "temperature", "-1.0 is not in [0, 2]"),
         ({"text": "hi", "temperature": float("nan")}, "temperature", "nan is not in"),
         ({"text": "hi", "max_tokens": 0}, "max_tokens", "0 is not in [1, 2147483647]"),
+        ({"text": "hi", "logprobs": 21}, "logprobs", "21 is not in [0, 20]"),
+        ({"text": "hi", "prompt_logprobs": 99}, "prompt_logprobs", "99 is not in [0, 20]"),
+        ({"text": "hi", "logit_bias": {5: 101.0}}, "logit_bias[5]", "101.0 is not in"),
+        ({"text": "hi", "priority": 101}, "priority", "101 is not in [-100, 100]"),
+        ({"text": "hi", "min_tokens": 200}, "min_tokens", "200 is not in [0, 128]"),
+        ({"text": "hi", "cache_salt": "x" * 300}, "cache_salt", "301 characters, at most 256"),
         ({"text": "hi", "top_p": 0}, "top_p", "0.0 is not in (0, 1]"),
         ({"text": "hi", "stop": [""]}, "stop[0]", "0 characters, not in [1, 256]"),
         ({"text": "hi", "stop": ["x"] * 17}, "stop", "17 entries, at most 16"),

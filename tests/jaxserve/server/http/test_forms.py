@@ -6,8 +6,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events
-from tests.jaxserve.server.letters import ids_of
+from jaxserve.server.answers import CALL_FORMATS
+from tests.jaxserve.server.http.rig import SECONDS, TEMPLATE, HttpRig, events
+from tests.jaxserve.server.letters import LETTERS, ids_of
 
 TOOLS = [
     {
@@ -99,6 +100,48 @@ def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "bid"
     assert json.loads(call["function"]["arguments"]) == {"b": 5}
+
+
+FAMILIES = [
+    '<tool_call>\n{"name": "bid", "arguments": {"b": 5}}\n</tool_call>',
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>bid\n"
+    '```json\n{"b": 5}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.bid:1"
+    '<|tool_call_argument_begin|>{"b": 5}<|tool_call_end|><|tool_calls_section_end|>',
+    '<|CALL_START|>function\nbid\n{"b": 5}<|CALL_END|>',
+]
+
+
+@pytest.mark.parametrize("written", FAMILIES)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bid"}}])
+def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> None:
+    """Whatever else the model wants to say; the conversation has had a call before."""
+    mark = next(form.begin for form in CALL_FORMATS if written.startswith(form.begin))
+    rig = HttpRig(f"Sure, {written} What else?", template=TEMPLATE.replace("<tool_call>", mark))
+    rig.engine.max_length = rig.generator._max_length = 2000
+    called = {"name": "add", "arguments": {"a": 1}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": called}]},
+    ]
+    fields = {"messages": messages, "tools": TOOLS, "tool_choice": choice, "return_token_ids": True}
+    answer = rig.client.post("/v1/chat/completions", json=fields).json()["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("bid", '{"b": 5}')
+    assert LETTERS.decode(answer["token_ids"]) == written
+    rig.close()
+
+
+def test_a_name_that_the_model_cannot_write() -> None:
+    rig = HttpRig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"))
+    rig.engine.max_length = rig.generator._max_length = 2000
+    tools = [{"type": "function", "function": {"name": "a\nb"}}]
+    messages = [{"role": "user", "content": "hi"}]
+    fields = {"messages": messages, "tools": tools, "tool_choice": "required"}
+    error = rig.refused("/v1/chat/completions", **fields)
+    assert error["param"] == "tools[0].function.name"
+    rig.close()
 
 
 class _Answer(pydantic.BaseModel):
