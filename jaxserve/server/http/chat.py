@@ -37,6 +37,50 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Handles the route."""
     request = await exchange.read(ChatRequest)
     exchange.rename(request.request_id)
+    conversation = await read_conversation(service, request, exchange.tenant)
+    jobs, tokenizer = conversation.jobs, service.ready().tokenizer
+    count = UsageCount(jobs, len(jobs))
+    answer = _Answer(
+        request,
+        ChatChunk(
+            id=f"chatcmpl-{exchange.request_id}",
+            created=int(time.time()),
+            model=conversation.model,
+            choices=[],
+        ),
+        count,
+        conversation.parsers,
+        tokenizer,
+    )
+    chat = None
+    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
+        if request.stream:
+            await _stream(exchange, answer, sources)
+        else:
+            chat = await answer.gather(sources)
+    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
+    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
+    if chat is None:
+        await exchange.end_events()
+    else:
+        await exchange.reply(chat)
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A conversation that is ready to be answered, and who takes its answers apart."""
+
+    model: str
+    jobs: list[Job]
+    parsers: list[AnswerParser]
+
+
+async def read_conversation(service: Service, request: ChatRequest, tenant: str) -> Conversation:
+    """Makes a prompt of a conversation, and a grammar of the form that its answer must have.
+
+    Raises:
+      InvalidRequestError: names the field that is wrong.
+      HttpError, DrainingError: the model is another one, or not there.
+    """
     model = service.model(request.model)
     generator, template = service.ready(), service.template
     if template is None:
@@ -52,32 +96,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     constraint = await forced_call(service, request, form, thought)
     if constraint is None:
         constraint = await grammar(service, request, thought)
-    jobs = _jobs(generator, request, exchange.tenant, prompt, token_ids, constraint)
-    count = UsageCount(jobs, len(jobs))
-    answer = _Answer(
-        request,
-        ChatChunk(
-            id=f"chatcmpl-{exchange.request_id}",
-            created=int(time.time()),
-            model=model,
-            choices=[],
-        ),
-        count,
-        [form.parser(prompt, tools=tools is not None) for _ in jobs],
-        generator.tokenizer,
-    )
-    chat = None
-    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
-        if request.stream:
-            await _stream(exchange, answer, sources)
-        else:
-            chat = await answer.gather(sources)
-    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
-    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
-    if chat is None:
-        await exchange.end_events()
-    else:
-        await exchange.reply(chat)
+    jobs = _jobs(generator, request, tenant, prompt, token_ids, constraint)
+    parsers = [form.parser(prompt, tools=tools is not None) for _ in jobs]
+    return Conversation(model, jobs, parsers)
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -110,9 +110,11 @@ class Exchange:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         await self._start(200, "text/event-stream", headers)
 
-    async def event(self, data: bytes) -> None:
+    async def event(self, data: bytes, name: str = "") -> None:
         """Sends an event; `data` has no line ends."""
         body = b"data: " + data + b"\n\n"
+        if name:
+            body = f"event: {name}\n".encode() + body
         await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:

@@ -3,7 +3,8 @@
 These types are the check (msgspec refuses what does not fit, with its place) and the documentation
 (`document.py` writes the OpenAPI document from them). A key that is not here is an error, so that
 no wish of a client is ignored in silence; keys that change nothing in the answer are here and
-say so. Called by the handlers in `completions.py`, `chat.py` and `tokens.py`.
+say so. Called by the handlers in `completions.py`, `chat.py` and `tokens.py`; the body of
+/v1/responses is in `response_input.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -60,11 +61,11 @@ Message = Annotated[
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body, or a part of one; unknown keys are errors."""
 
 
-class StreamOptions(_Strict, kw_only=True):
+class StreamOptions(Strict, kw_only=True):
     """How to stream."""
 
     include_usage: bool = False
@@ -75,7 +76,7 @@ class StreamOptions(_Strict, kw_only=True):
     """Taken and without effect: chunks are not padded."""
 
 
-class JsonSchema(_Strict, kw_only=True):
+class JsonSchema(Strict, kw_only=True):
     """A JSON schema by name."""
 
     name: str = "schema"
@@ -84,14 +85,14 @@ class JsonSchema(_Strict, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict, kw_only=True):
+class ResponseFormat(Strict, kw_only=True):
     """The form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Strict, kw_only=True):
+class StructuredOutputs(Strict, kw_only=True):
     """The form that the answer must have, in vLLM's words; exactly one is set."""
 
     json: JsonObject | str | None = None
@@ -101,15 +102,14 @@ class StructuredOutputs(_Strict, kw_only=True):
     grammar: str | None = None
 
 
-class GenerationFields(_Strict, kw_only=True):
-    """What completions and chats have in common."""
+class SamplingFields(Strict, kw_only=True):
+    """What every route takes that generates."""
 
     model: str | None = None
     """The served model's name; None means it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -117,7 +117,6 @@ class GenerationFields(_Strict, kw_only=True):
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_UINT32)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -136,13 +135,7 @@ class GenerationFields(_Strict, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     """Special tokens have no text here, so False is refused."""
-    prompt_logprobs: TopLogprobs | None = None
-    """In a streamed chat it has no place in the chunks."""
-
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-
-    return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Lower is earlier."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
@@ -159,6 +152,17 @@ class GenerationFields(_Strict, kw_only=True):
     prompt_cache_key: str | None = None
 
 
+class GenerationFields(SamplingFields, kw_only=True):
+    """What completions and chats have in common."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    """In a streamed chat it has no place in the chunks."""
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+
+
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
@@ -173,13 +177,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """Refused: no model here fills in the middle."""
 
 
-class FunctionChoice(_Strict, kw_only=True):
+class FunctionChoice(Strict, kw_only=True):
     """A function by name."""
 
     name: str
 
 
-class NamedToolChoice(_Strict, kw_only=True):
+class NamedToolChoice(Strict, kw_only=True):
     """The one tool to call."""
 
     function: FunctionChoice
@@ -209,7 +213,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     """False leaves reasoning_content out."""
 
 
-class TokenizeRequest(_Strict, kw_only=True):
+class TokenizeRequest(Strict, kw_only=True):
     """POST /tokenize: a prompt, or a conversation; exactly one is set."""
 
     model: str | None = None
@@ -223,7 +227,7 @@ class TokenizeRequest(_Strict, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(_Strict, kw_only=True):
+class DetokenizeRequest(Strict, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None

@@ -13,6 +13,9 @@ from jaxserve.server.http import information, live, operations, requests, respon
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.response_input import ResponseRequest
+from jaxserve.server.http.response_output import Response, ResponseEvent
+from jaxserve.server.http.response_route import create_response
 from jaxserve.server.http.service import Service
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
@@ -69,6 +72,16 @@ ENDPOINTS = (
         takes=requests.CompletionRequest,
         gives=responses.Completion,
         streams=responses.Completion,
+        statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/v1/responses",
+        method="POST",
+        handler=create_response,
+        summary="Answer a conversation, item by item; nothing is kept",
+        takes=ResponseRequest,
+        gives=Response,
+        streams=ResponseEvent,
         statuses=GENERATION,
     ),
     Endpoint(

@@ -1,0 +1,294 @@
+"""What clients may send to /v1/responses, and the chat that it stands for.
+
+The server keeps no responses, so what refers to kept ones is refused by name; everything else is
+the same conversation as /v1/chat/completions takes, in items instead of messages. Items of an
+earlier answer may be sent back as they came. Called by `response_route.py`.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.http.errors import decoding_error
+from jaxserve.server.http.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    Count,
+    FunctionChoice,
+    JsonObject,
+    JsonSchema,
+    NamedToolChoice,
+    ResponseFormat,
+    SamplingFields,
+    Strict,
+    Text,
+)
+
+
+class NamedFunction(Strict, kw_only=True):
+    """The one function to call."""
+
+    name: str
+    type: Literal["function"] = "function"
+
+
+class FunctionTool(Strict, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict, kw_only=True):
+    """The form that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = "schema"
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict, kw_only=True):
+    """Of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+    """Taken and without effect."""
+
+
+class ReasoningOptions(Strict, kw_only=True):
+    """Of the model's thoughts."""
+
+    effort: str | None = None
+    """A switch of templates that read it."""
+    summary: str | None = None
+    """Taken and without effect: thoughts come whole."""
+    generate_summary: str | None = None
+
+
+class ResponseRequest(SamplingFields, kw_only=True):
+    """POST /v1/responses."""
+
+    input: Text | Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    """A text of the user, or items: messages, calls, their outputs, and reasoning."""
+    instructions: str | None = None
+    """A system message before everything."""
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    """Taken; the model decides."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """Switches of the template, such as enable_thinking."""
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Taken and without effect: reasoning items have their text."""
+    truncation: Literal["disabled"] | None = None
+
+    background: bool | None = None
+    """Refused where true, as all that follows: the server keeps nothing."""
+    previous_response_id: str | None = None
+    conversation: str | JsonObject | None = None
+    prompt: JsonObject | None = None
+
+
+def check_stateless(request: ResponseRequest) -> None:
+    """Raises InvalidRequestError where a request needs something that is kept."""
+    for field in ("store", "background", "previous_response_id", "conversation", "prompt"):
+        if getattr(request, field):
+            raise InvalidRequestError(field, "is not supported: the server keeps no responses")
+
+
+def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
+    """The same conversation as a chat, and for every message the item it began with.
+
+    Raises:
+      InvalidRequestError: an item is none, or of a kind that is not known here.
+    """
+    messages, origins = _messages(request)
+    same = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    form = request.text.format if request.text is not None else None
+    choice = request.tool_choice
+    chat = ChatRequest(
+        **same,
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
+        tool_choice=(
+            NamedToolChoice(function=FunctionChoice(name=choice.name))
+            if isinstance(choice, NamedFunction)
+            else choice
+        ),
+        response_format=None if form is None else _response_format(form),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    return chat, origins
+
+
+_NAMES = (
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^tool_choice\.function"), "tool_choice"),
+    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"^max_(completion_)?tokens$"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort"), "reasoning.effort"),
+)
+"""What a chat calls a field, and what this route does."""
+
+
+@contextlib.contextmanager
+def in_words_of_responses(origins: list[int]) -> Iterator[None]:
+    """Has errors of the chat name the fields of this route; `origins` as `as_chat` gives them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = error.field
+        for pattern, name in _NAMES:
+            field = pattern.sub(name, field)
+        if found := re.match(r"messages(?:\[(\d+)\])?", field):
+            item = -1 if found[1] is None else origins[int(found[1])]
+            place = "input" if found[1] is None else f"input[{item}]"
+            field = ("instructions" if item < 0 and found[1] else place) + field[found.end() :]
+        raise InvalidRequestError(field, error.message) from None
+
+
+def _tool(tool: FunctionTool) -> JsonObject:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    given = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def _response_format(form: TextFormat) -> ResponseFormat:
+    if form.type != "json_schema":
+        return ResponseFormat(type=form.type)
+    if form.schema is None:
+        raise InvalidRequestError("text.format.schema", "is missing")
+    return ResponseFormat(
+        type="json_schema", json_schema=JsonSchema(name=form.name, schema=form.schema)
+    )
+
+
+# ----------------------------------------------------------------------------------- items
+
+
+class _Part(Strict, kw_only=True):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class _Item(Strict, kw_only=True):
+    """What items have that were part of an answer; it changes nothing."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class _Message(_Item, kw_only=True):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[_Part]
+    phase: str | None = None
+
+
+class _FunctionCall(_Item, kw_only=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _FunctionCallOutput(_Item, kw_only=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[_Part]
+
+
+class _Reasoning(_Item, kw_only=True):
+    type: Literal["reasoning"]
+    summary: list[_Part] | None = None
+    content: list[_Part] | None = None
+    encrypted_content: str | None = None
+
+
+_ITEMS: dict[str, type[_Item]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+    "reasoning": _Reasoning,
+}
+
+
+def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
+    """Items as messages: thoughts, text and calls of one answer are one message."""
+    messages: list[JsonObject] = []
+    origins: list[int] = []
+
+    def add(origin: int, role: str, **fields: Any) -> None:
+        messages.append({"role": role, **fields})
+        origins.append(origin)
+
+    def answer(origin: int, fits: Callable[[JsonObject], bool]) -> JsonObject:
+        """The answer that is being put together, where the next part of it fits."""
+        if not messages or messages[-1]["role"] != "assistant" or not fits(messages[-1]):
+            add(origin, "assistant", content="")
+        return messages[-1]
+
+    if request.instructions:
+        add(-1, "system", content=request.instructions)
+    if isinstance(request.input, str):
+        add(0, "user", content=request.input)
+        return messages, origins
+    for index, raw in enumerate(request.input):
+        item = _read(raw, index)
+        if isinstance(item, _Message) and item.role == "assistant":
+            whole = answer(
+                index, lambda message: not message["content"] and "tool_calls" not in message
+            )
+            whole["content"] = _text(item.content)
+        elif isinstance(item, _Message):
+            role = "system" if item.role == "developer" else item.role
+            add(index, role, content=_text(item.content))
+        elif isinstance(item, _Reasoning):
+            thought = _text(item.content or item.summary or "")
+            answer(index, lambda message: False)["reasoning_content"] = thought
+        elif isinstance(item, _FunctionCall):
+            function = {"name": item.name, "arguments": item.arguments}
+            called = {"id": item.call_id, "type": "function", "function": function}
+            answer(index, lambda message: True).setdefault("tool_calls", []).append(called)
+        elif isinstance(item, _FunctionCallOutput):
+            add(index, "tool", tool_call_id=item.call_id, content=_text(item.output))
+    return messages, origins
+
+
+def _read(raw: JsonObject, index: int) -> _Item:
+    """One item, checked."""
+    place = f"input[{index}]"
+    kind = raw.get("type", "message")
+    if kind not in _ITEMS:
+        raise InvalidRequestError(
+            f"{place}.type", f"{kind!r} is not supported; {', '.join(_ITEMS)} are"
+        )
+    body = msgspec.json.encode(raw)
+    try:
+        return msgspec.json.decode(body, type=_ITEMS[kind])
+    except msgspec.ValidationError as error:
+        wrong = decoding_error(error, body)
+        field = place if wrong.field == "body" else f"{place}.{wrong.field}"
+        raise InvalidRequestError(field, wrong.message) from None
+
+
+def _text(content: str | list[_Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,251 @@
+"""What /v1/responses answers: a response of items, and the events that tell of it as it grows.
+
+The writer takes the pieces of an answer as they become certain; every piece continues the item that
+is open or ends it and opens the next. Called by `response_route.py`.
+"""
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxserve.server.answers import Call, Piece
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[None] = []
+    logprobs: list[None] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """A thought."""
+
+    text: str = ""
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thinks before."""
+
+    id: str
+    summary: list[None] = []
+    status: Status = "in_progress"
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the client is to make."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Status = "in_progress"
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """Of the answer's."""
+
+    reasoning_tokens: int
+    """As the tokenizer counts the thoughts' text."""
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Tokens that a request took."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The answer of /v1/responses; what was asked for is repeated."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: Status = "in_progress"
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float
+    top_p: float
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: Any = None
+    reasoning: Any = None
+    metadata: dict[str, str] = {}
+    user: str | None = None
+    store: bool = False
+    background: bool = False
+    previous_response_id: None = None
+    truncation: Literal["disabled"] = "disabled"
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """What happened to a response; `type` says what, and which of the others there are."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[None] | UnsetType = UNSET
+
+
+class ResponseWriter:
+    """Writes one response, and tells what happens to it.
+
+    Events hold the response as it is: they are to be encoded before the writer goes on.
+
+    Args:
+      response: without items.
+    """
+
+    def __init__(self, response: Response):
+        self.response = response
+        self._events = 0
+        self._open: MessageItem | ReasoningItem | None = None
+
+    def begin(self) -> Iterator[ResponseEvent]:
+        """It exists, and is being worked on."""
+        yield self._event("response.created", response=self.response)
+        yield self._event("response.in_progress", response=self.response)
+
+    def add(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
+        """What the model said next."""
+        for piece in pieces:
+            if piece.call is not None:
+                yield from self._close("completed")
+                yield from self._called(piece.call)
+            elif piece.reasoning:
+                yield from self._grow(ReasoningItem, piece.reasoning)
+            else:
+                yield from self._grow(MessageItem, piece.content)
+
+    def end(self, usage: ResponseUsage, *, complete: bool) -> Iterator[ResponseEvent]:
+        """There is no more: the model ended, or had to."""
+        status: Status = "completed" if complete else "incomplete"
+        if not self.response.output:
+            yield from self._begin_item(MessageItem)
+        yield from self._close(status)
+        response = self.response
+        response.status, response.usage = status, usage
+        if not complete:
+            response.incomplete_details = IncompleteDetails()
+        yield self._event(f"response.{status}", response=response)
+
+    def _grow(
+        self, kind: type[MessageItem] | type[ReasoningItem], text: str
+    ) -> Iterator[ResponseEvent]:
+        """More of a text; the item that is open grows, if it is of this kind."""
+        if not isinstance(self._open, kind):
+            yield from self._close("completed")
+            yield from self._begin_item(kind)
+        item = self._open
+        assert item is not None
+        item.content[0].text += text
+        if isinstance(item, MessageItem):
+            yield self._of_part("response.output_text.delta", item, delta=text, logprobs=[])
+        else:
+            yield self._of_part("response.reasoning_text.delta", item, delta=text)
+
+    def _begin_item(self, kind: type[MessageItem] | type[ReasoningItem]) -> Iterator[ResponseEvent]:
+        """An empty item, and its only part."""
+        item = kind(id=_new_id("msg" if kind is MessageItem else "rs"))
+        self._open = item
+        self.response.output.append(item)
+        yield self._of_item("response.output_item.added", item=item)
+        part: Any = OutputText() if isinstance(item, MessageItem) else ReasoningText()
+        item.content.append(part)
+        yield self._of_part("response.content_part.added", item, part=part)
+
+    def _close(self, status: Status) -> Iterator[ResponseEvent]:
+        """Ends the item that is open."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        part = item.content[0]
+        item.status = status
+        if isinstance(item, MessageItem):
+            yield self._of_part("response.output_text.done", item, text=part.text, logprobs=[])
+        else:
+            yield self._of_part("response.reasoning_text.done", item, text=part.text)
+        yield self._of_part("response.content_part.done", item, part=part)
+        yield self._of_item("response.output_item.done", item=item)
+
+    def _called(self, call: Call) -> Iterator[ResponseEvent]:
+        """A call, which comes whole."""
+        item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=call.name)
+        self.response.output.append(item)
+        yield self._of_item("response.output_item.added", item=item)
+        item.arguments, item.status = call.arguments, "completed"
+        kind = "response.function_call_arguments"
+        yield self._of_item(f"{kind}.delta", item_id=item.id, delta=call.arguments)
+        yield self._of_item(
+            f"{kind}.done", item_id=item.id, arguments=call.arguments, name=call.name
+        )
+        yield self._of_item("response.output_item.done", item=item)
+
+    def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
+        """Of the last item."""
+        return self._event(kind, output_index=len(self.response.output) - 1, **fields)
+
+    def _of_part(
+        self, kind: str, item: MessageItem | ReasoningItem, **fields: Any
+    ) -> ResponseEvent:
+        return self._of_item(kind, item_id=item.id, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        event = ResponseEvent(type=kind, sequence_number=self._events, **fields)
+        self._events += 1
+        return event
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"

@@ -1,0 +1,129 @@
+"""POST /v1/responses: a conversation in items, answered at once or as a stream of events.
+
+OpenAI's newer API, without what it keeps: the conversation is answered as `chat.py` does it, and
+told in the words of `response_input.py` and `response_output.py`.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterable
+
+import msgspec
+
+from jaxserve.server.answers import AnswerParser
+from jaxserve.server.http.chat import read_conversation
+from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.response_input import (
+    ReasoningOptions,
+    ResponseRequest,
+    TextFormat,
+    TextOptions,
+    as_chat,
+    check_stateless,
+    in_words_of_responses,
+)
+from jaxserve.server.http.response_output import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ReasoningItem,
+    Response,
+    ResponseEvent,
+    ResponseUsage,
+    ResponseWriter,
+)
+from jaxserve.server.http.service import Service, Source, UsageCount
+from jaxserve.server.tokenizer import Tokenizer
+
+
+async def create_response(service: Service, exchange: Exchange) -> None:
+    """Handles the route."""
+    request = await exchange.read(ResponseRequest)
+    exchange.rename(request.request_id)
+    check_stateless(request)
+    chat, origins = as_chat(request)
+    with in_words_of_responses(origins):
+        conversation = await read_conversation(service, chat, exchange.tenant)
+    tokenizer = service.ready().tokenizer
+    count = UsageCount(conversation.jobs, 1)
+    writer = ResponseWriter(_response(request, exchange.request_id, conversation.model))
+    (parser,) = conversation.parsers
+    stream = bool(request.stream)
+    async with service.running(exchange, conversation.jobs, stream=stream) as (source,):
+        if stream:
+            await exchange.start_events()
+            await _send(exchange, writer.begin())
+        async for events in _events(source, writer, parser, count, tokenizer):
+            if stream:
+                await _send(exchange, events)
+            else:
+                for _ in events:  # the writer writes as it tells
+                    pass
+    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
+    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
+    if stream:
+        await exchange.end_events()
+    else:
+        await exchange.reply(writer.response)
+
+
+async def _send(exchange: Exchange, events: Iterable[ResponseEvent]) -> None:
+    for event in events:
+        await exchange.event(msgspec.json.encode(event), event.type)
+
+
+async def _events(
+    source: Source,
+    writer: ResponseWriter,
+    parser: AnswerParser,
+    count: UsageCount,
+    tokenizer: Tokenizer,
+) -> AsyncIterator[Iterable[ResponseEvent]]:
+    """What happens to the response, as the model goes on."""
+    async for output in source.outputs():
+        count.add(source, output)
+        yield writer.add(parser.push(output.text))
+        if output.finish_reason is not None:
+            yield writer.add(parser.finish())
+            usage = _usage(count, writer.response, tokenizer)
+            yield writer.end(usage, complete=output.finish_reason == "stop")
+
+
+def _response(request: ResponseRequest, request_id: str, model: str) -> Response:
+    """A response without items."""
+    return Response(
+        id=f"resp_{request_id}",
+        created_at=int(time.time()),
+        model=model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        tools=[msgspec.to_builtins(tool) for tool in request.tools or []],
+        tool_choice=msgspec.to_builtins(request.tool_choice or "auto"),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        text=msgspec.to_builtins(request.text or TextOptions(format=TextFormat())),
+        reasoning=msgspec.to_builtins(request.reasoning or ReasoningOptions()),
+        metadata=request.metadata or {},
+        user=request.user,
+    )
+
+
+def _usage(count: UsageCount, response: Response, tokenizer: Tokenizer) -> ResponseUsage:
+    usage = count.usage()
+    details = usage.prompt_tokens_details
+    thoughts = [
+        part.text
+        for item in response.output
+        if isinstance(item, ReasoningItem)
+        for part in item.content
+    ]
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=0 if details is None else details.cached_tokens
+        ),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(
+            reasoning_tokens=sum(len(tokenizer.encode(text, add_bos=False)) for text in thoughts)
+        ),
+        total_tokens=usage.total_tokens,
+    )

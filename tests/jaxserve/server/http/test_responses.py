@@ -1,0 +1,225 @@
+"""/v1/responses: by the openai SDK, by hand, and what is refused."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import openai
+import pydantic
+import pytest
+
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.server.letters import LETTERS, ids_of
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["x"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture
+def wide(rig: HttpRig) -> HttpRig:
+    """With room for tools in the prompt."""
+    rig.engine.max_length = rig.generator._max_length = 2000
+    return rig
+
+
+@pytest.fixture
+def sdk(wide: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{wide.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
+    ) as client:
+        yield client
+
+
+def refused(rig: HttpRig, **fields: object) -> dict[str, object]:
+    return rig.refused("/v1/responses", **{"input": "hi", **fields})
+
+
+class TestSdk:
+    def test_a_text(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.cached_tokens = 2
+        response = sdk.responses.create(
+            model="fake", input="hi", instructions="Be brief.", store=False, metadata={"a": "b"}
+        )
+        assert response.output_text == "one two three"
+        assert (response.status, response.error) == ("completed", None)
+        (item,) = response.output
+        assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+        assert LETTERS.decode(wide.engine.prompts[0]) == "[system]Be brief.[user]hi[assistant]"
+        usage = response.usage
+        assert usage is not None
+        assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (36, 13, 49)
+        assert usage.input_tokens_details.cached_tokens == 2
+        assert response.metadata == {"a": "b"}
+
+    def test_too_few_tokens(self, sdk: openai.OpenAI) -> None:
+        response = sdk.responses.create(model="fake", input="hi", max_output_tokens=7)
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.output_text == "one two"
+        assert response.output[0].status == "incomplete"
+
+    def test_nothing_at_all(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.script = []
+        response = sdk.responses.create(model="fake", input="hi")
+        assert (response.output_text, response.status) == ("", "completed")
+        assert [item.type for item in response.output] == ["message"]
+
+    def test_asynchronous_clients(self, wide: HttpRig) -> None:
+        async def both() -> tuple[str, str]:
+            async with openai.AsyncOpenAI(
+                base_url=f"{wide.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
+            ) as client:
+                whole = await client.responses.create(model="fake", input="hi")
+                stream = await client.responses.create(model="fake", input="hi", stream=True)
+                parts = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+                return whole.output_text, "".join(parts)
+
+        assert asyncio.run(both()) == ("one two three",) * 2
+
+    def test_the_events_of_a_stream(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\nSee.{CALL}")
+        wide.engine.chunk = 1000
+        with sdk.responses.create(model="fake", input="hi", tools=[TOOL], stream=True) as stream:
+            found = list(stream)
+        assert [event.sequence_number for event in found] == list(range(len(found)))
+        assert [event.type.removeprefix("response.") for event in found] == [
+            *("created", "in_progress"),
+            *("output_item.added", "content_part.added"),
+            *("reasoning_text.delta", "reasoning_text.done"),
+            *("content_part.done", "output_item.done"),
+            *("output_item.added", "content_part.added"),
+            *("output_text.delta", "output_text.done"),
+            *("content_part.done", "output_item.done"),
+            "output_item.added",
+            *("function_call_arguments.delta", "function_call_arguments.done"),
+            "output_item.done",
+            "completed",
+        ]
+        done = [event.item for event in found if event.type == "response.output_item.done"]
+        response = found[-1].response
+        assert response.output == done
+        assert [item.type for item in done] == ["reasoning", "message", "function_call"]
+        assert done[0].content[0].text == "Hm."
+        assert done[1].content[0].text == "See."
+        assert (done[2].name, done[2].arguments) == ("weather", '{"city": "x"}')
+        assert response.usage.output_tokens_details.reasoning_tokens == 3
+        assert [event.output_index for event in found if hasattr(event, "output_index")] == sorted(
+            [0] * 6 + [1] * 6 + [2] * 4
+        )
+
+    def test_pieces_join_to_the_whole(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.pace = 0.002
+        with sdk.responses.stream(model="fake", input="hi") as stream:
+            parts = [e.delta for e in stream if e.type == "response.output_text.delta"]
+            whole = stream.get_final_response()
+        assert "".join(parts) == whole.output_text == "one two three"
+
+    def test_a_call_and_its_answer(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        """Items of the first answer go back as they came."""
+        wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\n{CALL}")
+        conversation: list = [{"role": "user", "content": "hi"}]
+        first = sdk.responses.create(model="fake", input=conversation, tools=[TOOL])
+        call = first.output[-1]
+        assert call.type == "function_call"
+        conversation += first.output
+        conversation.append(
+            {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+        )
+        wide.engine.script = ids_of("Fine.")
+        second = sdk.responses.create(model="fake", input=conversation, tools=[TOOL])
+        assert second.output_text == "Fine."
+        assert LETTERS.decode(wide.engine.prompts[1]).startswith("[user]hi[assistant][tool]Sunny.")
+
+    def test_a_call_that_is_asked_for(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(f"Rather {CALL}")
+        for choice in ("required", {"type": "function", "name": "weather"}):
+            response = sdk.responses.create(
+                model="fake", input="hi", tools=[TOOL], tool_choice=choice
+            )
+            (call,) = response.output
+            assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "x"})
+            assert response.tool_choice == choice or response.tool_choice.name == "weather"
+
+    def test_a_form(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        class Answer(pydantic.BaseModel):
+            a: int
+
+        wide.engine.script = ids_of('Sure! {"a": 17} and more')
+        response = sdk.responses.parse(model="fake", input="hi", text_format=Answer)
+        assert response.output_parsed == Answer(a=17)
+
+
+def test_every_item(wide: HttpRig) -> None:
+    items = [
+        {"role": "developer", "content": "Brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "1", "name": "x", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "y", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": "e"},
+    ]
+    response = wide.client.post("/v1/responses", json={"input": items})
+    assert response.status_code == 200
+    assert LETTERS.decode(wide.engine.prompts[0]) == (
+        "[system]Brief.[user]a[assistant]b[tool]c[assistant]d[assistant]e[assistant]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"store": True}, "store", "keeps no responses"),
+        ({"background": True}, "background", "keeps no responses"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
+        ({"conversation": "conv_1"}, "conversation", "keeps no responses"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "keeps no responses"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid enum value"),
+        ({"truncation": "auto"}, "truncation", "invalid enum value"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "invalid enum value"),
+        ({"n": 2}, "n", "is not known here"),
+        ({"temperature": 3}, "temperature", "<= 2.0"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+        ({"input": []}, "input", "length >= 1"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
+        ({"input": [{"role": "root", "content": "x"}]}, "input[0].role", "invalid enum value"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type", "is not supported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "invalid enum value",
+        ),
+        ({"input": "x" * 2100}, "input", "no room"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "y"}},
+            "tool_choice.name",
+            "'y' is no tool",
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": 7}}}},
+            "text.format.schema",
+            "",
+        ),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "no switch"),
+    ],
+)
+def test_a_bad_field_is_named(
+    wide: HttpRig, fields: dict[str, object], param: str, message: str
+) -> None:
+    error = refused(wide, **fields)
+    assert (error["param"], message in error["message"]) == (param, True), error
+    assert wide.engine.prompts == []
