@@ -20,6 +20,8 @@ CONFIG ?= configs/demo.yaml
 SET ?=
 TESTS ?=
 BENCH ?= pipeline
+GRPCURL := build/bin/.grpcurl
+GRPCURL_PACKAGE := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 
 # The simulated devices of a machine without an accelerator.
 CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
@@ -46,12 +48,20 @@ $(VENV)/.installed-all: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,dev,train]'
 	touch $@ $(VENV)/.installed-serve
 
+# For tests that call the server as people do. Without Go, or what it has to fetch, they are skipped;
+# `make clean` tries again.
+$(GRPCURL):
+	@mkdir -p $(@D); if command -v go > /dev/null; then \
+	  GOBIN=$(CURDIR)/$(@D) GOTOOLCHAIN=local timeout 600 go install $(GRPCURL_PACKAGE) \
+	    || echo 'grpcurl was not built; its tests are skipped' >&2; \
+	fi; touch $@
+
 serve: $(VENV)/.installed-serve
 	@echo 'Starting. After the line that says "ready", call it from another terminal:'
 	@echo '  $(BIN)/python -m jaxserve.generate --server 127.0.0.1:50051 --prompt "def fibonacci(n):"'
 	$(CPU) $(BIN)/python -m jaxserve.serve --config $(CONFIG) $(addprefix --set ,$(SET))
 
-test: $(VENV)/.installed-all
+test: $(VENV)/.installed-all $(GRPCURL)
 	$(PYTEST) $(TESTS)
 
 # All four run, so that one round shows everything.

@@ -1,0 +1,123 @@
+"""The real grpcurl against the server, as people call it from a shell.
+
+`make test` puts it into build/bin once, where Go can; elsewhere these tests are skipped.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.config.deployment import Server
+from jaxserve.server.access import Access
+from tests.jaxserve.server import certificates
+from tests.jaxserve.server.test_grpc import Rig
+
+BUILT = Path(__file__).resolve().parents[3] / "build" / "bin" / "grpcurl"
+GRPCURL = str(BUILT) if BUILT.is_file() else shutil.which("grpcurl")
+SECONDS = 30
+
+pytestmark = pytest.mark.skipif(
+    GRPCURL is None,
+    reason="no grpcurl: neither in build/bin (make test builds it with Go) nor PATH",
+)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert GRPCURL is not None
+    return subprocess.run([GRPCURL, *arguments], capture_output=True, text=True, timeout=SECONDS)
+
+
+def call(rig: Rig, method: str, **fields: Any) -> list[Any]:
+    """The messages that came back."""
+    body = json.dumps(fields)
+    done = run("-plaintext", "-d", body, rig.address, f"jaxserve.v1.Inference/{method}")
+    assert done.returncode == 0, done.stderr
+    decoder, messages, rest = json.JSONDecoder(), [], done.stdout.strip()
+    while rest:
+        message, end = decoder.raw_decode(rest)
+        messages.append(message)
+        rest = rest[end:].strip()
+    return messages
+
+
+def test_reflection_lists_and_describes(rig: Rig) -> None:
+    listed = run("-plaintext", rig.address, "list")
+    assert listed.stdout.split() == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "jaxserve.v1.Inference",
+    ]
+    methods = run("-plaintext", rig.address, "list", "jaxserve.v1.Inference").stdout
+    assert "jaxserve.v1.Inference.GenerateStream\n" in methods
+    described = run("-plaintext", rig.address, "describe", "jaxserve.v1.GenerateRequest").stdout
+    assert "optional double temperature = 5;" in described
+    assert ".jaxserve.v1.StructuredOutputs structured_outputs = 22;" in described
+
+
+def test_health(rig: Rig) -> None:
+    done = run("-plaintext", rig.address, "grpc.health.v1.Health/Check")
+    assert json.loads(done.stdout) == {"status": "SERVING"}
+
+
+def test_a_completion(rig: Rig) -> None:
+    (answer,) = call(rig, "Generate", text="hi", max_tokens=7, request_id="a", logprobs=1)
+    assert answer["text"] == "one two"
+    assert answer["finish"]["reason"] == "FINISH_REASON_LENGTH"
+    assert answer["finish"]["usage"] == {"promptTokens": 3, "completionTokens": 7}
+    assert len(answer["logprobs"]) == 7
+
+
+def test_a_stream(rig: Rig) -> None:
+    events = call(rig, "GenerateStream", token_ids={"ids": [5, 6]}, temperature=0)
+    assert events[0]["prompt"]["promptTokens"] == 2
+    assert "".join(event.get("delta", {}).get("text", "") for event in events) == "one two three"
+    assert events[-1]["finish"]["reason"] == "FINISH_REASON_STOP"
+
+
+def test_a_form(rig: Rig) -> None:
+    (answer,) = call(rig, "Generate", text="hi", structured_outputs={"regex": "t[a-z]+"})
+    assert answer["text"].startswith("t")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": "hi", "temperature": -1}, "temperature: -1.0 is not in [0, 2]"),
+        ({"text": "hi", "structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
+        ({}, "prompt: neither text nor token_ids is set"),
+    ],
+)
+def test_a_bad_field_is_named(rig: Rig, fields: dict[str, Any], message: str) -> None:
+    done = run(
+        "-plaintext", "-d", json.dumps(fields), rig.address, "jaxserve.v1.Inference/Generate"
+    )
+    assert done.returncode == 64 + 3  # grpcurl's for INVALID_ARGUMENT
+    assert "Code: InvalidArgument" in done.stderr
+    assert f"Message: {message}" in done.stderr
+    assert '"@type": "type.googleapis.com/google.rpc.BadRequest"' in done.stderr
+
+
+def test_tls(tmp_path: Path) -> None:
+    files = certificates.make(tmp_path)
+    paths = {"tls_certificate": "server.pem", "tls_key": "server.key", "tls_client_ca": "ca.pem"}
+    access = Access.from_config(Server(**{key: str(files / name) for key, name in paths.items()}))
+    rig = Rig(access=access)
+    ca = ("-cacert", str(files / "ca.pem"))
+    own = ("-cert", str(files / "client.pem"), "-key", str(files / "client.key"))
+    health = (rig.address, "grpc.health.v1.Health/Check")
+    assert '"SERVING"' in run(*ca, *own, *health).stdout
+    assert run(*ca, *health).returncode != 0  # without a certificate of its own
+    assert run("-plaintext", *health).returncode != 0
+    rig.close()
