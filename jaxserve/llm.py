@@ -20,13 +20,8 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.server.chat import FILES, ChatTemplate
-from jaxserve.server.generation import (
-    Generation,
-    GenerationOutput,
-    Prompt,
-    TextGenerator,
-    merge,
-)
+from jaxserve.server.generation import Generation, Prompt, TextGenerator
+from jaxserve.server.output import GenerationOutput, merge
 from jaxserve.server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -35,11 +35,12 @@ from jaxserve.pipeline.timeline import Recorder, merge
 from jaxserve.server import logs
 from jaxserve.server.access import Access
 from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import TextGenerator, TokenEngine
+from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http.routes import ADMIN_ENDPOINTS
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS, PROBES
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.token_engine import TokenEngine
 from jaxserve.server.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.1
@@ -212,12 +213,26 @@ def _follow(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     recorder = Recorder(process=arguments.process_id) if options.timeline else None
+    faces = _probe_faces(deployment, options.insecure_bind)
+    for name, face in faces.items():
+        logger.info("process %d answers %s probes on %s", arguments.process_id, name, face.start())
     peers = bootstrap.join(arguments, deployment, lambda error: bootstrap.abandon(str(error)))
     assert isinstance(peers, Follower)
+
+    def on_ready() -> None:
+        for face in faces.values():
+            if isinstance(face, GrpcServer):
+                face.watch()
+            else:
+                face.watch(peers)
+
     try:
-        roles.follow(deployment, peers, recorder=recorder)
+        roles.follow(deployment, peers, recorder=recorder, on_ready=on_ready)
     except EngineFailedError as error:
         bootstrap.abandon(str(error))
+    finally:
+        for face in faces.values():
+            face.stop(LAST_ANSWERS_SECONDS)
     bootstrap.leave(peers)
     return 0
 
@@ -292,6 +307,29 @@ def _faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer 
             access=access,
             insecure_bind=insecure_bind,
             request_seconds=server.request_seconds,
+        )
+    return faces
+
+
+def _probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer | HttpServer]:
+    """The servers of a process that follows, not started; raises as `_faces`."""
+    server = deployment.server
+    faces: dict[str, GrpcServer | HttpServer] = {}
+    if max(server.follower_grpc_port, server.follower_http_port) < 0:
+        return faces
+    access = Access.from_config(server)
+    if server.follower_grpc_port >= 0:
+        faces["grpc"] = GrpcServer(
+            server.host, server.follower_grpc_port, access=access, insecure_bind=insecure_bind
+        )
+    if server.follower_http_port >= 0:
+        faces["http"] = HttpServer(
+            server.host,
+            server.follower_http_port,
+            access=access,
+            insecure_bind=insecure_bind,
+            endpoints=PROBES,
+            name="server.follower_http_port",
         )
     return faces
 

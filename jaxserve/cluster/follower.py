@@ -9,6 +9,7 @@ nothing of requests or device arrays.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,8 @@ class Follower:
         self.identity = identity
         self.address = address
         self.failure: EngineFailedError | None = None
+        self.last_turn = time.monotonic()
+        """Seconds of `time.monotonic` at which the loop over boundaries last went round."""
         self.position: Callable[[], Position | None] = lambda: None
         """Where the driver is; called by the heartbeat thread, so it must be quick."""
         self._token = token
@@ -145,6 +148,15 @@ class Follower:
         self._ready = True
         self._wake.set()
 
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "failed" or "closed", as an engine's."""
+        if self.failure is not None:
+            return "failed"
+        if self._closed:
+            return "closed"
+        return "ready" if self._ready else "starting"
+
     def boundaries(self) -> Iterator[Boundary]:
         """The leader's boundaries in order, each checked; ends when the leader says goodbye.
 
@@ -155,6 +167,7 @@ class Follower:
             that does not follow the last one or that has other shapes than ours.
         """
         while True:
+            self.last_turn = time.monotonic()
             try:
                 boundary = self._inbox.get(timeout=self._cluster.heartbeat_seconds)
             except queue.Empty:

@@ -126,6 +126,11 @@ class Server(_Section, frozen=True):
     """0: any free one; -1: no HTTP."""
     admin_port: OptionalPort = -1
     """HTTP for operators, on loopback only; likewise."""
+    follower_grpc_port: OptionalPort = -1
+    """Where processes other than 0 answer gRPC health and nothing else; 0: any free one; -1: none.
+    Each host may have the same one; several processes of a host need 0."""
+    follower_http_port: OptionalPort = -1
+    """Likewise, /health and /ready."""
     drain_seconds: Seconds = 30.0
     """How long a SIGTERM waits for running requests."""
     request_seconds: Seconds = 3600.0

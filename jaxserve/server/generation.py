@@ -12,17 +12,14 @@ import operator
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, cast
+from collections.abc import Callable, Sequence
+from typing import SupportsIndex, cast
 
-import msgspec
-
-from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
-from jaxserve.engine.view import PipelineView
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.server.grammars import Grammars
+from jaxserve.server.output import GenerationOutput, joined
+from jaxserve.server.token_engine import TokenEngine
 from jaxserve.server.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 
 Prompt = str | Sequence[SupportsIndex]
@@ -36,98 +33,6 @@ MAX_PORTION = 4096
 """News that the generator's thread takes at a time."""
 
 logger = logging.getLogger(__name__)
-
-
-class TokenEngine(Protocol):
-    """What the faces need of an engine; `jaxserve.engine.engine.Engine` is one."""
-
-    @property
-    def status(self) -> str:
-        """ "starting", "ready", "draining", "failed" or "closed"."""
-
-    @property
-    def failure(self) -> EngineFailedError | None:
-        """Why the status is "failed"."""
-
-    @property
-    def last_turn(self) -> float:
-        """Seconds of `time.monotonic` at which the step loop last went round, idle or not."""
-
-    def load(self) -> EngineLoad:
-        """How much there is to do; from any thread."""
-
-    def pipeline(self) -> PipelineView:
-        """What the steps measured last looked like; asking has more of them measured."""
-
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        on_output: Callable[[TokenOutput], None],
-        *,
-        request_id: str | None = None,
-        deadline: float | None = None,
-    ) -> str:
-        """Queues a prompt; `on_output` is called on the engine's thread."""
-
-    def cancel(self, request_id: str) -> None:
-        """Ends a request, from any thread; an unknown one is fine."""
-
-    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
-        """Calls back once, from any thread, when the engine fails."""
-
-    def model_info(self) -> Mapping[str, Any]:
-        """What is served: `model` (a name), `vocab_size`, `max_length` (prompt and output, in
-        tokens), `dtype`, `mode`, `attention` and `ffn` (their axes), `lanes`."""
-
-
-class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one request. Texts and token ids of all outputs join to the whole.
-
-    Attributes:
-      request_id: whose news.
-      text: the new text; may lag behind the tokens, and comes without the stop string.
-      token_ids: the new tokens, the one that completed a stop string included, an end id not.
-      finish_reason: set in the last output, which comes exactly once.
-      stop_string, stop_token_id: what ended it, where `finish_reason` is "stop".
-      error: what went wrong, where `finish_reason` is "error" or "cancelled".
-      prompt_token_count: tokens of the prompt, bos included.
-      completion_token_count: all tokens handed out so far.
-      logprobs: of `token_ids`, where the request asked for them.
-      prompt_logprobs: of the prompt's tokens, the first of which has none; once, likewise.
-      cached_token_count: tokens of the prompt that the engine did not have to compute.
-      queue_seconds: how long the request waited before the engine let it in.
-    """
-
-    request_id: str
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: FinishReason | None = None
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-    error: str | None = None
-    prompt_token_count: int = 0
-    completion_token_count: int = 0
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    cached_token_count: int = 0
-    queue_seconds: float = 0.0
-
-
-def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
-    """Joins consecutive outputs of one request, at least one, into one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    return msgspec.structs.replace(
-        outputs[-1],
-        text="".join(output.text for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[logprobs for output in outputs for logprobs in output.logprobs],
-        prompt_logprobs=next(
-            (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None),
-            None,
-        ),
-    )
 
 
 class Generation:
@@ -171,7 +76,8 @@ class Generation:
         # The rest belongs to the generator's thread.
         self._min_tokens = params.min_tokens
         self._has_stops = bool(params.stop)
-        self._detokenizer = IncrementalDetokenizer(generator.tokenizer)
+        special = not params.skip_special_tokens
+        self._detokenizer = IncrementalDetokenizer(generator.tokenizer, special=special)
         self._matcher = StopMatcher(params.stop)
         self._completion_token_count = 0
         self._finished = False
@@ -453,7 +359,7 @@ class TextGenerator:
                     break
                 news.setdefault(item[0], []).append(item[1])
             for generation, outputs in news.items():
-                generation.advance(_joined(outputs))
+                generation.advance(joined(outputs))
 
     def _forget(self, generation: Generation) -> None:
         with self._lock:
@@ -472,21 +378,6 @@ class TextGenerator:
                 generation,
                 TokenOutput(request_id=generation.request_id, finish_reason=reason, error=error),
             )
-
-
-def _joined(news: Sequence[TokenOutput]) -> TokenOutput:
-    """Consecutive news of one request, at least one, as one; what follows its end is dropped."""
-    if len(news) == 1:
-        return news[0]
-    ended = next((n for n, one in enumerate(news, 1) if one.finish_reason is not None), len(news))
-    news = news[:ended]
-    scores = (one.prompt_logprobs for one in news if one.prompt_logprobs is not None)
-    return msgspec.structs.replace(
-        news[-1],
-        token_ids=[token_id for one in news for token_id in one.token_ids],
-        logprobs=[logprobs for one in news for logprobs in one.logprobs],
-        prompt_logprobs=next(scores, None),
-    )
 
 
 def _checked_ids(prompt: Sequence[SupportsIndex], vocab_size: int) -> list[int]:

@@ -79,6 +79,15 @@ class GrpcServer(LoopThread):
         self._call(self._open(generator))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 
+    def watch(self) -> None:
+        """Says SERVING of this process from now on; requests are for another one to take."""
+
+        async def watched() -> None:
+            self._service.absence = "this process takes no requests; the first one does"
+            await self._health.set("", SERVING)
+
+        self._call(watched())
+
     def refuse(self) -> None:
         """Takes no new requests; health says NOT_SERVING. What runs goes on."""
         self._call(self._refuse())

@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.view import PipelineView
-from jaxserve.server.generation import GenerationOutput, TokenEngine
+from jaxserve.server.output import GenerationOutput
+from jaxserve.server.token_engine import TokenEngine
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "jaxserve:"

@@ -1,5 +1,6 @@
 """The process around a server: its exit codes, its one line, and how it ends."""
 
+import argparse
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve import serve
+from jaxserve.cluster.bootstrap import ProcessArguments
+from jaxserve.cluster.control import Identity
+from jaxserve.cluster.follower import Follower
+from jaxserve.config.deployment import Cluster, load_deployment
+from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from tests.jaxserve.server.letters import raw_letters
@@ -371,3 +377,73 @@ def test_a_port_in_use_is_noticed_before_the_model_is_loaded(
         port = taken.getsockname()[1]
         arguments = ["--config", str(folder), "--set", f"server.grpc_port={port}"]
         assert f"cannot listen on 127.0.0.1:{port}" in refused(arguments, capsys)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_process_that_follows_answers_probes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before it has joined, on ports of its own, and nothing else."""
+    started: dict[str, str] = {}
+    follower = Follower(
+        Identity(process_id=1, role="ffn", host="here", pid=1, processes=2),
+        address="127.0.0.1:1",
+        token="x",
+        cluster=Cluster(),
+    )
+
+    def statuses() -> tuple[int, int, str]:
+        """/ready, /health, and what gRPC says."""
+        paths = [f"http://{started['http']}{path}" for path in ("/ready", "/health")]
+        ready, alive = (httpx.get(path, timeout=SECONDS).status_code for path in paths)
+        with grpc.insecure_channel(started["grpc"]) as channel:
+            return ready, alive, health_pb2.HealthCheckResponse.ServingStatus.Name(health(channel))
+
+    seen = []
+
+    def join(*arguments: object) -> Follower:
+        seen.append(statuses())
+        return follower
+
+    def follow(*arguments: object, on_ready: Callable[[], None], **options: object) -> None:
+        follower.ready()
+        on_ready()
+        seen.append(statuses())
+        follower.last_turn -= 1000  # as if it hung in a step
+        seen.append(statuses())
+        url = f"http://{started['http']}/v1/completions"
+        assert httpx.post(url, json={"prompt": "hi"}, timeout=SECONDS).status_code == 404
+        with grpc.insecure_channel(started["grpc"]) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+            assert caught.value.details() == "this process takes no requests; the first one does"
+
+    really = serve._probe_faces
+
+    def faces(*arguments: object) -> dict[str, object]:
+        made = really(*arguments)
+        for name, face in made.items():
+            start = face.start
+            face.start = lambda name=name, start=start: started.setdefault(name, start())
+        return made
+
+    monkeypatch.setattr(serve, "_probe_faces", faces)
+    monkeypatch.setattr(serve.bootstrap, "join", join)
+    monkeypatch.setattr(serve.bootstrap, "leave", lambda peers: None)
+    monkeypatch.setattr(serve.roles, "follow", follow)
+    ports = {"server.follower_grpc_port": 0, "server.follower_http_port": 0}
+    arguments = ProcessArguments(process_id=1, processes=2)
+    options = argparse.Namespace(timeline=None, insecure_bind=False)
+    assert serve._follow(load_deployment(folder, ports), options, arguments) == 0
+    assert seen == [
+        (503, 200, "NOT_SERVING"),
+        (200, 200, "SERVING"),
+        (200, 503, "SERVING"),
+    ]
+
+
+def test_a_process_that_follows_is_as_careful_with_addresses(folder: Path) -> None:
+    strangers = {"server.host": "0.0.0.0", "server.follower_http_port": 0}
+    with pytest.raises(ConfigError, match="--insecure-bind"):
+        serve._probe_faces(load_deployment(folder, strangers), False)
+    assert serve._probe_faces(load_deployment(folder, {"server.host": "0.0.0.0"}), False) == {}

@@ -14,11 +14,11 @@ STUCK_SECONDS = 60.0
 
 async def health(service: Service, exchange: Exchange) -> None:
     """Whether the process lives: it starts, or its step loop moved lately, however busy it is."""
-    generator = service.generator
-    status = "starting" if generator is None else generator.engine.status
+    loop = service.step_loop
+    status = "starting" if loop is None else loop.status
     stuck = 0.0
-    if generator is not None and status in ("ready", "draining"):
-        stuck = time.monotonic() - generator.engine.last_turn
+    if loop is not None and status in ("ready", "draining"):
+        stuck = time.monotonic() - loop.last_turn
     if status in ("failed", "closed") or stuck > STUCK_SECONDS:
         why = f"the step loop has not moved for {stuck:.0f} s" if stuck > STUCK_SECONDS else status
         raise HttpError(503, f"not alive: {why}", code="not_alive")
@@ -27,9 +27,9 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 async def ready(service: Service, exchange: Exchange) -> None:
     """Whether requests are taken: the model is loaded and warm, and the server does not drain."""
-    engine = service.ready().engine
-    if engine.status != "ready":
-        raise HttpError(503, f"not ready: {engine.status}", code="not_ready")
+    status = service.check_ready().status
+    if status != "ready":
+        raise HttpError(503, f"not ready: {status}", code="not_ready")
     await exchange.reply(Status(status="ready"))
 
 

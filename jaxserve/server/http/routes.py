@@ -53,6 +53,28 @@ METRICS = Endpoint(
     counted=False,
 )
 
+PROBES = (
+    Endpoint(
+        path="/health",
+        handler=information.health,
+        summary="Whether the process lives",
+        gives=responses.Status,
+        statuses=INFORMATION,
+        public=True,
+        counted=False,
+    ),
+    Endpoint(
+        path="/ready",
+        handler=information.ready,
+        summary="Whether requests are taken",
+        gives=responses.Status,
+        statuses=INFORMATION,
+        public=True,
+        counted=False,
+    ),
+)
+"""Of every process; all that those have which only follow."""
+
 ENDPOINTS = (
     Endpoint(
         path="/v1/chat/completions",
@@ -118,24 +140,7 @@ ENDPOINTS = (
         gives=responses.Text,
         statuses=GENERATION,
     ),
-    Endpoint(
-        path="/health",
-        handler=information.health,
-        summary="Whether the process lives",
-        gives=responses.Status,
-        statuses=INFORMATION,
-        public=True,
-        counted=False,
-    ),
-    Endpoint(
-        path="/ready",
-        handler=information.ready,
-        summary="Whether requests are taken",
-        gives=responses.Status,
-        statuses=INFORMATION,
-        public=True,
-        counted=False,
-    ),
+    *PROBES,
     METRICS,
     Endpoint(
         path="/pipeline",

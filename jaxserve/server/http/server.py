@@ -23,6 +23,7 @@ from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import MAX_PENDING_TOKENS, Service
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.token_engine import StepLoop
 
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_CONNECTIONS = 8192
@@ -94,9 +95,17 @@ class HttpServer(LoopThread):
             self._service.template = template
             self._service.metrics = metrics
             self._service.on_drain = on_drain
-            self._service.generator = generator
+            self._service.generator, self._service.step_loop = generator, generator.engine
 
         self._call(opened())
+
+    def watch(self, step_loop: StepLoop) -> None:
+        """Answers probes about a step loop from now on; for endpoints that need no generator."""
+
+        async def watched() -> None:
+            self._service.step_loop = step_loop
+
+        self._call(watched())
 
     def refuse(self) -> None:
         """Takes no new requests; /ready says 503. What runs goes on."""

@@ -15,19 +15,15 @@ import msgspec
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import (
-    SHORT_PROMPT,
-    Generation,
-    GenerationOutput,
-    TextGenerator,
-    new_request_id,
-)
+from jaxserve.server.generation import SHORT_PROMPT, Generation, TextGenerator, new_request_id
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import ClientGone, Exchange
 from jaxserve.server.http.requests import MAX_CHOICES
 from jaxserve.server.http.responses import PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.stream import StreamBuffer, WholeBuffer
+from jaxserve.server.token_engine import StepLoop
 
 TOKENISING_THREADS = 2
 MAX_PENDING_TOKENS = 4096
@@ -86,7 +82,8 @@ class Service:
       max_pending_tokens: tokens that may wait for a slow reader.
 
     Attributes:
-      generator: None until the engine is ready.
+      generator: None until the engine is ready, and where there is none.
+      step_loop: what probes ask; None until then.
       template: of chats; None where the model has none.
       metrics: what is measured; None until the engine is ready.
       on_drain: has the process end in good order.
@@ -96,6 +93,7 @@ class Service:
 
     def __init__(self, request_seconds: float, max_pending_tokens: int):
         self.generator: TextGenerator | None = None
+        self.step_loop: StepLoop | None = None
         self.template: ChatTemplate | None = None
         self.metrics: Metrics | None = None
         self.on_drain: Callable[[], None] | None = None
@@ -141,11 +139,21 @@ class Service:
         Raises:
           DrainingError, HttpError: there is none yet, or no longer.
         """
+        self.check_ready()
+        assert self.generator is not None
+        return self.generator
+
+    def check_ready(self) -> StepLoop:
+        """What runs the steps.
+
+        Raises:
+          DrainingError, HttpError: it does not yet, or no longer.
+        """
         if self.draining:
             raise DrainingError("the server shuts down and takes no new requests")
-        if self.generator is None:
+        if self.step_loop is None:
             raise HttpError(503, "the server is starting", code="starting")
-        return self.generator
+        return self.step_loop
 
     def model(self, asked: str | None) -> str:
         """The served model's name; raises HttpError if another one is asked for."""
@@ -189,7 +197,7 @@ class Service:
         sources: list[Source] = []
         try:
             for job in jobs:
-                buffer = StreamBuffer() if stream else WholeBuffer()
+                buffer = StreamBuffer(lambda: generator.live) if stream else WholeBuffer()
                 generation = generator.submit(
                     job.token_ids,
                     job.params,

@@ -7,7 +7,8 @@ from hypothesis import given, strategies
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.server.generation import GenerationOutput, TextGenerator, merge
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.output import GenerationOutput, merge
 from tests.jaxserve.server.fake_engine import FakeEngine
 from tests.jaxserve.server.letters import LETTERS, ids_of
 

@@ -5,8 +5,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
-from jaxserve.server.generation import GenerationOutput
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.output import GenerationOutput
 from tests.jaxserve.server.fake_engine import FakeEngine
 
 
