@@ -67,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       logprobs: report each token's log-probability, and so many of the likeliest tokens' (0 to 20),
         before temperature, penalties, biases and masks. None: report nothing.
       prompt_logprobs: the same of the prompt's tokens, which are then all computed.
+      skip_special_tokens: special tokens have no text; False spells them out. The tokenizer's
+        business, like `stop`.
       grammar: decides which tokens may come; an object of the request's own. None: all.
       priority: in [-100, 100]; lower ones are served earlier, see `scheduler.py`.
       cache_salt: requests share cached prompts only with those of equal salt: a tenant's name.
@@ -88,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
     grammar: Any = None
     """A `Grammar` or None."""
     priority: int = 0
@@ -117,8 +120,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for index, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError("ignore_eos", f"{self.ignore_eos!r} is not a bool")
+        for field in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise InvalidRequestError(field, f"{value!r} is not a bool")
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, note=" (max_tokens)")
         for field in ("presence_penalty", "frequency_penalty"):
             _check_number(field, getattr(self, field), -2.0, 2.0, "[-2, 2]")

@@ -24,15 +24,10 @@ from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc
 from jaxserve.server.access import prefix_salt
-from jaxserve.server.generation import (
-    SHORT_PROMPT,
-    Generation,
-    GenerationOutput,
-    TextGenerator,
-    new_request_id,
-)
+from jaxserve.server.generation import SHORT_PROMPT, Generation, TextGenerator, new_request_id
 from jaxserve.server.grammars import FIELD, Grammars, form
 from jaxserve.server.interceptors import tenant
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.status import StatusError, status_error
 from jaxserve.server.stream import StreamBuffer, WholeBuffer
 
@@ -54,12 +49,14 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
     """The RPCs of `jaxserve.v1.Inference`. Lives on the server's event loop.
 
     Attributes:
-      generator: None until the engine is ready.
+      generator: None until the engine is ready, and where there is none.
+      absence: why there is none.
       draining: whether new requests are refused.
     """
 
     def __init__(self, max_pending_tokens: int):
         self.generator: TextGenerator | None = None
+        self.absence = "the server is starting"
         self.draining = False
         self._max_pending_tokens = max_pending_tokens
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
@@ -100,7 +97,8 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         """Prompt info, deltas, finish info."""
         async with self._answering(request, context):
-            buffer = StreamBuffer()
+            generator = self._ready_generator()
+            buffer = StreamBuffer(lambda: generator.live)
             async with (
                 self._generation(request, context, buffer, self._max_pending_tokens) as generation,
                 _while_read(generation),
@@ -230,7 +228,7 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         if self.draining:
             raise DrainingError("the server shuts down and takes no new requests")
         if self.generator is None:
-            raise StatusError(grpc.StatusCode.UNAVAILABLE, "the server is starting")
+            raise StatusError(grpc.StatusCode.UNAVAILABLE, self.absence)
         return self.generator
 
     def _finish_info(self, output: GenerationOutput, generation: Generation) -> pb.FinishInfo:
@@ -331,7 +329,7 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     """The request's sampling fields; what it does not set has SamplingParams' default."""
     optional = (
         *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-        *("repetition_penalty", "logprobs", "prompt_logprobs"),
+        *("repetition_penalty", "logprobs", "prompt_logprobs", "skip_special_tokens"),
     )
     return SamplingParams(
         stop=tuple(request.stop),

@@ -102,9 +102,10 @@ class TiktokenVocabulary:
             for token_id in self._encoding.encode(part, allowed_special="all")
         ]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """See `Vocabulary`."""
-        known = [token_id for token_id in token_ids if token_id in self._with_text]
+        wanted = self._with_text | self.special_ids if special else self._with_text
+        known = [token_id for token_id in token_ids if token_id in wanted]
         return self._encoding.decode_bytes(known).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -108,9 +108,9 @@ class Tokenizer:
             return ids
         return self._prefix + ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens and ids without a token have none."""
-        return self._vocabulary.decode(token_ids)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of the ids. Ids without a token have none, and special tokens only if asked."""
+        return self._vocabulary.decode(token_ids, special=special)
 
     def has_text(self, token_id: int) -> bool:
         """Whether the id names a token that is not special."""
@@ -154,8 +154,9 @@ class IncrementalDetokenizer:
     tokens only as a whole, and characters of the run that are already out cannot be taken back.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False):
         self._tokenizer = tokenizer
+        self._special = special  # whether special tokens have text
         # The window: [0, settled) is context whose text is out, the rest is waiting.
         self._window: list[int] = []
         self._settled = 0
@@ -164,10 +165,10 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """Adds ids and returns the text that is new and whole, perhaps empty."""
         before = len(self._window)
-        self._window += filter(self._tokenizer.has_text, token_ids)
+        self._window += filter(self._has_text, token_ids)
         if len(self._window) == before:
             return ""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         whole = len(text.rstrip(REPLACEMENT))
         delta = text[self._shown : whole]
         self._shown = max(self._shown, whole)
@@ -176,16 +177,23 @@ class IncrementalDetokenizer:
             # what it is given has to find one there.
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
-            self._shown = len(self._tokenizer.decode(self._window))
+            self._shown = len(self._decode(self._window))
         elif len(self._window) - self._settled > MAX_HELD_TOKENS:
             delta += self._let_go(text)
         return delta
 
     def finish(self) -> str:
         """The rest: what waited for a character that never came is written as U+FFFD."""
-        rest = self._tokenizer.decode(self._window)[self._shown :]
+        rest = self._decode(self._window)[self._shown :]
         self._window, self._settled, self._shown = [], 0, 0
         return rest
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, special=self._special)
+
+    def _has_text(self, token_id: int) -> bool:
+        special = self._special and token_id in self._tokenizer.special_ids
+        return special or self._tokenizer.has_text(token_id)
 
     def _let_go(self, text: str) -> str:
         """Gives out what no later token can change of a long run of broken bytes.
@@ -195,8 +203,8 @@ class IncrementalDetokenizer:
         """
         last = len(self._window)
         for cut in range(last - 1, max(self._settled, last - 1 - CHARACTER_TOKENS), -1):
-            left = self._tokenizer.decode(self._window[:cut])
-            if left + self._tokenizer.decode(self._window[cut:]) == text:
+            left = self._decode(self._window[:cut])
+            if left + self._decode(self._window[cut:]) == text:
                 delta = left[self._shown :]
                 self._window, self._settled = self._window[cut:], 0
                 self._shown = max(0, self._shown - len(left))

@@ -37,8 +37,9 @@ class Vocabulary(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added; special tokens that it spells are such."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; special and unknown ones have none, broken UTF-8 becomes U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; unknown ones have none, special ones have only where that is asked for.
+        Broken UTF-8 becomes U+FFFD."""
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its spelling."""
@@ -92,9 +93,9 @@ class TokenizersVocabulary:
         """See `Vocabulary`."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """See `Vocabulary`."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not special)
 
     def token_to_id(self, token: str) -> int | None:
         """See `Vocabulary`."""

@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts in, completions out, at once or as a stream of events."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,6 @@ import msgspec
 from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation import GenerationOutput
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.forms import grammar
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
@@ -16,6 +16,7 @@ from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, Stream
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -82,7 +83,9 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
             raise InvalidRequestError(field, error.message) from None
         text = prompt if isinstance(prompt, str) else None
         if request.echo and text is None:
-            text = await service.in_thread(generator.tokenizer.decode, token_ids)
+            special = not params.skip_special_tokens
+            decode = functools.partial(generator.tokenizer.decode, special=special)
+            text = await service.in_thread(decode, token_ids)
         for choice in range(n):
             jobs.append(Job(number * n + choice, token_ids, of_choice(params, choice), text))
     return jobs

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from jaxserve.engine.request import MAX_UINT32, SamplingParams
-from jaxserve.errors import InvalidRequestError
 from jaxserve.server.access import prefix_salt
 from jaxserve.server.http.requests import GenerationFields
 
 SAME_NAMES = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "priority"),
+    "skip_special_tokens",
 )
 """Fields that mean in `SamplingParams` what they mean in a request."""
 
@@ -33,8 +33,6 @@ def sampling_params(
     Raises:
       InvalidRequestError: names the field that is out of range.
     """
-    if fields.skip_special_tokens is False:
-        raise InvalidRequestError("skip_special_tokens", "special tokens have no text: only true")
     given: dict[str, Any] = {"max_tokens": max_tokens}
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}

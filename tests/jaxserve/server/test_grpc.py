@@ -424,7 +424,7 @@ class _Verbose(Tokenizer):
         super().__init__(TokenizersVocabulary(raw_letters()))
         self._text = text
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return self._text * len(token_ids)
 
 

@@ -284,9 +284,9 @@ def test_an_incomplete_character_waits_and_a_lost_one_becomes_u_fffd() -> None:
 class _CountingTokenizer(Tokenizer):
     decoded = 0
 
-    def decode(self, token_ids) -> str:  # type: ignore[no-untyped-def]
+    def decode(self, token_ids, *, special=False) -> str:  # type: ignore[no-untyped-def]
         self.decoded += len(token_ids)
-        return super().decode(token_ids)
+        return super().decode(token_ids, special=special)
 
 
 @pytest.mark.parametrize("token", ["a", "b\x80", "</s>"])

@@ -138,6 +138,14 @@ def test_token_ids(rig: HttpRig, prompt: list) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_special_tokens_are_spelt_out_if_asked_for(rig: HttpRig) -> None:
+    rig.engine.script = [*ids_of("a"), 0, *ids_of("b")]  # 0 is <s>
+    fields = {"prompt": [0, *ids_of("x")], "echo": True, "stop": ["<s>b"]}
+    assert rig.complete(**fields).json()["choices"][0]["text"] == "xab"
+    choice = rig.complete(**fields, skip_special_tokens=False).json()["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("<s>xa", "<s>b")
+
+
 def test_echo_of_token_ids_is_their_text(rig: HttpRig) -> None:
     choice = rig.complete(prompt=ids_of("abc"), echo=True, max_tokens=3).json()["choices"][0]
     assert choice["text"] == "abcone"
@@ -267,7 +275,7 @@ def test_prefixes_are_shared_inside_a_salt(rig: HttpRig) -> None:
         ({"prompt": ["a", ""]}, "prompt[1]", "expected `str` of length >= 1"),
         ({"prompt": [3, "a"]}, "prompt", "mixes texts, token ids and lists"),
         ({"prompt": [3, 300]}, "prompt[1]", "token id 300 is not in [0, 299]"),
-        ({"prompt": [-1]}, "prompt[0]", "token id -1 is not in [0, 299]"),
+        ({"prompt": [-1]}, "prompt[0]", "expected `int` >= 0, got -1"),
         ({"prompt": "x" * 99}, "prompt", "100 tokens leave no room for an output"),
         ({"prompt": None}, "prompt", "expected `str | array`, got `null`"),
         ({"prompt": ["a"] * 65, "n": 2}, "n", "65 prompts and n = 2: at most 128 choices"),
@@ -294,7 +302,7 @@ def test_prefixes_are_shared_inside_a_salt(rig: HttpRig) -> None:
         ({"presence_penalty": 3}, "presence_penalty", "expected `float` <= 2.0, got 3"),
         ({"repetition_penalty": 0}, "repetition_penalty", "expected `float` > 0.0, got 0"),
         ({"suffix": "x"}, "suffix", "is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "only true"),
+        ({"skip_special_tokens": 7}, "skip_special_tokens", "expected `bool | null`, got `int`"),
         ({"cache_salt": "x" * 257}, "cache_salt", "expected `str` of length <= 200"),
         ({"request_id": "é"}, "request_id", "must be 1 to 128 printable ASCII"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "is not known here"),
