@@ -118,14 +118,23 @@ class Client:
 
     async def _events(self, reader: asyncio.StreamReader, outcome: Outcome) -> None:
         """Reads chunks of the transfer, and the events in them."""
-        rest = b""
-        while size := int(await reader.readline(), 16):
-            part = rest + await reader.readexactly(size)
-            await reader.readexactly(2)
-            *events, rest = part.split(b"\n\n")
-            for event in events:
-                self._event(event, outcome)
-        await reader.readexactly(2)
+        waiting, rest = b"", b""
+        while True:
+            # Whatever is there at once: a read a line would cost more than what the lines say.
+            if not (news := await reader.read(LIMIT)):
+                raise EOFError("the answer ended in the middle")
+            waiting += news
+            while (line := waiting.find(b"\r\n")) >= 0:
+                size = int(waiting[:line], 16)
+                end = line + 2 + size
+                if len(waiting) < end + 2:
+                    break
+                part, waiting = rest + waiting[line + 2 : end], waiting[end + 2 :]
+                if not size:
+                    return
+                *events, rest = part.split(b"\n\n")
+                for event in events:
+                    self._event(event, outcome)
 
     def _event(self, event: bytes, outcome: Outcome) -> None:
         data = event.removeprefix(b"data: ").strip()

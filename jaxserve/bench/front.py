@@ -2,7 +2,7 @@
 
 The server of this process gets its tokens from a stub that has them at once; clients in another
 process read streams over HTTP and gRPC. Tokens a second over 64 streams, and what a face adds to
-the time of a request of one token at a time.
+the time of a request of one token at a time. Then, with the demo model, `batch.py`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxserve.bench import batch
 from jaxserve.bench.client import Client
 from jaxserve.bench.report import (
     Measure,
@@ -36,11 +37,12 @@ from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.view import PipelineView
 from jaxserve.errors import EngineFailedError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.generation import GenerationOutput, TextGenerator
+from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
@@ -50,8 +52,9 @@ TOKENS = 4096
 PORTION = 1
 """Tokens that the stub hands out at a time."""
 PROBES = 300
-WARM_UP = 20
-"""Requests before the probes."""
+TURN = 50
+WARM_UP = 5
+"""Requests of a turn before those that count."""
 SECONDS = 120.0
 
 
@@ -135,11 +138,11 @@ def run_bench(quick: bool, json_path: Path | None) -> int:
         for face in faces:
             face.stop(1.0)
         generator.close()
-    part = _part(found, bare)
-    print(table(part))
+    parts = [_part(found, bare), batch.measure(quick)]
+    print("\n\n".join(map(table, parts)))
     if json_path is not None:
-        write_json(json_path, Report("front", quick, machine, [part]))
-    failed = missed([part])
+        write_json(json_path, Report("front", quick, machine, parts))
+    failed = missed(parts)
     for name in failed:
         print(f"missed: {name}", file=sys.stderr)
     return 1 if failed and not quick else 0
@@ -196,14 +199,15 @@ async def _rate(one: Request, tokens: int) -> float:
 
 
 async def _probe(faces: Mapping[str, Request], probes: int) -> dict[str, list[float]]:
-    """Seconds of requests of one token, one after the other; the faces take turns."""
+    """Seconds of requests of one token, one after the other; the faces take turns of `TURN`."""
     times: dict[str, list[float]] = {face: [] for face in faces}
-    for number in range(WARM_UP + probes):
+    while min(map(len, times.values())) < probes:
         for face, one in faces.items():
-            start = time.perf_counter()
-            await one(1)
-            if number >= WARM_UP:
-                times[face].append(time.perf_counter() - start)
+            for number in range(WARM_UP + TURN):
+                start = time.perf_counter()
+                await one(1)
+                if number >= WARM_UP:
+                    times[face].append(time.perf_counter() - start)
     return times
 
 
@@ -227,7 +231,8 @@ async def _clients(options: argparse.Namespace) -> dict[str, Any]:
             return sum([len(event.delta.token_ids) async for event in stub.GenerateStream(request)])
 
         async def health_check(tokens: int) -> int:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
             return tokens
 
         faces: dict[str, Request] = {"grpc": over_grpc, "http": over_http}

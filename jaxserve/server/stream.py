@@ -2,18 +2,62 @@
 
 A message costs far more than a token, so a `StreamBuffer` gathers: the first token goes out at
 once, later ones when enough came together or enough time passed since the last message. A stream
-slower than that interval is never delayed. Who wants no stream takes a `WholeBuffer`.
+slower than that interval is never delayed. Many streams together send less often each: their
+messages take time from the step loop. Who wants no stream takes a `WholeBuffer`.
 Called by the network faces; knows no protocol.
 """
 
 import asyncio
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
-from jaxserve.server.generation import GenerationOutput, merge
+from jaxserve.server.output import GenerationOutput, merge
 
 COALESCE_TOKENS = 16
 COALESCE_SECONDS = 0.03
+MESSAGES_A_SECOND = 500
+"""Of all streams together, as far as coalescing keeps them."""
+
+
+class _Waker:
+    """Sets events of one loop from other threads. Many at a time cost one call across threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._events: list[asyncio.Event] = []
+
+    @classmethod
+    def of_this_loop(cls) -> "_Waker":
+        """The one of the loop that runs here."""
+        loop = asyncio.get_running_loop()
+        if loop not in _wakers:
+            _wakers[loop] = cls(loop)
+        return _wakers[loop]
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Has the loop set the event, soon; from any thread."""
+        with self._lock:
+            self._events.append(event)
+            if len(self._events) > 1:
+                return  # the loop is told already
+        try:
+            self._loop.call_soon_threadsafe(self._set)
+        except RuntimeError:  # the loop is closed, and nobody waits
+            return
+
+    def _set(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for event in events:
+            event.set()
+
+
+_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class StreamBuffer:
@@ -22,14 +66,21 @@ class StreamBuffer:
     Bounded by its producer: a `Generation` with `max_pending_tokens` stops putting.
 
     Args:
+      streams: how many there are now.
       tokens: a portion of so many tokens goes out without waiting for the interval.
-      seconds: the interval between two portions.
+      seconds: the interval between two portions, if there are few streams.
     """
 
-    def __init__(self, tokens: int = COALESCE_TOKENS, seconds: float = COALESCE_SECONDS):
+    def __init__(
+        self,
+        streams: Callable[[], int] = lambda: 1,
+        tokens: int = COALESCE_TOKENS,
+        seconds: float = COALESCE_SECONDS,
+    ):
+        self._streams = streams
         self._portion = tokens
         self._interval = seconds
-        self._loop = asyncio.get_running_loop()
+        self._waker = _Waker.of_this_loop()
         self._wake = asyncio.Event()
         self._next_portion = 0.0  # time.monotonic
         self._lock = threading.Lock()
@@ -49,10 +100,7 @@ class StreamBuffer:
             if wake:
                 self._wanted = None
         if wake:
-            try:
-                self._loop.call_soon_threadsafe(self._wake.set)
-            except RuntimeError:  # the loop is closed, and nobody waits
-                return
+            self._waker.wake(self._wake)
 
     async def ready(self, seconds: float) -> bool:
         """Whether the first output came within `seconds`."""
@@ -76,7 +124,8 @@ class StreamBuffer:
                         pass
             except TimeoutError:
                 pass
-        self._next_portion = time.monotonic() + self._interval
+        interval = max(self._interval, self._streams() / MESSAGES_A_SECOND)
+        self._next_portion = time.monotonic() + interval
         with self._lock:
             outputs, self._outputs, self._tokens = self._outputs, [], 0
             self._wanted = None
@@ -100,7 +149,7 @@ class WholeBuffer:
     """All outputs of one request as one: `put` from any thread, `take` from one coroutine."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._waker = _Waker.of_this_loop()
         self._ended = asyncio.Event()
         self._outputs: list[GenerationOutput] = []
 
@@ -108,10 +157,7 @@ class WholeBuffer:
         """Adds an output; the last one wakes the coroutine."""
         self._outputs.append(output)
         if output.finish_reason is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._ended.set)
-            except RuntimeError:  # the loop is closed, and nobody waits
-                return
+            self._waker.wake(self._ended)
 
     async def take(self) -> GenerationOutput:
         """Waits for the end."""

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.answers import END_THINK, AnswerFormat, AnswerParser, Call, Piece
 from jaxserve.server.chat import FILES, ChatTemplate
-from jaxserve.server.generation import GenerationOutput, TextGenerator
+from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.forms import forced_call, grammar
@@ -29,6 +29,7 @@ from jaxserve.server.http.responses import (
 )
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.structured import TokenGrammar
 from jaxserve.server.tokenizer import Tokenizer
 

@@ -185,6 +185,10 @@ class Exchange:
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, message: Message) -> None:
+        connection = self.scope.get("state", {}).get("connection")
+        if connection is not None and not connection.flow.write_paused:
+            await self._send(message)  # which will not wait
+            return
         try:
             async with asyncio.timeout(STALL_SECONDS):
                 await self._send(message)

@@ -3,7 +3,7 @@ import threading
 import time
 from collections.abc import Coroutine
 
-from jaxserve.server.generation import GenerationOutput
+from jaxserve.server.output import GenerationOutput
 from jaxserve.server.stream import StreamBuffer
 
 
