@@ -20,6 +20,9 @@ FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
 """Values that clients send to any model; a template that does not read them ignores them."""
 
+MAX_PARTS = 4096
+"""Of one message's content."""
+
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", *(f"{kind}_token" for kind in KINDS)}
 )
@@ -224,6 +227,10 @@ def _check_message(message: Mapping[str, Any], place: str) -> None:
     if not (content is None or isinstance(content, str | list | tuple)):
         raise InvalidRequestError(
             f"{place}.content", f"expected a text or a list, got {type(content).__name__}"
+        )
+    if isinstance(content, list | tuple) and len(content) > MAX_PARTS:
+        raise InvalidRequestError(
+            f"{place}.content", f"{len(content)} parts, at most {MAX_PARTS} are allowed"
         )
     calls = message.get("tool_calls")
     if calls is None:

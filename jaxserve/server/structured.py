@@ -174,7 +174,10 @@ class GrammarCompiler:
         )
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
-        matcher.deep_copy().compute_bitmask()  # so that the first step has less to do
+        first = matcher.deep_copy()
+        first.compute_bitmask()  # so that the first step has less to do, or is never tried
+        if first.is_error():
+            raise GrammarError(_first_line(first.get_error()))
         return matcher
 
     @functools.cached_property

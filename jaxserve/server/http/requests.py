@@ -19,6 +19,7 @@ from jaxserve.engine.request import (
     MAX_STOP_TOKEN_IDS,
     MAX_UINT32,
 )
+from jaxserve.server.chat import MAX_PARTS
 
 MAX_CHOICES = 128
 """Choices of one request: `n` times its prompts."""
@@ -28,6 +29,9 @@ MAX_PRIORITY = 100
 MAX_SALT_CHARACTERS = 200
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_TOKENS = 2**20
+"""Token ids of one prompt; the model's own limit is below."""
+MAX_METADATA = 16
 
 _TEXT_PART = {
     "type": "object",
@@ -50,7 +54,10 @@ Message = Annotated[
             "properties": {
                 "role": {"type": "string", "minLength": 1},
                 "content": {
-                    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}],
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS},
+                    ],
                     "description": "A text, or parts of one; null beside tool_calls.",
                 },
             },
@@ -134,7 +141,7 @@ class SamplingFields(Strict, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    """Special tokens have no text here, so False is refused."""
+    """False spells them out."""
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Lower is earlier."""
@@ -145,7 +152,7 @@ class SamplingFields(Strict, kw_only=True):
 
     user: str | None = None
     """Taken and without effect, as the next ones."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -166,7 +173,13 @@ class GenerationFields(SamplingFields, kw_only=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1)]
+    prompt: (
+        Text
+        | Annotated[
+            list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]],
+            Meta(min_length=1, max_length=MAX_TOKENS),
+        ]
+    )
     """A text, token ids, or a list of either."""
     echo: bool | None = None
     """The text of a choice begins with its prompt."""
@@ -231,4 +244,4 @@ class DetokenizeRequest(Strict, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]

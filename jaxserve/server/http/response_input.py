@@ -92,7 +92,9 @@ class ResponseRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: JsonObject | None = None
     """Switches of the template, such as enable_thinking."""
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Meta(max_length=16)] | None = (
+        None
+    )
     """Taken and without effect: reasoning items have their text."""
     truncation: Literal["disabled"] | None = None
 

@@ -204,7 +204,10 @@ class FakeEngine:
     def _constrained(self, request_id: str, request: _Running) -> TokenOutput:
         """One token: the next one of the script that the grammar allows, or else its lowest."""
         grammar = request.params.grammar
-        bits = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little")
+        try:
+            bits = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little")
+        except ValueError as error:
+            return TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
         rest = self.script[request.sent :]
         skipped = next((n for n, token_id in enumerate(rest) if bits[token_id]), None)
         token_id = int(np.flatnonzero(bits)[0]) if skipped is None else rest[skipped]

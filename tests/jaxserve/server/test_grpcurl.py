@@ -75,13 +75,13 @@ def test_a_completion(rig: Rig) -> None:
     (answer,) = call(rig, "Generate", text="hi", max_tokens=7, request_id="a", logprobs=1)
     assert answer["text"] == "one two"
     assert answer["finish"]["reason"] == "FINISH_REASON_LENGTH"
-    assert answer["finish"]["usage"] == {"promptTokens": 3, "completionTokens": 7}
+    assert answer["finish"]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
     assert len(answer["logprobs"]) == 7
 
 
 def test_a_stream(rig: Rig) -> None:
     events = call(rig, "GenerateStream", token_ids={"ids": [5, 6]}, temperature=0)
-    assert events[0]["prompt"]["promptTokens"] == 2
+    assert events[0]["prompt"]["prompt_tokens"] == 2
     assert "".join(event.get("delta", {}).get("text", "") for event in events) == "one two three"
     assert events[-1]["finish"]["reason"] == "FINISH_REASON_STOP"
 

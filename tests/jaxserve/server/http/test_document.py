@@ -37,7 +37,22 @@ SPECIFIC = (
 """Fields whose right values no schema knows; without them more requests reach the engine."""
 
 DOCUMENT = json.loads(document(ENDPOINTS, keys=False))
-schema = schemathesis.openapi.from_dict(DOCUMENT)
+LONG = 512
+
+
+def without_long_lists(part):
+    """The document without limits that a list exceeds only in a body that is too large itself."""
+    if isinstance(part, list):
+        return [without_long_lists(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {key: without_long_lists(one) for key, one in part.items()}
+    if isinstance(kept.get("maxItems"), int) and kept["maxItems"] > LONG:
+        del kept["maxItems"]
+    return kept
+
+
+schema = schemathesis.openapi.from_dict(without_long_lists(DOCUMENT))
 
 
 @pytest.fixture(scope="module")

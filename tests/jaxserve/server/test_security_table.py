@@ -1,0 +1,492 @@
+"""The rules that somebody's CVE taught: a test a row, in the order of the table, over both faces.
+
+Each attack ends in bounded time with an error that says what is wrong, none reaches the engine,
+and afterwards everybody else is served as before. Finer points of HTTP are in
+`http/test_security.py`.
+"""
+
+import ast
+import hmac
+import json
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.deployment import Server
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.server import access as access_module
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.access import Access, ApiKeys
+from jaxserve.server.chat import ChatTemplate
+from jaxserve.server.generation import TextGenerator
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http import service as service_module
+from jaxserve.server.http.document import document
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS, ENDPOINTS
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.tokenizer import Tokenizer
+from tests.jaxserve import layouts
+from tests.jaxserve.server.fake_engine import FakeEngine
+from tests.jaxserve.server.http.rig import TEMPLATE
+from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+
+ROOT = Path(__file__).resolve().parents[3]
+ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
+SECONDS = 20
+"""No attack takes longer."""
+
+
+class Faces:
+    """Both of them over one engine."""
+
+    def __init__(self, access: Access | None = None, template: str = TEMPLATE):
+        self.engine = FakeEngine(ids_of("one two three"))
+        self.generator = TextGenerator(self.engine, LETTERS)
+        self._grpc, self._http = (
+            GrpcServer(port=0, access=access),
+            HttpServer(port=0, access=access),
+        )
+        self.channel = grpc.insecure_channel(self._grpc.start())
+        self.address = self._http.start()
+        self._grpc.open(self.generator)
+        self._http.open(self.generator, ChatTemplate({"default": template}))
+        self.stub = InferenceStub(self.channel)
+        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=SECONDS)
+
+    def close(self) -> None:
+        self.client.close()
+        self.channel.close()
+        self._grpc.stop(0)
+        self._http.stop(0)
+        self.generator.close()
+        self.engine.close()
+
+    def refuse(self) -> None:
+        self._grpc.refuse()
+        self._http.refuse()
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        fields = {"prompt": "hi", **fields} if path == "/v1/completions" else fields
+        return self.client.post(path, json=fields)
+
+    def http_error(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, str]:
+        """Status and field."""
+        response = self.post(path, **fields)
+        return response.status_code, response.json()["error"]["param"]
+
+    def grpc_error(self, **fields: Any) -> tuple[grpc.StatusCode, str]:
+        """Status and message."""
+        with pytest.raises(grpc.RpcError) as caught:
+            self.stub.Generate(pb.GenerateRequest(**{"text": "hi", **fields}), timeout=SECONDS)
+        return caught.value.code(), caught.value.details()
+
+    def untouched(self) -> bool:
+        """Whether no request has reached the engine, and the next one on both faces does."""
+        before = len(self.engine.prompts)
+        http = self.post().json()["choices"][0]["text"]
+        rpc = self.stub.Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS).text
+        return before == 0 and http == rpc == "one two three"
+
+
+@pytest.fixture
+def faces() -> Iterator[Faces]:
+    faces = Faces()
+    yield faces
+    faces.close()
+
+
+@pytest.fixture
+def locked() -> Iterator[Faces]:
+    faces = Faces(Access(ApiKeys([ALICE, BOB])))
+    yield faces
+    faces.close()
+
+
+def sources() -> Iterator[tuple[Path, ast.AST]]:
+    """Every module of both packages."""
+    for package in ("jaxserve", "pallas_kernels"):
+        for path in (ROOT / package).rglob("*.py"):
+            yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------- no pickle on any wire or file
+
+
+def test_no_pickle_on_any_wire_or_file(faces: Faces) -> None:
+    unsafe = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not unsafe & {name.partition(".")[0] for name in names}, path
+            if isinstance(node, ast.keyword):
+                assert node.arg != "allow_pickle" or ast.literal_eval(node.value) is False, path
+    headers = {"Content-Type": "application/json"}
+    body = pickle.dumps({"prompt": "hi"})
+    response = faces.client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 400
+    assert faces.untouched()
+
+
+# ----------------- explicit bind address, loopback by default, refused elsewhere without more
+
+
+def test_addresses() -> None:
+    assert Server().host == "127.0.0.1"
+    for face in (GrpcServer, HttpServer):
+        for host in ("0.0.0.0", "::", "192.0.2.1", ""):
+            with pytest.raises(ConfigError, match=r"server\.host = .* --insecure-bind"):
+                face(host, 0)
+        face("0.0.0.0", 0, access=Access(ApiKeys([ALICE])))
+        face("0.0.0.0", 0, insecure_bind=True)
+
+
+# ------------------- authenticate everything but liveness and readiness, constant-time compare
+
+
+def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ENDPOINTS:
+        path = endpoint.path.replace("{model}", "fake")
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": ALICE}):
+            status = locked.client.request(endpoint.method, path, headers=headers).status_code
+            assert (status == 401) == (path not in ("/health", "/ready")), path
+    assert not any(endpoint.public for endpoint in ADMIN_ENDPOINTS)
+    service = pb.DESCRIPTOR.services_by_name["Inference"]
+    for method in service.methods:
+        call = locked.channel.unary_unary(f"/{service.full_name}/{method.name}")
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(b"", metadata=metadata, timeout=SECONDS)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED, method.name
+    compared = []
+    really = hmac.compare_digest
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return really(one, other)
+
+    monkeypatch.setattr(access_module.hmac, "compare_digest", compare)
+    keys = ApiKeys([ALICE, BOB])
+    for shown in (f"Bearer {ALICE}", f"Bearer {BOB}", "Bearer x", None):
+        keys.tenant(shown)
+    assert compared == [(32, 32)] * 8  # all keys, as digests, whoever asks
+
+
+# ------------------------------------------------- bound every int and list at the schema
+
+
+def test_bounds(faces: Faces) -> None:
+    """Of the documented schemas, and the engine's own over gRPC, which has no schema for them."""
+    schemas = json.loads(document(ENDPOINTS, keys=False))["components"]["schemas"]
+    taken = {endpoint.takes.__name__ for endpoint in ENDPOINTS if endpoint.takes is not None}
+
+    def unbounded(name: str, schema: Any, place: str) -> Iterator[str]:
+        if isinstance(schema, list):
+            for number, part in enumerate(schema):
+                yield from unbounded(name, part, f"{place}[{number}]")
+        if not isinstance(schema, dict):
+            return
+        limits = {"integer": ("minimum", "maximum"), "number": (), "array": ("maxItems",)}
+        needed = limits.get(str(schema.get("type")), ())
+        if any(limit not in schema and f"exclusive{limit}" not in schema for limit in needed):
+            yield f"{name}{place}"
+        if "$ref" in schema:
+            inner = schema["$ref"].rpartition("/")[2]
+            yield from unbounded(inner, schemas[inner], "")
+        for key, part in schema.items():
+            yield from unbounded(name, part, f"{place}.{key}")
+
+    assert [place for name in taken for place in unbounded(name, schemas[name], "")] == []
+    too_much: dict[str, Any] = {
+        "n": 129,
+        "logprobs": 21,
+        "stop": ["x"] * 17,
+        "logit_bias": {str(number): 1 for number in range(301)},
+        "prompt": ["x"] * 129,
+    }
+    for field, value in too_much.items():
+        assert faces.http_error(**{field: value}) == (400, field)
+    too_much = {
+        "logprobs": 21,
+        "stop": ["x"] * 17,
+        "stop_token_ids": range(65),
+        "logit_bias": dict.fromkeys(range(301), 1.0),
+    }
+    for field, value in too_much.items():
+        code, message = faces.grpc_error(**{field: value})
+        assert (code, message.partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert faces.untouched()
+
+
+# ------------------------------------------------------------------- header and body caps
+
+
+def test_sizes(faces: Faces) -> None:
+    start = time.monotonic()
+    host, _, port = faces.address.rpartition(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
+        client.sendall(head + b"Content-Length: 100000000\r\n\r\n")
+        assert b"413 " in client.recv(4096)  # before the 100 MB are sent
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
+        try:
+            client.sendall(head + b"X: " + b"y" * 10**6)
+            assert client.recv(4096)[:12] in (b"", b"HTTP/1.1 400")
+        except ConnectionError:
+            pass
+    code, message = faces.grpc_error(text="x" * 5 * 10**6)
+    assert (code, "larger than max" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    assert time.monotonic() - start < SECONDS
+    assert faces.untouched()
+
+
+# ------ tokenise and compile grammars off the event loop, with limits; the engine never sees them
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("regex", "(" * 30_000),
+    ("regex", "x" * 70_000),
+    ("json", {"$ref": "file:///etc/passwd"}),
+    ("json", {"$ref": "http://evil.example/x"}),
+    ("json", {"type": "string", "pattern": "("}),
+    ("json", '{"not":' * 5000 + "{}" + "}" * 5000),
+    ("grammar", "start: nowhere"),
+    ("choice", ["x" * 70_000]),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), HOSTILE)
+def test_hostile_grammars(faces: Faces, kind: str, source: Any) -> None:
+    start = time.monotonic()
+    assert faces.http_error(structured_outputs={kind: source}) == (
+        400,
+        f"structured_outputs.{kind}",
+    )
+    value = json.dumps(source) if isinstance(source, dict) else source
+    asked = pb.StructuredOutputs(**{kind: pb.Choices(texts=value) if kind == "choice" else value})
+    code, message = faces.grpc_error(structured_outputs=asked)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith(f"structured_outputs.{kind}: ")
+    assert time.monotonic() - start < SECONDS
+    assert faces.untouched()
+
+
+@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{0,100}){0,100}){0,100}", "(.*a){50}"])
+def test_grammars_that_begin_well(faces: Faces, regex: str) -> None:
+    """Where a step takes too much work, that request ends, and says why."""
+    start = time.monotonic()
+    response = faces.post(structured_outputs={"regex": regex})
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
+        assert response.json()["error"]["message"].startswith("structured")
+        code, message = faces.grpc_error(structured_outputs=pb.StructuredOutputs(regex=regex))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith("structured_outputs")
+    assert time.monotonic() - start < SECONDS
+    assert faces.post().json()["choices"][0]["text"] == "one two three"
+
+
+def test_long_prompts_are_tokenised_beside_the_event_loop(
+    faces: Faces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    encode = faces.generator.encode
+
+    def slow(*arguments: Any, **options: Any) -> list[int]:
+        begun.release()
+        assert go_on.wait(SECONDS)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(faces.generator, "encode", slow)
+    long = "x" * 1000
+    attacks: list[Callable[[], object]] = [
+        lambda: faces.post(prompt=long),
+        lambda: faces.grpc_error(text=long),
+    ]
+    threads = [threading.Thread(target=attack) for attack in attacks]
+    for thread in threads:
+        thread.start()
+    assert begun.acquire(timeout=SECONDS)
+    assert begun.acquire(timeout=SECONDS)
+    assert httpx.get(f"http://{faces.address}/health", timeout=SECONDS).status_code == 200
+    with pytest.raises(grpc.RpcError) as caught:
+        faces.stub.Abort(pb.AbortRequest(request_id="x"), timeout=SECONDS)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    go_on.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert faces.untouched()
+
+
+# ----------------------------------------------- templates with fuel, kwargs by allow-list
+
+
+def test_templates() -> None:
+    loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    faces = Faces(template="{% if forever %}" + loop + "{% endif %}x")
+    messages = [{"role": "user", "content": "hi"}]
+    start = time.monotonic()
+    for path in ("/v1/chat/completions", "/tokenize"):
+        kwargs = {"forever": True}
+        error = faces.http_error(path, messages=messages, chat_template_kwargs=kwargs)
+        assert error == (400, "messages")
+    assert time.monotonic() - start < SECONDS
+    for kwargs in ({"messages": []}, {"bos_token": "x"}, {"__class__": "x"}, {"anything": 1}):
+        status, field = faces.http_error(
+            "/v1/chat/completions", messages=messages, chat_template_kwargs=kwargs
+        )
+        assert (status, field) == (400, f"chat_template_kwargs.{next(iter(kwargs))}")
+    error = faces.http_error("/v1/chat/completions", messages=messages, chat_template="x")
+    assert error == (400, "chat_template")
+    assert faces.untouched()
+    faces.close()
+
+
+# ----------------------------------- no auto_map, no remote code, config.json parsed by us
+
+
+def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
+    folder = layouts.write_model(tmp_path)
+    marker = folder / "ran"
+    for name in ("evil.py", "modeling_evil.py", "tokenization_evil.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(marker)!r}, 'w')")
+    auto_map = {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Tokenizer", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        path = folder / name
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**known, "auto_map": auto_map}))
+    raw_letters().save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    read_config(str(folder), ())
+    assert Tokenizer.from_folder(folder).encode("a")
+    assert ChatTemplate.from_folder(folder) is None
+    assert not marker.exists()
+    for path, tree in sources():
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        names = {call.id for call in calls if isinstance(call, ast.Name)}
+        assert not names & {"eval", "exec", "__import__"}, path
+        assert "trust_remote_code" not in path.read_text(encoding="utf-8")
+
+
+# -------------------------------------------------------------- opaque errors to clients
+
+
+def test_errors_are_opaque(faces: Faces, caplog: pytest.LogCaptureFixture) -> None:
+    faces.engine.refusal = KeyError("a secret path")
+    response = faces.post(request_id="a1")
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "internal error; request a1"
+    code, message = faces.grpc_error(request_id="a2")
+    assert (code, message) == (grpc.StatusCode.INTERNAL, "internal error; request a2")
+    assert caplog.text.count("KeyError: 'a secret path'") == 2
+    faces.engine.refusal = None
+    assert faces.untouched()
+
+
+# ---------------------------------------------- bounded queues, slow readers dropped
+
+
+def test_queues_are_bounded(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    faces.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=2)
+    response = faces.post()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert faces.grpc_error()[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+    faces.engine.refusal = None
+    with monkeypatch.context() as patched:
+        patched.setattr(service_module, "MAX_ACTIVE", 0)
+        assert faces.post().status_code == 429
+    assert faces.untouched()
+
+
+def test_slow_readers_are_dropped(faces: Faces) -> None:
+    """Whatever the face: its request ends, its pages come back, and nobody else waits."""
+    outputs = []
+    faces.engine.script = ids_of("x" * 90)
+    generation = faces.generator.submit(
+        "hi", SamplingParams(), outputs.append, max_pending_tokens=5
+    )
+    assert faces.engine.wait_until_idle(SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while faces.generator.live and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert generation.overflowed
+    assert outputs[-1].finish_reason == "cancelled"
+    assert "too slow" in (outputs[-1].error or "")
+    assert sum(len(output.token_ids) for output in outputs) <= 5
+    assert faces.post(max_tokens=95).json()["choices"][0]["text"] == "x" * 90
+
+
+# -------------------------------------------------------------- prefix-cache salt per tenant
+
+
+def test_tenants_share_no_prefixes(locked: Faces) -> None:
+    for key in (ALICE, BOB):
+        for salt in ("", "x"):
+            fields = {"prompt": "hi", **({"cache_salt": salt} if salt else {})}
+            headers = {"Authorization": f"Bearer {key}"}
+            done = locked.client.post("/v1/completions", json=fields, headers=headers)
+            assert done.status_code == 200
+            locked.stub.Generate(
+                pb.GenerateRequest(text="hi", cache_salt=salt),
+                metadata=(("authorization", f"Bearer {key}"),),
+                timeout=SECONDS,
+            )
+    salts = [params.cache_salt for params in locked.engine.params]
+    assert len(salts) == 8
+    assert len(set(salts)) == 4  # the same on both faces
+    assert all(ALICE not in salt and BOB not in salt for salt in salts)
+
+
+# ---------------------------------------------------------- range-check before any kernel
+
+
+def test_token_ids_are_checked_before_the_engine_sees_them(faces: Faces) -> None:
+    for wrong in (300, -1, 2**31, 2**63, 2**64):
+        status, field = faces.http_error(prompt=[5, wrong])
+        assert (status, field.partition("[")[0]) == (400, "prompt")
+        status, field = faces.http_error("/detokenize", tokens=[wrong])
+        assert (status, field.partition("[")[0]) == (400, "tokens")
+    for wrong in (300, 2**31, 2**32 - 1):
+        code, message = faces.grpc_error(token_ids=pb.TokenIds(ids=[5, wrong]))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert message == f"prompt[1]: token id {wrong} is not in [0, 299]"
+    assert faces.untouched()
+
+
+# ------- drain: readiness off, new ones refused, what runs goes on; busy is alive, stuck is not
+
+
+def test_drain(faces: Faces) -> None:
+    faces.engine.allowed = 3
+    call = faces.stub.GenerateStream(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+    assert next(event for event in call if event.HasField("delta"))
+    faces.refuse()
+    assert faces.client.get("/ready").status_code == 503
+    assert faces.client.get("/health").status_code == 200
+    assert faces.post().status_code == 503
+    assert faces.grpc_error()[0] == grpc.StatusCode.UNAVAILABLE
+    faces.engine.allowed = None
+    assert list(call)[-1].finish.reason == pb.FINISH_REASON_STOP
+
+
+def test_liveness_is_a_step_loop_that_moves(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    faces.engine.allowed = 3
+    call = faces.stub.GenerateStream(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+    assert next(event for event in call if event.HasField("delta"))
+    assert faces.client.get("/health").status_code == 200  # however long a request takes
+    last = time.monotonic() - 1000
+    monkeypatch.setattr(FakeEngine, "last_turn", property(lambda engine: last))
+    assert faces.client.get("/health").status_code == 503
+    call.cancel()
