@@ -20,6 +20,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / "build" / "jax_cache" / _WORKER)
+# Tests start processes from one in which gRPC runs; its handlers would revive it in the child.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax  # noqa: E402  (after the platform is chosen)

@@ -17,7 +17,7 @@ from jaxserve.server.output import GenerationOutput, merge
 
 COALESCE_TOKENS = 16
 COALESCE_SECONDS = 0.03
-MESSAGES_A_SECOND = 500
+MESSAGES_A_SECOND = 250
 """Of all streams together, as far as coalescing keeps them."""
 
 
