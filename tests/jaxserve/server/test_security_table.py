@@ -43,6 +43,8 @@ from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
+OPEN = ("/health", "/ready", "/")
+"""What needs no key: probes, and the page, which is the same everywhere and asks for one itself."""
 SECONDS = 20
 """No attack takes longer."""
 
@@ -160,7 +162,7 @@ def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
         path = endpoint.path.replace("{model}", "fake")
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": ALICE}):
             status = locked.client.request(endpoint.method, path, headers=headers).status_code
-            assert (status == 401) == (path not in ("/health", "/ready")), path
+            assert (status == 401) == (path not in OPEN), path
     assert not any(endpoint.public for endpoint in ADMIN_ENDPOINTS)
     service = pb.DESCRIPTOR.services_by_name["Inference"]
     for method in service.methods:
