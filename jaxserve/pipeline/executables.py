@@ -5,7 +5,7 @@ what runs on its own devices.
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -61,10 +61,10 @@ def compile_all[Key](
 class ProgramKey(NamedTuple):
     """One program of a deployment."""
 
-    name: Literal["enter", "attend", "leave", "ffn"]
+    name: Literal["enter", "attend", "leave", "ffn", "load", "step", "choose", "score", "logprobs"]
     kind: LayerKind | FFNKind | None
     bucket: Bucket
-    """`leave` and `ffn` do not depend on its pages: theirs are 1."""
+    """What does not depend on its pages has 1 of them; if not on its tokens, 1 of those, too."""
 
 
 def afd_programs(programs: AFDPrograms, buckets: Sequence[Bucket]) -> dict[ProgramKey, Program]:
@@ -80,27 +80,36 @@ def afd_programs(programs: AFDPrograms, buckets: Sequence[Bucket]) -> dict[Progr
         wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
         for ffn in programs.formats:
             wanted[ProgramKey("ffn", ffn, tokens)] = programs.ffn(bucket, ffn)
-    return wanted
+        if "moe" in programs.formats:
+            wanted[ProgramKey("load", None, tokens)] = programs.load(bucket)
+    return wanted | sampling_programs(programs, buckets)
 
 
 def colocated_programs(
     programs: ColocatedPrograms, buckets: Sequence[Bucket]
-) -> dict[Bucket, Program]:
-    """One program a bucket."""
-    return {bucket: programs.step(bucket) for bucket in buckets}
+) -> dict[ProgramKey, Program]:
+    """One program a bucket, and those of sampling."""
+    wanted = {ProgramKey("step", None, bucket): programs.step(bucket) for bucket in buckets}
+    return wanted | sampling_programs(programs, buckets)
+
+
+def sampling_programs(
+    programs: AFDPrograms | ColocatedPrograms, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """What runs after a step that has a request with options."""
+    wanted = {ProgramKey("logprobs", None, Bucket(1, 1)): sampling.logprobs(programs)}
+    for bucket in buckets:
+        tokens = Bucket(bucket.tokens, 1)
+        wanted[ProgramKey("choose", None, tokens)] = sampling.choose(programs, bucket)
+        wanted[ProgramKey("score", None, tokens)] = sampling.score(programs, bucket)
+    return wanted
 
 
 def afd_executables(
     programs: AFDPrograms, buckets: list[Bucket], transport: TransportKind
 ) -> dict[Bucket, AFDExecutables]:
     """Compiles all buckets. What sees no pages is shared by buckets of equal tokens."""
-    wanted = _sampling_programs(programs, buckets)
-    for key, program in afd_programs(programs, buckets).items():
-        wanted[key] = program
-    if "moe" in programs.formats:
-        for bucket in buckets:
-            wanted["load", bucket.tokens] = programs.load(bucket)
-    compiled = compile_all(wanted)
+    compiled = compile_all(afd_programs(programs, buckets))
     first = programs.config.kind(0)
     later = {programs.config.kind(layer) for layer in range(1, programs.config.layers)}
     transports = {
@@ -118,7 +127,7 @@ def afd_executables(
             dispatch=transports[bucket.tokens][0],
             combine=transports[bucket.tokens][1],
             sampling=_sampling(compiled, bucket),
-            load=compiled.get(("load", bucket.tokens)),
+            load=compiled.get(ProgramKey("load", None, tokens)),
         )
 
     return {bucket: bind(bucket) for bucket in buckets}
@@ -153,32 +162,22 @@ def _transports(
 def colocated_executables(
     programs: ColocatedPrograms, buckets: list[Bucket]
 ) -> dict[Bucket, ColocatedExecutables]:
-    """One program a bucket, and those of sampling."""
-    wanted = _sampling_programs(programs, buckets)
-    for key, program in colocated_programs(programs, buckets).items():
-        wanted[key] = program
-    compiled = compile_all(wanted)
+    """What a step of each bucket runs."""
+    compiled = compile_all(colocated_programs(programs, buckets))
     return {
-        bucket: ColocatedExecutables(compiled[bucket], _sampling(compiled, bucket))
+        bucket: ColocatedExecutables(
+            compiled[ProgramKey("step", None, bucket)], _sampling(compiled, bucket)
+        )
         for bucket in buckets
     }
 
 
-def _sampling_programs(
-    programs: AFDPrograms | ColocatedPrograms, buckets: list[Bucket]
-) -> dict[object, Program]:
-    wanted: dict[object, Program] = {"logprobs": sampling.logprobs(programs)}
-    for bucket in buckets:
-        wanted["choose", bucket.tokens] = sampling.choose(programs, bucket)
-        wanted["score", bucket.tokens] = sampling.score(programs, bucket)
-    return wanted
-
-
 def _sampling(
-    compiled: dict[object, jax.stages.Compiled | None], bucket: Bucket
+    compiled: Mapping[ProgramKey, jax.stages.Compiled | None], bucket: Bucket
 ) -> SamplingExecutables:
+    tokens = Bucket(bucket.tokens, 1)
     return SamplingExecutables(
-        choose=compiled["choose", bucket.tokens],
-        logprobs=compiled["logprobs"],
-        score=compiled["score", bucket.tokens],
+        choose=compiled[ProgramKey("choose", None, tokens)],
+        logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1))],
+        score=compiled[ProgramKey("score", None, tokens)],
     )

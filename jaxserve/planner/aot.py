@@ -80,7 +80,7 @@ class RoleMemory(NamedTuple):
     padding: int
     """Tiles of weights and cache, by what the compiler says of their programs."""
     messages: int
-    """Outputs of the largest program, once a lane."""
+    """Outputs of the largest program, once a lane, and every lane's token counts."""
     temporaries: int
     """Of the program that needs most."""
     code: int
@@ -152,14 +152,12 @@ def compile_deployment(
     wanted = list(buckets) or known
     programs: list[tuple[Program, Role, Bucket, int]] = []
     if deployment.mode == "colocated":
-        whole = ColocatedPrograms(templates, deployment, meshes)
-        for bucket, program in colocated_programs(whole, wanted).items():
-            programs.append((program, "attention", bucket, 1))
+        made = colocated_programs(ColocatedPrograms(templates, deployment, meshes), wanted)
     else:
-        afd = AFDPrograms(templates, deployment, meshes)
-        for key, program in afd_programs(afd, wanted).items():
-            role: Role = "ffn" if key.name == "ffn" else "attention"
-            programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
+        made = afd_programs(AFDPrograms(templates, deployment, meshes), wanted)
+    for key, program in made.items():
+        role: Role = "ffn" if key.name == "ffn" else "attention"
+        programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
         futures = [pool.submit(_compile, *each) for each in programs]
@@ -179,12 +177,10 @@ def deployment_buckets(deployment: Deployment) -> list[Bucket]:
 
 def _layers(config: ModelConfig, name: str, kind: object) -> int:
     """How many layers run a program."""
-    if name in ("enter", "leave"):
-        return 1
     kinds = [config.kind(layer) for layer in range(config.layers)]
     if name == "ffn":
         return [each.ffn for each in kinds].count(kind)  # type: ignore[arg-type]
-    return kinds[1:].count(kind)  # type: ignore[arg-type]
+    return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]
 
 
 def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> CompiledProgram:
@@ -240,6 +236,8 @@ def memory(
     lanes = deployment.lanes
     for part in role_bytes(config, deployment):
         own = [one for one in programs if one.role == part.role and not one.error]
+        # An int32 a slot and token of the vocabulary.
+        counts = 4 * deployment.scheduler.slots * config.vocab * (part.role == "attention")
         # Of every kind of program the bucket that pads most; each of its layers pads alike.
         padding: dict[str, int] = {}
         for one in own:
@@ -251,7 +249,7 @@ def memory(
                 part.weights,
                 part.cache,
                 sum(padding.values()),
-                lanes * max((one.outputs for one in own), default=0),
+                lanes * (max((one.outputs for one in own), default=0) + counts),
                 max((one.temporaries for one in own), default=0),
                 sum(one.code for one in own),
             )
