@@ -5,7 +5,6 @@ A block is an nnx module; inside a program it holds one device's slices.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxserve.link.message import Message
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
 from jaxserve.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.api import RowFormat
 
 
 class AttentionBlock(nnx.Module):
@@ -183,8 +183,8 @@ def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
     return formats.get(wanted, "plain")
 
 
-def expert_rows(deployment: Deployment, config: ModelConfig) -> Literal["fp8", "int8"] | None:
-    """What routed experts quantise their rows to in blocks.
+def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None:
+    """The `row_format` of routed experts.
 
     Raises:
       ConfigError: their weights are not in 8 bits.
@@ -197,6 +197,8 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> Literal["fp8", "
             f"ffn.expert_rows = {deployment.ffn.expert_rows} needs 8-bit weights, ffn.weights is "
             f"{deployment.ffn.weights}"
         )
+    if deployment.ffn.expert_rows == "float":
+        return "float"
     return "int8" if weights == "int8" else "fp8"
 
 

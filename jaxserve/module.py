@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.mesh import Rules, partition_spec
 from jaxserve.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
 
 WeightFormat = Literal["plain", "fp8", "fp8_block", "int8"]
@@ -36,14 +37,13 @@ class Formats:
       dtype: of activations, norms and everything that is not quantised.
       weights: of the matrices that `matrix` makes.
       shards: into how many parts the role's mesh cuts a dimension, by its name; missing: one.
-      expert_rows: what routed experts quantise their rows to in blocks; None: as `grouped_matmul`
-        does it.
+      expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it.
     """
 
     dtype: jnp.dtype
     weights: WeightFormat = "plain"
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    expert_rows: Literal["fp8", "int8"] | None = None
+    expert_rows: RowFormat | None = None
 
 
 class Weight(nnx.Param):

@@ -55,10 +55,11 @@ class FFNRole(_Section, frozen=True):
     """Tensor parallelism: every expert's d_ff is divided over this axis."""
     weights: Weights = "auto"
     """Format of the role's matrices, in colocated mode too."""
-    expert_rows: Literal["auto", "blocks"] = "auto"
+    expert_rows: Literal["auto", "blocks", "float"] = "auto"
     """What the routed experts' weights in 8 bits multiply. `auto`: FP8 the rows as they are, INT8
     rows in INT8 with a scale each; `blocks`: rows and hidden rows in the format of the weights,
-    with a scale for every 128 columns. In FP8, of TPUs only v7x."""
+    with a scale for every 128 columns, in FP8, of TPUs, only v7x; `float`: rows as they are, INT8
+    too."""
     memory_gb: Gigabytes = 0.0
     """Likewise; in colocated mode `attention.memory_gb` counts."""
 

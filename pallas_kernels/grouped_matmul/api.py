@@ -8,14 +8,17 @@ group sizes, which only the device knows, must not exceed the number of rows.
 Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
 FP8 values are multiplied by the rows as they are, and the FP32 sums over a block of d_in by its
 scales, before they are added up. For INT8 every row is quantised to INT8 too (`quantize_rows`),
-sums are int32, and the product of both scales is what they are multiplied by.
+sums are int32, and the product of both scales is what they are multiplied by (W8A8).
 
-`row_format` has the rows quantised to the 8 bits of the weights in blocks, as DeepSeek-V3 does: a
-scale for each row and 128 of d_in (`ROW_BLOCK`). Sums over 128 of d_in are FP32 or int32; they are
-multiplied by the scales of both factors and added up in FP32. In `grouped_swiglu` the hidden rows
-are quantised like that as well, from FP32, in the epilogue of the product that makes them: 128
-columns are what one tile of a kernel has, and the whole row is not. Of TPUs, only v7x has it in
-FP8.
+`row_format="float"` has INT8 weights multiplied by the rows as they are, like FP8 ones (W8A16); for
+these it is what None is.
+
+`row_format="fp8"` or `"int8"` has the rows quantised to the 8 bits of the weights in blocks, as
+DeepSeek-V3 does: a scale for each row and 128 of d_in (`ROW_BLOCK`). Sums over 128 of d_in are FP32
+or int32; they are multiplied by the scales of both factors and added up in FP32. In
+`grouped_swiglu` the hidden rows are quantised like that as well, from FP32, in the epilogue of the
+product that makes them: 128 columns are what one tile of a kernel has, and the whole row is not. Of
+TPUs, only v7x has it in FP8.
 
 On Hopper GPUs the reference, which is slow there, runs what their kernel does not cover: FP32 rows,
 widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
@@ -31,7 +34,7 @@ from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import current_target
 
-RowFormat = Literal["fp8", "int8"]
+RowFormat = Literal["fp8", "int8", "float"]
 
 
 def grouped_matmul(
@@ -44,8 +47,9 @@ def grouped_matmul(
     """Multiply every row by the weights of its group.
 
     Args:
-      row_format: what the rows are quantised to in blocks, the format of the weights; None: what
-        the format of the weights asks for.
+      row_format: what the rows are quantised to in blocks, the format of the weights; "float": not
+        at all, weights in 8 bits are multiplied by them as they are; None: what the format of the
+        weights asks for.
 
     Returns:
       the products in the dtype of `rows`, accumulated in FP32.
@@ -81,13 +85,13 @@ def grouped_swiglu(
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
     Products are accumulated in FP32; silu and its product with the up projection are FP32 and
-    rounded once, to the dtype of `rows`, before the down projection. If that one is INT8, it
-    quantises the rounded rows. The three weights may have different formats.
+    rounded once, to the dtype of `rows`, before the down projection. If that one is INT8 and
+    `row_format` None, it quantises the rounded rows. The three weights may have different formats.
 
     Args:
       row_format: what the rows and the hidden rows are quantised to in blocks, the format of all
-        three weights; hidden rows are not rounded before. None: what the formats of the weights
-        ask for.
+        three weights; hidden rows are not rounded before. "float": not at all, the weights are in
+        8 bits of any format. None: what the formats of the weights ask for.
 
     Returns:
       the outputs in the dtype of `rows`.
@@ -159,6 +163,8 @@ def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> 
             raise ValueError(
                 f"row_format is {row_format!r}, {name} is {array.dtype}, not in 8 bits"
             )
+        if row_format == "float":
+            continue
         if (array.dtype == jnp.int8) != (row_format == "int8"):
             raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
         block_in = array.block[1]

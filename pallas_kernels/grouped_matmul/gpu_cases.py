@@ -14,6 +14,7 @@ from pallas_kernels.quantize import QuantArray
 FORMATS: dict[str, tuple[Any, tuple[int, int] | None, RowFormat | None]] = {
     "bf16": (jnp.bfloat16, None, None),
     "int8": (jnp.int8, (1, 0), None),
+    "int8_float": (jnp.int8, (1, 0), "float"),
     "fp8": (jnp.float8_e4m3fn, (1, 0), None),
     "fp8_block": (jnp.float8_e4m3fn, (128, 128), None),
     "int8_rows": (jnp.int8, (1, 0), "int8"),

@@ -4,13 +4,15 @@ Called by `api.py`, which has checked the arguments. The kernel is in `mosaic_gp
 
 What wgmma multiplies, by the format of the weights:
   floats: BF16 or FP16 rows and weights, as they are.
-  INT8: rows quantised to INT8, one scale a row (`quantize_rows`), int32 sums.
+  INT8: rows quantised to INT8, one scale a row (`quantize_rows`), int32 sums. With the
+    `row_format` "float", values are converted to the dtype of the rows, BF16 or FP16.
   FP8: Hopper converts e4m3 to FP16 at full rate and to BF16 not at all, so rows are FP16 as well.
     BF16 rows are multiplied by a power of two each first, which makes all of them fit: what is
     lost is below 2^-38 of the largest magnitude of its row.
-  With a `row_format`, both are 8 bits, and what was said of FP8 is not so.
+  With another `row_format`, both are 8 bits, and what was said of FP8 is not so.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -65,15 +67,16 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
-    FP32 rows, a d_in or d_out that is no multiple of 64 (d_in with a `row_format`: of 128), and
+    FP32 rows, a d_in or d_out that is no multiple of 64 (d_in with rows in blocks: of 128), and
     blocks of FP8 or INT8 weights that no tile lies in (see `_fits`) are left to the reference.
     """
     if not _fits(rows.dtype, weights, row_format):
         return reference.grouped_matmul(rows, weights, group_sizes, row_format)
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
-    operand = _whole_blocks(rows, row_format)
-    return _product(operand, (weights,), group_sizes, rows.dtype, target)[0][: rows.shape[0]]
+    operand, as_floats = _whole_blocks(rows, row_format), row_format == "float"
+    found = _product(operand, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats)
+    return found[0][: rows.shape[0]]
 
 
 def grouped_swiglu(
@@ -99,17 +102,20 @@ def grouped_swiglu(
         return jnp.zeros((0, down_weights.shape[1]), rows.dtype)
     operand = _whole_blocks(rows, row_format)
     hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
+    product = functools.partial(
+        _product, group_sizes=group_sizes, target=target, as_floats=row_format == "float"
+    )
     gate_and_up = (gate_weights, up_weights)
-    hidden = _product(operand, gate_and_up, group_sizes, hidden_dtype, target, _swiglu)
-    between = _Rows(*hidden) if row_format else hidden[0]
-    return _product(between, (down_weights,), group_sizes, rows.dtype, target)[0][: rows.shape[0]]
+    hidden = product(operand, gate_and_up, out_dtype=hidden_dtype, epilogue=_swiglu)
+    between = _Rows(*hidden) if isinstance(operand, _Rows) else hidden[0]
+    return product(between, (down_weights,), out_dtype=rows.dtype)[0][: rows.shape[0]]
 
 
 def _whole_blocks(rows: Float[Array, "rows d_in"], row_format: str | None) -> Array | _Rows:
     """Rows as they are multiplied, as many as whole blocks have."""
     if missing := -rows.shape[0] % BLOCK_ROWS:
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
-    if row_format is None:
+    if row_format in (None, "float"):
         return rows
     quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
     return _Rows(quantised.values, jnp.pad(quantised.scales.T, ((0, 0), (0, SPARE_SCALES))))
@@ -128,7 +134,7 @@ def _fits(row_dtype: DTypeLike, weights: Weights, row_format: str | None) -> boo
     d_out, d_in = weights.shape[1:]
     if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
         return False
-    if row_format and d_in % ROW_BLOCK:
+    if row_format in ("fp8", "int8") and d_in % ROW_BLOCK:
         return False
     if not isinstance(weights, QuantArray) or _is_per_channel(weights):
         return True
@@ -155,30 +161,35 @@ def _product(
     out_dtype: DTypeLike,
     target: Target,
     epilogue: Epilogue = lambda product: product,
+    *,
+    as_floats: bool = False,
 ) -> tuple[Array, ...]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format.
+
+    Args:
+      as_floats: floats stay floats, even for INT8 weights.
 
     Returns:
       what `grouped_product` does.
     """
     count = rows.values.shape[0] if isinstance(rows, _Rows) else rows.shape[0]
-    kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows))
+    kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
-    operands = _operands(rows, weights, tiles)
+    operands = _operands(rows, weights, tiles, as_floats=as_floats)
     tile_list = list_tiles(group_sizes, count, tiles.rows)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
     return grouped_product(operands, tile_list, epilogue, out_dtype, tiles, processors, interpret)
 
 
-def _kind(weights: Weights, *, in_blocks: bool = False) -> Kind:
+def _kind(weights: Weights, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
     """What `tiles.py` calls the operands."""
     if in_blocks:
         return "rows in blocks"
     if not isinstance(weights, QuantArray):
         return "16 bits"
     per_channel = _is_per_channel(weights)
-    if weights.dtype == jnp.int8:
+    if weights.dtype == jnp.int8 and not as_floats:
         return "int8" if per_channel else "int8 blocks"
     return "converted" if per_channel else "converted blocks"
 
@@ -221,7 +232,9 @@ def _processors(target: Target) -> int:
     return next(matches, 132)
 
 
-def _operands(rows: Array | _Rows, weights: tuple[Weights, ...], tiles: Tiles) -> Operands:
+def _operands(
+    rows: Array | _Rows, weights: tuple[Weights, ...], tiles: Tiles, *, as_floats: bool = False
+) -> Operands:
     """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
     first = weights[0]
     if not isinstance(first, QuantArray):
@@ -232,7 +245,8 @@ def _operands(rows: Array | _Rows, weights: tuple[Weights, ...], tiles: Tiles) -
     if isinstance(rows, _Rows):
         rows, block_scales = rows
     elif first.dtype == jnp.int8:
-        rows, row_scales = quantize_rows(rows, "int8")
+        if not as_floats:
+            rows, row_scales = quantize_rows(rows, "int8")
     elif rows.dtype == jnp.bfloat16:
         rows, row_scales = _as_float16(rows)
     if row_scales is not None:

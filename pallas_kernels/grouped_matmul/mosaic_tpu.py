@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
@@ -51,11 +52,13 @@ def grouped_matmul(
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
-    row_format: Format | None = None,
+    row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
-    factor = _in_blocks(rows, row_format, target) if row_format else rows
-    return _grouped_products(factor, (weights,), group_sizes, rows.dtype, target)
+    factor, as_floats = _factor(rows, row_format, target), row_format == "float"
+    return _grouped_products(
+        factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats
+    )
 
 
 def grouped_swiglu(
@@ -65,30 +68,36 @@ def grouped_swiglu(
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array, " groups"],
     target: Target,
-    row_format: Format | None = None,
+    row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
-    factor = _in_blocks(rows, row_format, target) if row_format else rows
+    factor, as_floats = _factor(rows, row_format, target), row_format == "float"
+    products = partial(
+        _grouped_products, group_sizes=group_sizes, target=target, as_floats=as_floats
+    )
     hidden: Any
     if _same_format(gate_weights, up_weights):
+        out_format = None if row_format == "float" else row_format
         pair = (gate_weights, up_weights)
-        hidden = _grouped_products(factor, pair, group_sizes, rows.dtype, target, row_format)
+        hidden = products(factor, pair, out_dtype=rows.dtype, out_format=out_format)
     else:
         gate, up = (
-            _grouped_products(factor, (weights,), group_sizes, jnp.float32, target)
+            products(factor, (weights,), out_dtype=jnp.float32)
             for weights in (gate_weights, up_weights)
         )
-        hidden = _swiglu(gate, up)
-        hidden = _in_blocks(hidden, row_format, target) if row_format else hidden.astype(rows.dtype)
-    return _grouped_products(hidden, (down_weights,), group_sizes, rows.dtype, target)
+        hidden = _factor(_swiglu(gate, up), row_format, target)
+        hidden = hidden if isinstance(hidden, QuantArray) else hidden.astype(rows.dtype)
+    return products(hidden, (down_weights,), out_dtype=rows.dtype)
 
 
-def _in_blocks(rows: Array, row_format: Format, target: Target) -> QuantArray:
-    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns.
+def _factor(rows: Array, row_format: RowFormat | None, target: Target) -> Array | QuantArray:
+    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns, if the format asks for that.
 
     Raises:
       NotImplementedError: the device does not multiply such numbers.
     """
+    if row_format is None or row_format == "float":
+        return rows
     if row_format == "fp8" and "7" not in target.device_kind:
         raise NotImplementedError(
             f"{target.device_kind} multiplies no float8_e4m3fn by itself: leave row_format None, "
@@ -140,6 +149,7 @@ def _grouped_products(
     out_dtype: DTypeLike,
     target: Target,
     out_format: Format | None = None,
+    as_floats: bool = False,
 ) -> Any:
     """Rows times one weight, or SwiGLU of two of the same format.
 
@@ -147,6 +157,7 @@ def _grouped_products(
       factor: the rows, floats, or in 8 bits in blocks of `ROW_BLOCK`.
       out_dtype: of the result.
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
+      as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
     """
     row_scales: tuple[Array, ...] = ()
     rows: Array
@@ -164,7 +175,7 @@ def _grouped_products(
     if out_format:
         out_dtype = jnp.int8 if out_format == "int8" else jnp.float8_e4m3fn
     in_blocks = bool(row_scales)
-    if weights[0].dtype == jnp.int8 and not in_blocks:
+    if weights[0].dtype == jnp.int8 and not in_blocks and not as_floats:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
@@ -172,7 +183,7 @@ def _grouped_products(
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, d_in) if in_blocks else block_in
-    format = _format(values[0].dtype, in_blocks, product_in < d_in)
+    format = _format(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
     tiles, steps = tpu_tiles(target.device_kind, len(weights), (d_in, d_out), format)
     plan = plan_call(
         tiles,
@@ -356,9 +367,13 @@ def _same_format(a: Weights, b: Weights) -> bool:
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
 
 
-def _format(dtype: DTypeLike, rows: bool, blocks: bool) -> str:
-    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it."""
-    fp8 = dtype in (jnp.float8_e4m3fn, jnp.uint8)
+def _format(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
+    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it.
+
+    INT8 weights that are converted are cut as FP8 ones.
+    """
+    converted = dtype == jnp.int8 and row_dtype != jnp.int8
+    fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)
     name = "fp8" if fp8 else jnp.dtype(dtype).name
     return name + (" rows" if rows else "") + (" blocks" if blocks else "")
 

@@ -54,9 +54,11 @@ def product(
 def _dot(rows: Array, weights: Array) -> Array:
     """[rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
     full = rows.dtype == jnp.float32
+    # No MXU multiplies integers by floats; FP8 by BF16 is for the compiler to convert.
+    converts = full or (weights.dtype == jnp.int8 and rows.dtype != jnp.int8)
     return lax.dot_general(
         rows,
-        weights.astype(rows.dtype) if full else weights,
+        weights.astype(rows.dtype) if converts else weights,
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if full else None,
         preferred_element_type=jnp.int32 if rows.dtype == jnp.int8 else jnp.float32,

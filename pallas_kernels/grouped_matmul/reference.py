@@ -20,6 +20,7 @@ from pallas_kernels.quantize.product import (
     product_of_rows,
     quant_product,
     quant_product_of_blocks,
+    quant_product_of_floats,
 )
 from pallas_kernels.quantize.quant_array import QuantArray
 
@@ -54,7 +55,7 @@ def grouped_swiglu(
 
     def swiglu(block: Array, gate: Weights, up: Weights, down: Weights) -> Array:
         hidden = jax.nn.silu(_matmul(block, gate, row_format)) * _matmul(block, up, row_format)
-        if row_format is None:
+        if row_format in (None, "float"):
             hidden = hidden.astype(rows.dtype)
         return _matmul(hidden, down, row_format).astype(rows.dtype)
 
@@ -63,9 +64,12 @@ def grouped_swiglu(
 
 def _matmul(left: Array, right: Weights, row_format: str | None) -> Array:
     """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
-    if isinstance(right, QuantArray):
-        return quant_product_of_blocks(left, right) if row_format else quant_product(left, right)
-    return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
+    if not isinstance(right, QuantArray):
+        return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
+    if row_format is None:
+        return quant_product(left, right)
+    product = quant_product_of_floats if row_format == "float" else quant_product_of_blocks
+    return product(left, right)
 
 
 def _map_blocks(

@@ -67,7 +67,8 @@ def tpu_tiles(
     Args:
       products: 2: gate and up in one pass.
       widths: of a row of the input and of the output.
-      format: of the weights: a dtype, "fp8", or one of them and "blocks".
+      format: of the weights: a dtype, "fp8" (which is also INT8 that is converted), or one of them
+        and "blocks".
     """
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
     call = f"{kernel} {widths[0]}->{widths[1]} {format}"
@@ -99,8 +100,8 @@ class HopperTiles(NamedTuple):
 
 
 Kind = Literal["16 bits", "int8", "int8 blocks", "converted", "converted blocks", "rows in blocks"]
-"""Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted;
-or rows in 8 bits, too, with scales for blocks."""
+"""Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted,
+and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks."""
 
 HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     # (kind of operands, how many weights in one pass)

@@ -39,6 +39,16 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
     if w.dtype == jnp.int8:
         values, x_scales = quantize_rows(x, "int8")
         return _sum_of_blocks(values, w, x_scales)
+    return quant_product_of_floats(x, w)
+
+
+def quant_product_of_floats(
+    x: Float[Array, "rows d_in"], w: QuantArray
+) -> Float32[Array, "rows d_out"]:
+    """x · wᵀ with x as it is, whatever the format of w; the caller has checked shapes and dtypes.
+
+    INT8 values are what FP8 ones are in `quant_product`: each is a number of BF16 and of FP16.
+    """
     return _sum_of_blocks(x, w, None)
 
 
@@ -106,8 +116,11 @@ def _sum_of_blocks(
 
 
 def _dot(x: Array, values: Array) -> Array:
-    """Products of 8-bit values, summed in int32 or FP32. Every e4m3 number is one of BF16 too."""
-    if values.dtype == jnp.int8:
+    """Products with 8-bit values, summed in int32 if x is INT8, too; else in FP32, in x's dtype.
+
+    Every e4m3 number and every 8-bit integer is one of BF16 too.
+    """
+    if x.dtype == jnp.int8:
         return product_of_rows(x, values, dtype=jnp.int32)
     return product_of_rows(
         x, from_bits(values).astype(x.dtype), precision=jax.lax.Precision.HIGHEST

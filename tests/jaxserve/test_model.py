@@ -174,15 +174,17 @@ class TestLayoutsThatDoNotFit:
     @pytest.mark.parametrize(
         ("weights", "rows"), [("fp8", "fp8"), ("int8", "int8"), ("auto", None), ("bfloat16", None)]
     )
-    def test_rows_of_experts_in_blocks_need_weights_in_eight_bits(self, weights, rows):
+    def test_formats_of_the_rows_of_experts_need_weights_in_eight_bits(self, weights, rows):
         config = step3_config(self.SIZES.config())
-        overrides = {"ffn.expert_rows": "blocks", "ffn.weights": weights}
-        deployment = load_deployment(REPOSITORY, overrides)
-        if rows is not None:
-            assert expert_rows(deployment, config) == rows
-            return
-        with pytest.raises(ConfigError, match=f"expert_rows = blocks .* ffn.weights is {weights}"):
-            expert_rows(deployment, config)
+        for wanted, expected in (("blocks", rows), ("float", rows and "float")):
+            overrides = {"ffn.expert_rows": wanted, "ffn.weights": weights}
+            deployment = load_deployment(REPOSITORY, overrides)
+            if expected is not None:
+                assert expert_rows(deployment, config) == expected
+                continue
+            message = f"expert_rows = {wanted} .* ffn.weights is {weights}"
+            with pytest.raises(ConfigError, match=message):
+                expert_rows(deployment, config)
 
     def test_d_model(self):
         sizes = TinyStep3(hidden_size=49, num_attention_heads=6)

@@ -154,19 +154,20 @@ def test_experts_of_several_layers_in_one_row(layer, rank):
     assert np.any(np.asarray(alone))
 
 
-def test_rows_in_blocks():
+@pytest.mark.parametrize(("weights", "row_format"), [("fp8", "fp8"), ("int8", "float")])
+def test_format_of_rows(weights, row_format):
     """As `grouped_swiglu` computes one expert's rows; and the option does change something."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, D_MODEL)), jnp.float32)
     experts, gates = jnp.full((5, 1), 3), jnp.full((5, 1), 0.5)
 
     def layer(expert_rows):
-        formats = Formats(jnp.dtype(jnp.float32), "fp8", expert_rows=expert_rows)
+        formats = Formats(jnp.dtype(jnp.float32), weights, expert_rows=expert_rows)
         return Experts(CONFIG, (1, 1), formats, nnx.Rngs(0))
 
-    module = layer("fp8")
+    module = layer(row_format)
     output = np.asarray(module(x, experts, gates, 0))
     matrices = [getattr(module, name)[...] for name in ("gate", "up", "down")]
     sizes = jnp.zeros(EXPERTS, jnp.int32).at[3].set(5)
-    expected = grouped_swiglu(x, *matrices, sizes, row_format="fp8")
+    expected = grouped_swiglu(x, *matrices, sizes, row_format=row_format)
     np.testing.assert_array_equal(output, 0.5 * np.asarray(expected))
     assert not np.array_equal(output, np.asarray(layer(None)(x, experts, gates, 0)))

@@ -4,6 +4,7 @@ Everything that must not be read is poison: rows that belong to no group, the we
 of groups without rows.
 """
 
+import dataclasses
 import functools
 import itertools
 from typing import ClassVar
@@ -96,9 +97,9 @@ class Weight:
 
     def product(self, row, group, row_format=None):
         """A row [d_in] times a group's weights."""
-        if row_format is not None:
+        if row_format in ("fp8", "int8"):
             return quantised_blocks_numpy(row, row_format) @ self.numpy[group].T
-        if self.format is not None and self.format[0] == "int8":
+        if row_format is None and self.format is not None and self.format[0] == "int8":
             row, scale = quantised_row_numpy(row)
             return row @ self.numpy[group].T * scale
         return row.astype(np.float64) @ self.numpy[group].T
@@ -291,6 +292,64 @@ class GroupedMatmulSuite:
         # A hidden value near the middle of two roundings may go to either.
         scale = np.abs(expected).max(axis=1, keepdims=True)
         assert np.all(np.abs(output - expected) <= 2e-2 * scale)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    @pytest.mark.parametrize(
+        ("format", "dtype"),
+        [
+            ("int8", jnp.bfloat16),
+            ("int8_block", jnp.bfloat16),
+            ("int8", jnp.float32),
+            ("fp8_bits", jnp.bfloat16),
+        ],
+    )
+    def test_matmul_of_rows_as_they_are(self, format, dtype):
+        """Every row has a large number, whose weights are zeros: INT8 would lose the others."""
+        rng = np.random.default_rng(0)
+        sizes = [self.rows - 15, 0, 3, 4]
+        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
+        weights.numpy[:, :, 5] = 0
+        values = weights.jax.values.at[:, :, 5].set(0)
+        weights.jax = dataclasses.replace(weights.jax, values=values)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
+        rows[:, 5] *= 1000
+        rows = rows.astype(dtype)
+        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.with_row_format(grouped_matmul, "float", *arguments)
+        expected = by_group_numpy(
+            rows, sizes, self.d_out, functools.partial(weights.product, row_format="float")
+        )
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
+        )
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    @pytest.mark.parametrize(
+        "formats", [("int8",) * 3, ("int8_block", "int8_block", "fp8"), ("int8", "fp8", "int8")]
+    )
+    def test_swiglu_of_rows_as_they_are(self, formats):
+        """The hidden rows are rounded to BF16, and no further."""
+        rng = np.random.default_rng(0)
+        sizes = [20, 0, self.rows - 30]
+        shapes = [(3, self.d_out, self.d_in)] * 2 + [(3, self.d_in, self.d_out)]
+        gate, up, down = (
+            Weight(rng, shape, format, jnp.bfloat16, sizes)
+            for shape, format in zip(shapes, formats, strict=True)
+        )
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 1024
+        rows = rows.astype(jnp.bfloat16)
+
+        def expected_row(row, group):
+            gated = gate.product(row, group, "float")
+            hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, "float")
+            return down.product(hidden.astype(jnp.bfloat16), group, "float")
+
+        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.with_row_format(grouped_swiglu, "float", *arguments)
+        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
+        scale = np.abs(expected).max(axis=1, keepdims=True)
+        assert np.all(np.abs(output - expected) <= 5e-3 * scale)
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     @pytest.mark.parametrize("format", ["float", "int8"])

@@ -86,6 +86,7 @@ def test_consumers_that_do_not_meet_are_noticed(monkeypatch):
         ((1, 192, 256), (256, 0), "fp8", True),
         ((1, 192, 192), (1, 0), None, True),
         ((1, 192, 192), (1, 0), "fp8", False),
+        ((1, 192, 192), (1, 0), "float", True),
         ((1, 96, 256), (1, 0), "fp8", False),
         ((1, 192, 256), (96, 0), None, True),
         ((1, 192, 256), (96, 128), None, False),

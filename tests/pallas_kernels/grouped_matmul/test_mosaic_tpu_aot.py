@@ -124,6 +124,20 @@ def test_rows_in_blocks(generation, format, row_format):
     assert f"bf16[64,{shape.d_ff}]" not in text
 
 
+def test_rows_as_they_are():
+    """Rows and hidden rows of INT8 weights stay in BF16, and the weights are read in 8 bits."""
+    shape = SHAPES["step3_2a2f"]
+    arguments = swiglu_arguments(shape, 64, "int8")
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+    function = functools.partial(grouped_swiglu, row_format="float")
+    program = compiled(function, mesh_of("v6e"), arguments, specs)
+    text = program.as_text()
+    assert "grouped_swiglu" in text
+    assert f"bf16[64,{shape.d_ff}]" in text
+    assert "s8[64," not in text
+    assert program.memory_analysis().temp_size_in_bytes < 2**24
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("generation", aot.GENERATIONS)

@@ -230,7 +230,7 @@ def test_bad_calls(weights, message):
 
 
 class TestRowFormat:
-    """What `row_format` means: 127 and 448 are the largest values, so that the scales are 1."""
+    """What `row_format` means; 127 and 448 are the largest values, where scales are to be 1."""
 
     def test_literal_int8(self):
         """Two blocks of 128 columns, the second one of two: scales 1 and 2."""
@@ -257,6 +257,42 @@ class TestRowFormat:
         # 448 + 2 * 3.25, and 0.25 * 2 * (448 * 0.5 + 4 * 1.625): 1.65 is nearest to 1.625
         np.testing.assert_array_equal(output, [[454.5 + 0.5 * (224 + 6.5)]])
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+    def test_literal_rows_as_they_are(self, dtype):
+        """INT8, and two scales along d_in: rows in INT8 would make 0.25 of 200 a zero."""
+        rows = jnp.asarray([[200, 0.25, 0.5, -2], [1, 2, 3, 4], [7, 7, 7, 7]], dtype)
+        values = jnp.asarray([[[1, 100, -128, 127]], [[3, -1, 2, 0]]], jnp.int8)
+        weights = QuantArray(values, jnp.asarray([[[2.0, 1.0]], [[0.5, 4.0]]]), (1, 2))
+        sizes = jnp.asarray([1, 1], jnp.int32)
+        output = grouped_matmul(rows, weights, sizes, row_format="float")
+        assert output.dtype == dtype
+        # 2 * (200 + 25) + (-64 - 2 * 127), 0.5 * (3 - 2) + 4 * 6, padding
+        np.testing.assert_array_equal(output.astype(jnp.float32), [[132], [24.5], [0]])
+
+    @pytest.mark.parametrize(("format", "block"), [("fp8", (1, 0)), ("fp8_block", (4, 4))])
+    def test_fp8_has_rows_as_they_are_anyway(self, format, block):
+        rng = np.random.default_rng(0)
+        weights = quantised(rng, (2, 8, 6), format, block)
+        rows = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+        sizes = jnp.asarray([2, 3], jnp.int32)
+        expected = grouped_matmul(rows, weights, sizes)
+        output = grouped_matmul(rows, weights, sizes, row_format="float")
+        np.testing.assert_array_equal(output, expected)
+
+    def test_literal_swiglu_of_rows_as_they_are(self):
+        """silu(x) is x where it is large, and 128.5 is one of the hidden numbers."""
+
+        def weight(values, scale):
+            values = jnp.asarray([values], jnp.int8)
+            return QuantArray(values, jnp.full((1, values.shape[1], 1), scale), (1, 0))
+
+        rows, sizes = jnp.asarray([[64.0, 0.25]]), jnp.asarray([1], jnp.int32)
+        # gate: 128.5 and 64; up: 1 and 64
+        arguments = weight([[2, 2], [1, 0]], 1.0), weight([[0, 16], [4, 0]], 0.25)
+        down = weight([[1, 0], [4, 1]], 0.5)
+        output = grouped_swiglu(rows, *arguments, down, sizes, row_format="float")
+        np.testing.assert_array_equal(output, [[64.25, 257 + 2048]])
+
     def test_hidden_rows_are_not_rounded_before(self):
         """126 / 207 of 127 is 77.3; rounded to BF16, the two hidden values would give 77.8."""
         rows = jnp.asarray([[127.0, 127.0]], jnp.bfloat16)
@@ -279,6 +315,8 @@ class TestRowFormat:
             ("fp8", ("int8", (1, 0)), "weights is int8"),
             ("fp8", ("fp8", (1, 96)), "blocks of 96 of d_in"),
             ("fp8", None, "not in 8 bits"),
+            ("float", None, "row_format is 'float', weights is float32, not in 8 bits"),
+            ("bfloat16", ("int8", (1, 0)), "row_format is 'bfloat16', needs None or .*'float'"),
         ],
     )
     def test_what_does_not_fit(self, row_format, weight, message):
