@@ -17,22 +17,32 @@ def due(request: Request) -> float:
     return patient if request.deadline is None else min(patient, request.deadline)
 
 
-def cost_of(group: DPGroup, pages: int, prefix: list[PageNode]) -> int | None:
-    """What letting a sequence in would cost a group with a free slot, in pages; None if it has too
-    few (xDeepServe §4.3).
+class Place:
+    """A DP group with a free slot, and what it has: noted once, asked for all who wait."""
 
-    The group's KV cache afterwards, with the room that its sequences will need to come to their
-    full length, and once more the pages that have to be computed.
+    def __init__(self, group: DPGroup):
+        self.group = group
+        self.note()
 
-    Args:
-      pages: that the sequence needs at once.
-      prefix: those that the group's prefix cache has.
-    """
-    computed = pages - len(prefix)
-    awakened = sum(not node.users for node in prefix)
-    free = group.free_pages - awakened
-    watermark = group.residents_count
-    if computed + watermark > free:
-        return None
-    used = group.pool.pages - free + computed
-    return used + group.promised + computed
+    def note(self) -> None:
+        """Looks at the group again."""
+        free = self.group.free_pages
+        self._burden = self.group.pool.pages - free + self.group.promised
+        self._room = free - self.group.residents_count  # a page to spare for each of them
+
+    def cost(self, pages: int, prefix: list[PageNode]) -> int | None:
+        """What letting a sequence in would cost, in pages; None if there are too few (xDeepServe
+        §4.3).
+
+        The group's KV cache afterwards, with the room that its sequences will need to come to
+        their full length, and once more the pages that have to be computed.
+
+        Args:
+          pages: that the sequence needs at once.
+          prefix: those that the group's prefix cache has.
+        """
+        computed = pages - len(prefix)
+        awakened = sum(not node.users for node in prefix) if prefix else 0
+        if computed > self._room - awakened:
+            return None
+        return self._burden + awakened + 2 * computed

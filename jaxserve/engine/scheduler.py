@@ -33,8 +33,9 @@ import logging
 from collections import abc, deque
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.engine.admission import cost_of, due
+from jaxserve.engine.admission import Place, due
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
+from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import (
     MAX_BANNED_IDS,
     FinishReason,
@@ -432,28 +433,33 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Lets in from the head of the queue, as long as the first one fits a group."""
+        if not self._waiting:
+            return
+        places = [Place(group) for group in self._groups if not group.full]
         while self._waiting and not self._waiting[0].in_flight:  # a preempted one may still land
             sequence = self._waiting[0]
             tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
             pages = self._pages_for(tokens)
-            places = []
-            for group in self._groups:
-                if group.full:
-                    continue
-                prefix = group.match(sequence)
-                cost = cost_of(group, pages, prefix)
-                if cost is not None:
-                    places.append((cost, group.index, group, prefix))
-            if not places:
+            best: tuple[int, Place, list[PageNode]] | None = None
+            for place in places:
+                prefix = place.group.match(sequence)
+                cost = place.cost(pages, prefix)
+                if cost is not None and (best is None or cost < best[0]):
+                    best = cost, place, prefix
+            if best is None:
                 return
-            _, _, group, prefix = min(places)
+            _, place, prefix = best
             del self._waiting[0]
             sequence.status = "running"
             if sequence.found is None:
                 self._admitted.append(sequence)
                 self._prompt_tokens += len(sequence.request.prompt)
                 self._prompt_tokens_found += len(prefix) * self._page_size
+            group = place.group
             group.settle(sequence, group.lane_for(sequence), pages, prefix)
+            place.note()
+            if group.full:
+                places.remove(place)
 
     def _issue(self, lane: int, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """Turns the chosen chunks into a step plan in flight."""

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.engine.admission import cost_of, due
+from jaxserve.engine.admission import Place, due
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import DPGroup, Sequence
 
@@ -31,19 +31,19 @@ def sequence(max_generated=1, prompt=(1, 2, 3)):
     return Sequence(request, (0.0, 0), max_generated, list(prompt))
 
 
-def test_cost_of_an_empty_group_is_what_is_taken_and_what_is_computed():
-    assert cost_of(group(), 3, []) == 3 + 3
-    assert cost_of(group(), 10, []) == 20
-    assert cost_of(group(), 11, []) is None
+def test_an_empty_group_costs_what_is_taken_and_what_is_computed():
+    assert Place(group()).cost(3, []) == 3 + 3
+    assert Place(group()).cost(10, []) == 20
+    assert Place(group()).cost(11, []) is None
 
 
 def test_residents_count_with_what_they_will_need_and_a_page_to_spare():
     full = group()
     full.settle(sequence(max_generated=10), 0, 2, [])
     # 2 pages taken, 4 to come for 3 + 9 tokens.
-    assert cost_of(full, 3, []) == 2 + 3 + 4 + 3
-    assert cost_of(full, 7, []) == 2 + 7 + 4 + 7
-    assert cost_of(full, 8, []) is None
+    assert Place(full).cost(3, []) == 2 + 3 + 4 + 3
+    assert Place(full).cost(7, []) == 2 + 7 + 4 + 7
+    assert Place(full).cost(8, []) is None
     assert not full.full
     full.settle(sequence(), 0, 2, [])
     assert full.full
@@ -58,4 +58,4 @@ def test_cached_pages_are_taken_but_not_computed():
     prefix = group_.match(sequence(prompt=(1, 2, 3, 4, 9)))
     assert len(prefix) == 2
     assert group_.free_pages == 10
-    assert cost_of(group_, 3, prefix) == 3 + 1
+    assert Place(group_).cost(3, prefix) == 3 + 1
