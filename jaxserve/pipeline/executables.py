@@ -82,7 +82,7 @@ def afd_programs(programs: AFDPrograms, buckets: Sequence[Bucket]) -> dict[Progr
             wanted[ProgramKey("ffn", ffn, tokens)] = programs.ffn(bucket, ffn)
         if "moe" in programs.formats:
             wanted[ProgramKey("load", None, tokens)] = programs.load(bucket)
-    return wanted | sampling_programs(programs, buckets)
+    return sampling_programs(programs, buckets) | wanted
 
 
 def colocated_programs(
@@ -96,12 +96,13 @@ def colocated_programs(
 def sampling_programs(
     programs: AFDPrograms | ColocatedPrograms, buckets: Sequence[Bucket]
 ) -> dict[ProgramKey, Program]:
-    """What runs after a step that has a request with options."""
-    wanted = {ProgramKey("logprobs", None, Bucket(1, 1)): sampling.logprobs(programs)}
+    """What runs after a step that has a request with options; the longest to compile first."""
+    wanted = {}
     for bucket in buckets:
         tokens = Bucket(bucket.tokens, 1)
         wanted[ProgramKey("choose", None, tokens)] = sampling.choose(programs, bucket)
         wanted[ProgramKey("score", None, tokens)] = sampling.score(programs, bucket)
+    wanted[ProgramKey("logprobs", None, Bucket(1, 1))] = sampling.logprobs(programs)
     return wanted
 
 

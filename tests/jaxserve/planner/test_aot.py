@@ -44,8 +44,8 @@ def test_a_decode_bucket_of_step3(topology, config, bucket, devices):
     assert code == 0, errors
     assert found["failures"] == []
     assert [program["name"] for program in found["programs"]] == [
+        *("choose", "score", "logprobs"),
         *("enter_dense", "attend_dense", "attend_moe", "leave", "ffn_dense", "ffn_moe", "load"),
-        *("logprobs", "choose", "score"),
     ]
     layers = {program["name"]: program["layers"] for program in found["programs"]}
     assert layers["attend_dense"] + layers["attend_moe"] + 1 == 61
