@@ -203,14 +203,11 @@ class _EngineCollector(Collector):
         for stage, share in view.busy.items() if lately else ():
             busy.add_metric([self._model, stage], share)
         yield busy
-        bubble = GaugeMetricFamily(
-            PREFIX + "bubble_fraction",
+        yield self._gauge(
+            "bubble_fraction",
             "1 - the busier side's share, in the steps sampled last.",
-            labels=[LABEL],
+            view.bubble if lately else None,
         )
-        if lately and view.bubble is not None:
-            bubble.add_metric([self._model], view.bubble)
-        yield bubble
         transfers = SummaryMetricFamily(
             PREFIX + "transfer_seconds",
             "Transfers between attention and ffn, of the steps sampled.",
@@ -219,18 +216,17 @@ class _EngineCollector(Collector):
         for stage, (count, seconds) in view.transfers.items():
             transfers.add_metric([self._model, stage], count_value=count, sum_value=seconds)
         yield transfers
-        imbalance = GaugeMetricFamily(
-            PREFIX + "expert_imbalance",
+        yield self._gauge(
+            "expert_imbalance",
             "Busiest expert's tokens over the mean, mean over layers, of the steps sampled.",
-            labels=[LABEL],
+            view.imbalance if lately else None,
         )
-        if lately and view.imbalance is not None:
-            imbalance.add_metric([self._model], view.imbalance)
-        yield imbalance
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        """Without a sample where there is no value."""
         metric = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])
-        metric.add_metric([self._model], value)
+        if value is not None:
+            metric.add_metric([self._model], value)
         return metric
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
