@@ -49,6 +49,8 @@ class Resources(NamedTuple):
     """Of a thread, written to local memory."""
     shared_memory: int
     """Bytes of a block of threads; 232448 are the most."""
+    losses: list[str]
+    """What ptxas says costs time, such as tensor core instructions that wait for each other."""
 
 
 def plugin() -> Path | None:
@@ -137,6 +139,7 @@ def _read(case: str, reports: list[Path]) -> Iterator[Resources]:
                 _number(r"Used (\d+) registers", text),
                 _number(r"(\d+) bytes spill stores", text),
                 _number(r"smem_scratch_bytes=(\d+)", shared),
+                re.findall(r"Potential Performance Loss: (.*)", text),
             )
 
 
@@ -179,7 +182,7 @@ def main() -> None:
                         print(json.dumps(found._asdict()), flush=True)
                         continue
                     numbers = f"{found.registers:9} {found.spilled_bytes:7} {found.shared_memory:7}"
-                    print(f"{found.case:36} {found.kernel:26} {numbers}", flush=True)
+                    print(f"{found.case:36} {found.kernel:26} {numbers}", *found.losses, flush=True)
 
 
 if __name__ == "__main__":

@@ -45,5 +45,6 @@ def check(op, case, names, registers):
     assert {kernel["kernel"] for kernel in found} <= set(names)
     for kernel in found:
         assert kernel["spilled_bytes"] == 0, kernel
+        assert not kernel["losses"], kernel
         assert kernel["registers"] <= registers, kernel
         assert kernel["shared_memory"] <= SHARED_MEMORY, kernel
