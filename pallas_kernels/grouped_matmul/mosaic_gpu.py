@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    PART_COLUMNS,
     SPARE_SCALES,
     Epilogue,
     Operands,
@@ -42,6 +43,9 @@ SHARED_MEMORY = 231_424
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 INTERPRETED_PROCESSORS = 2
+
+BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows in blocks")
+"""Kinds of operands whose rows are in 8 bits."""
 
 Weights = Array | QuantArray
 
@@ -205,14 +209,17 @@ def pick_tiles(
     """The tiles for a call: its row tile holds a group of average size, if it may be that large."""
     first = weights[0]
     d_out, d_in = first.shape[1:]
-    entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
     # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
+    entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
+    if kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first):
+        kind = "many rows in blocks"
+        entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
     inner = _inner(first)
     out = ROW_BLOCK if quantises else entry.out
-    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band)
-    row_bytes = 1 if kind in ("int8", "int8 blocks", "rows in blocks") else 2
+    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, entry.rows_first)
+    row_bytes = 1 if kind in BYTES else 2
     fixed, stage = shared_memory(
         tiles,
         len(weights),
@@ -223,6 +230,12 @@ def pick_tiles(
     if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
         return tiles._replace(stages=2)
     return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
+
+
+def _has_whole_parts(weights: Weights) -> bool:
+    """Whether no part of columns that is summed up at once has scales of two blocks."""
+    assert isinstance(weights, QuantArray)
+    return _is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
 
 
 def _processors(target: Target) -> int:

@@ -3,17 +3,20 @@
 Called by `mosaic_gpu.py`, which prepares the operands and picks the tiles. Knows nothing of
 `QuantArray`: it takes 8- or 16-bit weights, 8- or 16-bit rows, and up to four kinds of scales.
 
-Weights are always the left operand of wgmma (its M, 64 rows of d_out for every warpgroup) and rows
-the right one (its N, a multiple of 8). So a group of few rows wastes no tensor core time, 8-bit
-weights can be converted in registers, which only the left operand may come from, and one kernel
-serves decode and prefill. What it computes is the transposed product, which it stores transposed.
+Weights are the left operand of wgmma (its M, 64 rows of d_out for every warpgroup) and rows the
+right one (its N, a multiple of 8). So a group of few rows wastes no tensor core time, 8-bit weights
+can be converted in registers, which only the left operand may come from, and one kernel serves
+decode and prefill. What it computes is the transposed product, which it stores transposed.
 
 The last warpgroup only loads: weight and row tiles go through a ring of `stages` buffers, and it
 runs ahead of the others across the borders of output tiles, so that memory is never idle. The
-`consumers` other warpgroups (`mosaic_gpu_consumer.py`) own part of the output columns each.
+`consumers` other warpgroups (`mosaic_gpu_weights_first.py`) own part of the output columns each.
+
+Rows in 8 bits that have a scale for every block, where groups have many of them, are the left
+operand instead, and no warpgroup only loads: see `mosaic_gpu_rows_first.py`.
 """
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_consumer import compute_tile, prepare, wait_for_stores
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows_first import load_and_compute
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     SPARE_SCALES,
     Context,
@@ -31,10 +34,10 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     Operands,
     Ref,
     Scratch,
-    Tile,
     Tiles,
     quantises,
 )
+from pallas_kernels.grouped_matmul.mosaic_gpu_weights_first import compute, load
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 SWIZZLE = 128  # bytes: what one row of an operand's block in SMEM spans, at most
@@ -86,20 +89,19 @@ def grouped_product(
             scratch,
         )
         warpgroup = jax.lax.axis_index("warpgroup")
+        if tiles.rows_first:
+            load_and_compute(context, epilogue, warpgroup)
+            plgpu.wait_smem_to_gmem(0)
+            return
 
         @pl.when(warpgroup == tiles.consumers)
         def _load() -> None:
-            _for_each_tile(context, lambda *arguments: _load_tile(context, *arguments))
-            for stage in range(tiles.stages):  # no arrival is left unseen
-                wait_until_free(context, stage)
+            load(context)
 
         @pl.when(warpgroup < tiles.consumers)
         def _compute() -> None:
-            prepare(context)
-            _for_each_tile(
-                context, lambda *arguments: compute_tile(context, epilogue, warpgroup, *arguments)
-            )
-            wait_for_stores()
+            compute(context, epilogue, warpgroup)
+            plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         grouped_kernel,
@@ -107,7 +109,7 @@ def grouped_product(
         scratch_types=[_scratch_types(operands, out_dtype, tiles, interpret is not None)],  # type: ignore[list-item]
         grid=(processors,),
         grid_names=("processor",),
-        num_threads=tiles.consumers + 1,
+        num_threads=tiles.consumers + (0 if tiles.rows_first else 1),
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -134,14 +136,16 @@ def _scratch_types(
     narrowing: Any = None
     if quantises(out_dtype):
         narrowing = Narrowing(
-            wide=plgpu.SMEM((tiles.rows, tiles.out), jnp.float32),
             values=plgpu.SMEM((tiles.rows, tiles.out), out_dtype),
             scales=plgpu.SMEM((tiles.rows,), jnp.float32),
-            met=plgpu.Barrier(num_arrivals=tiles.consumers),
         )
+        if not tiles.rows_first:
+            wide = plgpu.SMEM((tiles.rows, tiles.out), jnp.float32)
+            met = plgpu.Barrier(num_arrivals=tiles.consumers)
+            narrowing = dataclasses.replace(narrowing, wide=wide, met=met)
     else:
-        output = buffer((tiles.consumers, tiles.store_rows, tiles.consumer_out), out_dtype)
-        edge = plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.consumer_out), out_dtype)
+        output = buffer((tiles.consumers, tiles.store_rows, tiles.store_columns), out_dtype)
+        edge = plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.store_columns), out_dtype)
     return Scratch(
         weights=tuple(buffer(weights, weight_dtype) for _ in operands.weights),
         rows=buffer((tiles.stages, tiles.rows, tiles.inner), row_dtype),
@@ -152,55 +156,3 @@ def _scratch_types(
         full=plgpu.Barrier(num_arrivals=1 + len(operands.weights), num_barriers=tiles.stages),
         empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages),
     )
-
-
-def _for_each_tile(context: Context, body: Callable[..., jax.Array]) -> None:
-    """Run `step = body(step, tile, output tile)` for the tiles of this CTA.
-
-    `step` counts the steps of the ring; producer and consumers count alike. The CTAs work on
-    neighbouring tiles at any time. Row tiles change first, within a band of `tiles.band`, then
-    output tiles, then bands: so the weights of a band are read while they are in the L2 cache, and
-    so are its rows.
-    """
-    band, out_tiles = context.tiles.band, context.out_tiles
-    row_tiles = context.tile_list.total[0]
-    processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
-
-    def run(round_: jax.Array, step: jax.Array) -> jax.Array:
-        index = round_ * processors + processor
-        band_index = jax.lax.div(index, band * out_tiles)
-        inside = index - band_index * (band * out_tiles)
-        height = jnp.minimum(band, row_tiles - band_index * band)
-        out_tile = jax.lax.div(inside, height)
-        row_tile = band_index * band + inside - out_tile * height
-        tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
-        return body(step, tile, out_tile)
-
-    rounds = jax.lax.div(row_tiles * out_tiles - processor + processors - 1, processors)
-    jax.lax.fori_loop(0, rounds, run, jnp.int32(0))
-
-
-def _load_tile(context: Context, step: jax.Array, tile: Tile, out_tile: jax.Array) -> jax.Array:
-    """The producer: load the operands of one output tile, as buffers become free."""
-    tiles, scratch, operands = context.tiles, context.scratch, context.operands
-    rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
-    weight_rows = pl.ds(out_tile * tiles.out, tiles.out)
-
-    def load(index: jax.Array, step: jax.Array) -> jax.Array:
-        stage = context.stage_of(step)
-        full = scratch.full.at[stage]
-        wait_until_free(context, stage)
-        inner = pl.ds(index * tiles.inner, tiles.inner)
-        for source, target in zip(operands.weights, scratch.weights, strict=True):
-            plgpu.copy_gmem_to_smem(
-                source.at[tile.group, weight_rows, inner], target.at[stage], full
-            )
-        plgpu.copy_gmem_to_smem(operands.rows.at[rows, inner], scratch.rows.at[stage], full)
-        return step + 1
-
-    return jax.lax.fori_loop(0, context.steps_of(tile), load, step)
-
-
-def wait_until_free(context: Context, stage: Any) -> None:
-    """Until all consumers are done with the buffers of a stage."""
-    plgpu.barrier_wait(context.scratch.empty.at[stage])

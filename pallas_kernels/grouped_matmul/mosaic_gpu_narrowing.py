@@ -1,8 +1,8 @@
 """How the consumers of the Hopper kernel quantise a tile of their results: in blocks of the rows.
 
-Called by `mosaic_gpu_consumer.py`. A row of an output tile gets one scale. Its columns are spread
-over all consumers, and over all warps of each, so that the tile goes through shared memory in FP32:
-afterwards every consumer has whole rows, and a warp has two of them.
+Called by both kinds of consumers. A row of an output tile gets one scale. Where weights are first,
+its columns are spread over all consumers, and over all warps of each, so that the tile goes through
+shared memory in FP32: afterwards every consumer has whole rows, and a warp has two of them.
 """
 
 from typing import Any
@@ -51,13 +51,19 @@ def store_quantised(
 
 def meet(buffers: Narrowing) -> None:
     """Wait for all consumers."""
-    plgpu.barrier_arrive(buffers.met)
-    plgpu.barrier_wait(buffers.met)
+    met: Any = buffers.met
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
 
 
 def _quantise(buffers: Narrowing, rows: Any) -> None:
     """As `quantize_rows` does it, a few whole rows."""
-    wide = plgpu.load(buffers.wide.at[rows], layout=ROWS_LAYOUT, optimized=False)
+    wide: Any = buffers.wide
+    _keep(buffers, rows, plgpu.load(wide.at[rows], layout=ROWS_LAYOUT, optimized=False))
+
+
+def _keep(buffers: Narrowing, rows: Any, wide: jax.Array) -> None:
+    """Quantise whole rows as `quantize_rows` does it, into the buffers."""
     dtype = buffers.values.dtype
     limit = 127.0 if dtype == jnp.int8 else 448.0
     scales = jnp.max(jnp.abs(wide), axis=1) * (1.0 / limit)
@@ -66,6 +72,27 @@ def _quantise(buffers: Narrowing, rows: Any) -> None:
     scaled = jnp.minimum(jnp.maximum(scaled, -limit), limit)
     store(buffers.values.at[rows], (jnp.round(scaled) if limit == 127 else scaled).astype(dtype))
     store(buffers.scales.at[rows], scales)
+
+
+def store_quantised_rows(
+    context: Context, first_block: jax.Array, result: jax.Array, tile: Tile, out_tile: jax.Array
+) -> None:
+    """Store a warpgroup's rows of an output tile, those that belong to its group, and no others.
+
+    Args:
+      first_block: of `BLOCK_ROWS` rows of the tile that are this warpgroup's.
+      result: FP32 [consumer_rows, tiles.out].
+    """
+    buffers: Any = context.scratch.narrowing
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _keep(buffers, pl.ds(first_block * BLOCK_ROWS, result.shape[0]), result)
+    plgpu.commit_smem()
+
+    def copy(block: jax.Array, _: None) -> None:
+        _copy(context, buffers, tile, out_tile, block * BLOCK_ROWS)
+
+    blocks = result.shape[0] // BLOCK_ROWS
+    jax.lax.fori_loop(first_block, first_block + blocks, copy, None)
 
 
 def _copy(

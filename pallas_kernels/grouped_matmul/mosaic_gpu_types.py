@@ -15,6 +15,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+MOST_STORED_COLUMNS = 64  # at once, where rows are first: likewise
+
+PART_COLUMNS = 128
+"""Output columns of one sum, where rows are first: those of a block of the weights, or fewer."""
 
 ROWS_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (4,))),
@@ -35,12 +39,14 @@ class Tiles(NamedTuple):
     """Sizes of one call of the kernel.
 
     Attributes:
-      rows: of a row tile, wgmma's N: a multiple of 8, at most 256.
-      out: output columns of a tile, of each of the weights: a multiple of 64 for every consumer.
+      rows: of a row tile: a multiple of 8, at most 256; with rows first, of 64 for every consumer.
+      out: output columns of a tile, of each of the weights: a multiple of 64 for every consumer;
+        with rows first, of `PART_COLUMNS`.
       inner: values of d_in a step; a row of them has at most 128 bytes, or a multiple.
       stages: steps that fit into the ring.
       consumers: warpgroups that multiply.
       band: row tiles that are worked on together.
+      rows_first: whether rows are wgmma's left operand (its M), and not the weights.
     """
 
     rows: int
@@ -49,16 +55,27 @@ class Tiles(NamedTuple):
     stages: int
     consumers: int
     band: int
+    rows_first: bool = False
 
     @property
     def consumer_out(self) -> int:
-        """Output columns of one consumer, wgmma's M."""
+        """Output columns of one consumer, where weights are wgmma's M."""
         return self.out // self.consumers
 
     @property
+    def consumer_rows(self) -> int:
+        """Rows of one consumer, where they are wgmma's M."""
+        return self.rows // self.consumers
+
+    @property
     def store_rows(self) -> int:
-        """Rows of a tile that are stored at once."""
-        return min(self.rows, MOST_STORED_ROWS)
+        """Rows of a consumer that are stored at once."""
+        return self.consumer_rows if self.rows_first else min(self.rows, MOST_STORED_ROWS)
+
+    @property
+    def store_columns(self) -> int:
+        """Output columns of a consumer that are stored at once."""
+        return MOST_STORED_COLUMNS if self.rows_first else self.consumer_out
 
 
 def quantises(out_dtype: DTypeLike) -> bool:
@@ -70,9 +87,9 @@ def shared_memory(
     tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int, *, quantises: bool
 ) -> tuple[int, int]:
     """Bytes of the buffers besides the ring, and of one stage of it."""
-    fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.out * 2
+    fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.consumers * tiles.store_columns * 2
     if quantises:
-        fixed = tiles.rows * (tiles.out * 5 + 4)
+        fixed = tiles.rows * (tiles.out * (1 if tiles.rows_first else 5) + 4)
     stage = (weights * tiles.out * weight_bytes + tiles.rows * row_bytes) * tiles.inner
     return fixed, stage
 
@@ -118,10 +135,11 @@ class Tile(NamedTuple):
     begin: jax.Array
     end: jax.Array
 
-    def part(self, first: int, rows: int) -> "Tile":
-        """Its `rows` rows from row `first` on."""
+    def part(self, first_block: int | jax.Array, rows: int) -> "Tile":
+        """Its `rows` rows from this block of `BLOCK_ROWS` rows on."""
+        first = first_block * BLOCK_ROWS
         begin, end = (jnp.clip(edge - first, 0, rows) for edge in (self.begin, self.end))
-        return Tile(self.group, self.block + first // BLOCK_ROWS, begin, end)
+        return Tile(self.group, self.block + first_block, begin, end)
 
 
 @dataclass(frozen=True)
@@ -129,19 +147,19 @@ class Narrowing:
     """Shared memory of a CTA that quantises what it stores; nothing of it is swizzled.
 
     Attributes:
-      wide: FP32 [tiles.rows, tiles.out].
       values: [tiles.rows, tiles.out], 8 bits.
       scales: FP32 [tiles.rows].
-      met: a barrier: all consumers are here.
+      wide: FP32 [tiles.rows, tiles.out]; not where rows are first.
+      met: a barrier: all consumers are here; likewise.
     """
 
-    wide: Ref
     values: Ref
     scales: Ref
-    met: Ref
+    wide: Ref | None = None
+    met: Ref | None = None
 
 
-jax.tree_util.register_dataclass(Narrowing, ["wide", "values", "scales", "met"], [])
+jax.tree_util.register_dataclass(Narrowing, ["values", "scales", "wide", "met"], [])
 
 
 @dataclass(frozen=True)
@@ -151,8 +169,8 @@ class Scratch:
     Attributes:
       weights: for each of the weights [stages, tiles.out, tiles.inner].
       rows: [stages, tiles.rows, tiles.inner].
-      output: [consumers, tiles.store_rows, tiles.consumer_out].
-      edge: [consumers, BLOCK_ROWS, tiles.consumer_out], not swizzled.
+      output: [consumers, tiles.store_rows, tiles.store_columns].
+      edge: [consumers, BLOCK_ROWS, tiles.store_columns], not swizzled.
       narrowing: instead of these two, if results are quantised.
       converted: [consumers, tiles.consumer_out, tiles.inner]; only if interpreted.
       full: barriers [stages]: a stage is loaded.

@@ -14,17 +14,17 @@ BLOCK_ROWS = 8
 
 
 class TileList(NamedTuple):
-    """Row tiles in the order of the rows; of the array's fixed length, the first `total` exist.
+    """Row tiles in the order of the rows; of the array's fixed length, the first `totals[1]` exist.
 
     Attributes:
       tiles: [4, bound]: of every tile its group, its first row divided by `BLOCK_ROWS`, and the
         range of its rows that belong to the group, counted from its first row. The group of tiles
         of padding rows is the number of groups.
-      total: [1].
+      totals: [2]: tiles of groups, and all.
     """
 
     tiles: Int32[Array, "4 bound"]
-    total: Int32[Array, " 1"]
+    totals: Int32[Array, " 2"]
 
 
 def list_tiles(group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int) -> TileList:
@@ -45,4 +45,4 @@ def list_tiles(group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int) 
     start = first[group] + number * tile_rows
     begin = jnp.maximum((row_end - sizes)[group] - start, 0)
     end = jnp.minimum(row_end[group] - start, tile_rows)
-    return TileList(jnp.stack([group, start // BLOCK_ROWS, begin, end]), tile_end[-1:])
+    return TileList(jnp.stack([group, start // BLOCK_ROWS, begin, end]), tile_end[-2:])

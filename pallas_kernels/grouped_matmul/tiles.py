@@ -90,6 +90,7 @@ class HopperTiles(NamedTuple):
       consumers: warpgroups that multiply, beside the one that loads.
       band: row tiles that are worked on together, so that their weights are read once from memory.
       most_stages: buffers of the ring, if there is room.
+      rows_first: whether rows are wgmma's left operand, and the consumers load for themselves.
     """
 
     rows: tuple[int, ...]
@@ -97,11 +98,21 @@ class HopperTiles(NamedTuple):
     consumers: int = 2
     band: int = 8
     most_stages: int = 8
+    rows_first: bool = False
 
 
-Kind = Literal["16 bits", "int8", "int8 blocks", "converted", "converted blocks", "rows in blocks"]
+Kind = Literal[
+    "16 bits",
+    "int8",
+    "int8 blocks",
+    "converted",
+    "converted blocks",
+    "rows in blocks",
+    "many rows in blocks",
+]
 """Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted,
-and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks."""
+and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks, and "many" if
+groups have more of them than the largest tile for few."""
 
 HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     # (kind of operands, how many weights in one pass)
@@ -117,6 +128,8 @@ HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     ("converted blocks", 2): HopperTiles((16, 32, 64)),
     ("rows in blocks", 1): HopperTiles((16, 32, 64, 112)),
     ("rows in blocks", 2): HopperTiles((16, 32, 64)),
+    ("many rows in blocks", 1): HopperTiles((128,), out=256, rows_first=True),
+    ("many rows in blocks", 2): HopperTiles((128,), out=128, rows_first=True),
 }
 
 HOPPER: dict[str, dict[tuple[Kind, int], HopperTiles]] = {

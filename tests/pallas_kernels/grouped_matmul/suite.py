@@ -128,13 +128,14 @@ def poisoned_rows(rng, rows, d_in, dtype, sizes):
     return values
 
 
-class GroupedMatmulSuite:
-    """Sizes are small, since interpreted kernels are slow; a backend may set its own.
+class RowsInBlocksSuite:
+    """Rows in 8 bits, too.
+
+    Sizes are small, since interpreted kernels are slow; a backend may set its own.
 
     Attributes:
       target: what is tested.
       d_ff: of the networks whose hidden rows are quantised in blocks of 128.
-      counts: sizes of groups whose every combination is tested; around the backend's tiles.
     """
 
     target: ClassVar[Target]
@@ -142,6 +143,78 @@ class GroupedMatmulSuite:
     d_in: ClassVar[int] = 256
     d_out: ClassVar[int] = 256
     d_ff: ClassVar[int] = 256
+
+    def with_row_format(self, function, row_format, *arguments):
+        """The output."""
+        with use_target(self.target):
+            compiled = jax.jit(fresh(functools.partial(function, row_format=row_format)))
+            return np.asarray(compiled(*arguments), np.float64)
+
+    @pytest.mark.parametrize(
+        ("format", "dtype"),
+        [
+            ("fp8", jnp.bfloat16),
+            ("fp8_bits", jnp.float32),
+            ("fp8_block", jnp.bfloat16),
+            ("fp8_large_block", jnp.bfloat16),
+            ("int8", jnp.bfloat16),
+            ("int8_block", jnp.bfloat16),
+        ],
+    )
+    def test_matmul_of_rows_in_blocks(self, format, dtype):
+        """Rows in 8 bits too, the columns from 128 on a thousand times smaller."""
+        rng = np.random.default_rng(0)
+        sizes = [self.rows - 15, 0, 3, 4]
+        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
+        rows[:, 128:] /= 1000
+        rows = rows.astype(dtype)
+        kind = "int8" if format.startswith("int8") else "fp8"
+        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.with_row_format(grouped_matmul, kind, *arguments)
+        expected = by_group_numpy(
+            rows, sizes, self.d_out, functools.partial(weights.product, row_format=kind)
+        )
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
+        )
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+    def test_swiglu_of_rows_in_blocks(self, format):
+        """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
+        rng = np.random.default_rng(0)
+        sizes = [20, 0, self.rows - 30]
+        shapes = [(3, self.d_ff, self.d_in)] * 2 + [(3, self.d_in, self.d_ff)]
+        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
+        rows[20:] *= 1000
+        rows = rows.astype(jnp.bfloat16)
+        kind = "int8" if format == "int8" else "fp8"
+
+        def expected_row(row, group):
+            gated = gate.product(row, group, kind)
+            with np.errstate(over="ignore"):
+                hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, kind)
+            return down.product(hidden, group, kind)
+
+        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
+        output = self.with_row_format(grouped_swiglu, kind, *arguments)
+        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
+        # A hidden value near the middle of two roundings may go to either.
+        scale = np.abs(expected).max(axis=1, keepdims=True)
+        assert np.all(np.abs(output - expected) <= 2e-2 * scale)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+
+class GroupedMatmulSuite(RowsInBlocksSuite):
+    """All of it.
+
+    Attributes:
+      counts: sizes of groups whose every combination is tested; around the backend's tiles.
+    """
+
     counts: ClassVar[tuple[int, ...]] = (0, 1, 33)
 
     def matmul(self, rows, weights, sizes):
@@ -229,69 +302,6 @@ class GroupedMatmulSuite:
         tolerance = 2e-2 if dtype == jnp.bfloat16 or "int8" in formats else 1e-4
         scale = np.abs(expected).max(axis=1, keepdims=True)
         assert np.all(np.abs(output - expected) <= tolerance * scale)
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
-
-    def with_row_format(self, function, row_format, *arguments):
-        """The output."""
-        with use_target(self.target):
-            compiled = jax.jit(fresh(functools.partial(function, row_format=row_format)))
-            return np.asarray(compiled(*arguments), np.float64)
-
-    @pytest.mark.parametrize(
-        ("format", "dtype"),
-        [
-            ("fp8", jnp.bfloat16),
-            ("fp8_bits", jnp.float32),
-            ("fp8_block", jnp.bfloat16),
-            ("fp8_large_block", jnp.bfloat16),
-            ("int8", jnp.bfloat16),
-            ("int8_block", jnp.bfloat16),
-        ],
-    )
-    def test_matmul_of_rows_in_blocks(self, format, dtype):
-        """Rows in 8 bits too, the columns from 128 on a thousand times smaller."""
-        rng = np.random.default_rng(0)
-        sizes = [self.rows - 15, 0, 3, 4]
-        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
-        rows[:, 128:] /= 1000
-        rows = rows.astype(dtype)
-        kind = "int8" if format.startswith("int8") else "fp8"
-        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_matmul, kind, *arguments)
-        expected = by_group_numpy(
-            rows, sizes, self.d_out, functools.partial(weights.product, row_format=kind)
-        )
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(
-            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
-        )
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
-
-    @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
-    def test_swiglu_of_rows_in_blocks(self, format):
-        """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
-        rng = np.random.default_rng(0)
-        sizes = [20, 0, self.rows - 30]
-        shapes = [(3, self.d_ff, self.d_in)] * 2 + [(3, self.d_in, self.d_ff)]
-        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
-        rows[20:] *= 1000
-        rows = rows.astype(jnp.bfloat16)
-        kind = "int8" if format == "int8" else "fp8"
-
-        def expected_row(row, group):
-            gated = gate.product(row, group, kind)
-            with np.errstate(over="ignore"):
-                hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, kind)
-            return down.product(hidden, group, kind)
-
-        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_swiglu, kind, *arguments)
-        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
-        # A hidden value near the middle of two roundings may go to either.
-        scale = np.abs(expected).max(axis=1, keepdims=True)
-        assert np.all(np.abs(output - expected) <= 2e-2 * scale)
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
 from pallas_kernels.grouped_matmul import (
+    grouped_matmul,
     mosaic_gpu,
-    mosaic_gpu_consumer,
-    mosaic_gpu_kernel,
     mosaic_gpu_narrowing,
+    mosaic_gpu_rows_first,
+    mosaic_gpu_weights_first,
+    tiles,
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
 from pallas_kernels.quantize import QuantArray, quantize_weight
-from pallas_kernels.target import Target
-from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite, RowsInBlocksSuite
 
 TARGET = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
 H200 = Target("mosaic_gpu", "NVIDIA H200")
@@ -32,6 +34,58 @@ class TestMosaicGpu(GroupedMatmulSuite):
     counts = (0, 9)
 
 
+def rows_come_first(monkeypatch):
+    """As if no tile for few rows were larger than 16 of them."""
+    for products in (1, 2):
+        few = tiles.HOPPER_DEFAULT["rows in blocks", products]._replace(rows=(16,))
+        monkeypatch.setitem(tiles.HOPPER_DEFAULT, ("rows in blocks", products), few)
+
+
+class TestRowsFirst(RowsInBlocksSuite):
+    """Row tiles of 128, of which a group has two; an output tile with columns that do not exist."""
+
+    target = TARGET
+    rows = 152
+    d_out = 192
+
+    @pytest.fixture(autouse=True)
+    def _many_rows(self, monkeypatch):
+        rows_come_first(monkeypatch)
+
+    @pytest.mark.parametrize("sizes", [(64, 0, 64), (63, 65, 0), (0, 1, 135), (7, 8, 9), (0, 0, 0)])
+    def test_borders(self, sizes):
+        """Of groups: at and beside those of the warpgroups' rows, and within a block of 8."""
+        rng = np.random.default_rng(0)
+        weights = quantize_weight(jnp.asarray(rng.normal(size=(3, 192, 256))), "fp8_block")
+        rows = rng.normal(size=(136, 256)).astype(jnp.bfloat16)
+        rows[sum(sizes) :] = np.nan
+        sizes = jnp.asarray(sizes, jnp.int32)
+        found = [
+            call_under(target, jnp.asarray(rows), weights, sizes)
+            for target in (TARGET, Target("reference", "cpu"))
+        ]
+        np.testing.assert_allclose(found[0], found[1], 1e-2, 1e-2)
+
+
+def call_under(target, rows, weights, sizes):
+    def call():
+        return grouped_matmul(rows, weights, sizes, row_format="fp8")
+
+    with use_target(target):
+        return np.asarray(jax.jit(call)(), np.float32)
+
+
+def test_a_row_is_the_same_whichever_comes_first(monkeypatch):
+    """So that a sequence does not depend on how many others there are."""
+    rng = np.random.default_rng(0)
+    weights = quantize_weight(jnp.asarray(rng.normal(size=(2, 192, 256))), "fp8_block")
+    rows = jnp.asarray(rng.normal(size=(32, 256)), jnp.bfloat16)
+    sizes = jnp.asarray([20, 12], jnp.int32)
+    weights_first = call_under(TARGET, rows, weights, sizes)
+    rows_come_first(monkeypatch)
+    np.testing.assert_array_equal(call_under(TARGET, rows, weights, sizes), weights_first)
+
+
 def race_is_reported(run):
     try:
         jax.block_until_ready(run())
@@ -42,20 +96,20 @@ def race_is_reported(run):
         interpreter.reset_gpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize(
-    ("module", "wait"),
-    [(mosaic_gpu_kernel, "wait_until_free"), (mosaic_gpu_consumer, "wait_until_loaded")],
-)
-def test_a_dropped_wait_is_noticed(module, wait, monkeypatch):
-    """The producer would overwrite what is in use, the consumers read what has not arrived."""
-    arguments = (
-        jnp.ones((8, 256), jnp.bfloat16),
-        jnp.ones((2, 64, 256), jnp.bfloat16),
-        jnp.asarray([3, 4], jnp.int32),
-    )
+@pytest.mark.parametrize("wait", ["wait_until_free", "wait_until_loaded"])
+@pytest.mark.parametrize("first", ["weights", "rows"])
+def test_a_dropped_wait_is_noticed(first, wait, monkeypatch):
+    """Who loads would overwrite what is in use, who multiplies read what has not arrived."""
+    module = mosaic_gpu_weights_first if first == "weights" else mosaic_gpu_rows_first
+    weights, row_format = jnp.ones((2, 64, 256), jnp.bfloat16), None
+    if first == "rows":
+        rows_come_first(monkeypatch)
+        weights, row_format = quantize_weight(jnp.ones((2, 64, 384)), "fp8_block"), "fp8"
+    rows = jnp.ones((24 if first == "rows" else 8, weights.shape[2]), jnp.bfloat16)
 
     def run():
-        return mosaic_gpu.grouped_matmul(*arguments, TARGET)
+        sizes = jnp.asarray([3, 4], jnp.int32)
+        return mosaic_gpu.grouped_matmul(rows, weights, sizes, TARGET, row_format)
 
     assert not race_is_reported(run)
     monkeypatch.setattr(module, wait, lambda context, stage: None)
@@ -166,8 +220,21 @@ class TestPickTiles:
         assert tiles_for(24576, fp8)[:4] == (96, 128, 128, 5)
         assert tiles_for(24576, fp8, fp8)[:4] == (64, 128, 128, 4)
         # Rows in blocks: 30 and 40 KiB, and 40 KiB in which results are quantised.
-        assert tiles_for(24576, fp8, in_blocks=True)[:4] == (112, 128, 128, 6)
-        assert tiles_for(24576, fp8, fp8, in_blocks=True)[:4] == (64, 128, 128, 4)
+        assert tiles_for(1536, fp8, in_blocks=True)[:4] == (112, 128, 128, 6)
+        assert tiles_for(768, fp8, fp8, in_blocks=True)[:4] == (64, 128, 128, 4)
+
+    def test_many_rows_come_first(self):
+        """48 KiB a stage, 18 KiB for output, or 16 for what is quantised."""
+        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
+        first = tiles_for(24576, fp8, in_blocks=True)
+        assert (first[:4], first.rows_first) == ((128, 256, 128, 4), True)
+        first = tiles_for(24576, fp8, fp8, in_blocks=True)
+        assert (first[:4], first.rows_first) == ((128, 128, 128, 4), True)
+
+    def test_a_part_of_the_columns_has_one_scale(self):
+        """Of a block; else weights stay first."""
+        small = quantised(jnp.float8_e4m3fn, self.up, (64, 128))
+        assert not tiles_for(24576, small, in_blocks=True).rows_first
 
     def test_every_device_kind_has_multiprocessors(self):
         kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup of the Hopper kernel does: multiply, scale, apply the epilogue, store.
+"""The Hopper kernel with weights as wgmma's left operand: what its warpgroups do, load or multiply.
 
 Called by `mosaic_gpu_kernel.py`. Products are transposed: [consumer_out, rows] of a tile.
 """
@@ -11,30 +11,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
-    ROWS_LAYOUT,
-    Context,
-    Epilogue,
-    Ref,
-    Tile,
+from pallas_kernels.grouped_matmul.mosaic_gpu_results import channel_scales, spread, store
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Epilogue, Ref, Tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
+    for_each_tile,
+    load_step,
+    release,
+    wait_until_free,
+    wait_until_loaded,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 Products = tuple[jax.Array, ...]
 
 
-def prepare(context: Context) -> None:
-    """Give all buffers to the producer."""
+def load(context: Context) -> None:
+    """The warpgroup that loads: the operands of all steps, as buffers become free."""
+
+    def load_tile(step: jax.Array, tile: Tile, out_tile: jax.Array) -> jax.Array:
+        def run(index: jax.Array, step: jax.Array) -> jax.Array:
+            stage = context.stage_of(step)
+            wait_until_free(context, stage)
+            load_step(context, tile.group, tile.block, out_tile, index, stage)
+            return step + 1
+
+        return jax.lax.fori_loop(0, context.steps_of(tile), run, step)
+
+    for_each_tile(context, jnp.int32(0), load_tile)
+    for stage in range(context.tiles.stages):  # no arrival is left unseen
+        wait_until_free(context, stage)
+
+
+def compute(context: Context, epilogue: Epilogue, consumer: jax.Array) -> None:
+    """A warpgroup that multiplies: its part of all output tiles. Both count the steps alike."""
     for stage in range(context.tiles.stages):
-        plgpu.barrier_arrive(context.scratch.empty.at[stage])
+        release(context, stage)
+    for_each_tile(
+        context,
+        jnp.int32(0),
+        lambda *arguments: _compute_tile(context, epilogue, consumer, *arguments),
+    )
 
 
-def wait_for_stores() -> None:
-    """Before the end: the results have left SMEM and are in memory."""
-    plgpu.wait_smem_to_gmem(0)
-
-
-def compute_tile(
+def _compute_tile(
     context: Context,
     epilogue: Epilogue,
     consumer: jax.Array,
@@ -62,7 +81,7 @@ def compute_tile(
         part = result[:, first : first + tiles.store_rows]
         output.at[consumer].transpose((1, 0))[...] = part
         plgpu.commit_smem()
-        _store(context, consumer, tile.part(first, tiles.store_rows), column)
+        store(context, consumer, tile.part(first // BLOCK_ROWS, tiles.store_rows), column)
     return step
 
 
@@ -85,13 +104,13 @@ def _products(
             for number, accumulator in enumerate(accumulators):
                 _multiply(context, consumer, accumulator, number, stage)
             plgpu.wgmma_wait(late * len(accumulators))
-            pl.when(index >= late)(lambda: _release(context, step - late))
+            pl.when(index >= late)(lambda: release(context, context.stage_of(step - late)))
             return step + 1
 
         end = jax.lax.fori_loop(0, steps, multiply, step)
         products = tuple(accumulator[...].astype(jnp.float32) for accumulator in accumulators)
         if late:
-            pl.when(steps > 0)(lambda: _release(context, end - 1))
+            pl.when(steps > 0)(lambda: release(context, context.stage_of(end - 1)))
         return products, end
 
     return pl.run_scoped(run, [_accumulator(context) for _ in context.operands.weights])
@@ -138,7 +157,7 @@ def _products_of_blocks(
                 return accumulator[...].astype(jnp.float32) * factor
 
             added.append(total + pl.run_scoped(run, _accumulator(context)))
-        _release(context, step)
+        release(context, stage)
         return tuple(added), step + 1
 
     zeros = jnp.zeros(shape, jnp.float32)
@@ -176,95 +195,18 @@ def _multiply(
     plgpu.wgmma(accumulator, left, scratch.rows.at[stage].transpose((1, 0)))
 
 
-def wait_until_loaded(context: Context, stage: jax.Array) -> None:
-    """Until the copies into the buffers of a stage have arrived."""
-    plgpu.barrier_wait(context.scratch.full.at[stage])
-
-
-def _release(context: Context, step: jax.Array) -> None:
-    """Give the buffers of a step back to the producer."""
-    plgpu.barrier_arrive(context.scratch.empty.at[context.stage_of(step)])
-
-
 def _scale(context: Context, products: Products, tile: Tile, column: jax.Array) -> Products:
     """The products times the scales of their channels and of their rows; zeros for padding rows."""
     tiles, operands = context.tiles, context.operands
     shape = (tiles.consumer_out, tiles.rows)
-    is_real = tile.group < context.groups
-
-    def broadcast(scales: Ref, axis: int) -> jax.Array:
-        """Along one axis of a product, as wgmma spreads it over the threads.
-
-        Scales of padding rows may be anything, NaN included.
-        """
-        vector = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-        zeros = jnp.zeros_like(vector)
-        vector = jnp.where(jnp.broadcast_to(is_real, vector.shape), vector, zeros)
-        return jax.lax.broadcast_in_dim(vector, shape, (axis,))
-
     if operands.channel_scales:
-        columns = pl.ds(column, tiles.consumer_out)
-        group = jnp.minimum(tile.group, context.groups - 1)
+        channels = pl.ds(column, tiles.consumer_out)
         products = tuple(
-            product * broadcast(scales.at[group, columns], 0)
-            for product, scales in zip(products, operands.channel_scales, strict=True)
+            product * channel_scales(context, number, tile, channels, shape, axis=0)
+            for number, product in enumerate(products)
         )
     if operands.row_scales is not None:
         rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
-        scales = broadcast(operands.row_scales.at[rows], 1)
+        scales = spread(context, operands.row_scales.at[rows], tile, shape, axis=1)
         products = tuple(product * scales for product in products)
     return products
-
-
-def _store(context: Context, consumer: jax.Array, tile: Tile, column: jax.Array) -> None:
-    """Copy the rows of an output tile that belong to its group, and no others.
-
-    TMA copies have static sizes, and from a swizzled buffer they begin and end with its blocks: the
-    rows of blocks that are shared with other tiles go one by one, through a buffer that is not
-    swizzled.
-    """
-    tiles, output = context.tiles, context.output
-    columns = pl.ds(column, tiles.consumer_out)
-    buffers: Any = context.scratch
-    source, edge = buffers.output.at[consumer], buffers.edge.at[consumer]
-    whole_begin = jax.lax.div(tile.begin + BLOCK_ROWS - 1, BLOCK_ROWS)
-    whole_end = jax.lax.div(tile.end, BLOCK_ROWS)
-
-    def copy_blocks(block: Any, count: int) -> None:
-        target = (tile.block + block) * BLOCK_ROWS
-        plgpu.copy_smem_to_gmem(
-            source.at[pl.ds(block * BLOCK_ROWS, count * BLOCK_ROWS)],
-            output.at[pl.ds(target, count * BLOCK_ROWS), columns],
-        )
-
-    full = tile.end - tile.begin == tiles.store_rows
-
-    @pl.when(full)
-    def _full() -> None:
-        copy_blocks(0, tiles.store_rows // BLOCK_ROWS)
-
-    @pl.when(jnp.logical_not(full))
-    def _partial() -> None:
-        jax.lax.fori_loop(whole_begin, whole_end, lambda block, _: copy_blocks(block, 1), None)
-
-    def copy_edge(block: jax.Array, begin: jax.Array, end: jax.Array) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rows = source.at[pl.ds(block * BLOCK_ROWS, BLOCK_ROWS)]
-        edge[...] = plgpu.load(rows, layout=ROWS_LAYOUT, optimized=False)
-        plgpu.commit_smem()
-        first = (tile.block + block) * BLOCK_ROWS
-
-        def copy_row(row: jax.Array, _: None) -> None:
-            plgpu.copy_smem_to_gmem(
-                edge.at[pl.ds(row, 1)], output.at[pl.ds(first + row, 1), columns]
-            )
-
-        jax.lax.fori_loop(begin, end, copy_row, None)
-
-    @pl.when((tile.begin > 0) & (tile.begin < tile.end))
-    def _head() -> None:
-        copy_edge(jnp.int32(0), tile.begin, jnp.minimum(tile.end, BLOCK_ROWS))
-
-    @pl.when((tile.end > whole_end * BLOCK_ROWS) & (whole_end >= whole_begin))
-    def _tail() -> None:
-        copy_edge(whole_end, jnp.int32(0), tile.end - whole_end * BLOCK_ROWS)

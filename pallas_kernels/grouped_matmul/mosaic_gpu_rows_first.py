@@ -1,0 +1,213 @@
+"""The Hopper kernel with rows as wgmma's left operand: many rows a group, in 8 bits by blocks.
+
+Called by `mosaic_gpu_kernel.py`. Every sum over a block of d_in is scaled before it is added, so
+that a thread holds two sets of sums; how large a tile may be decides how fast its operands have to
+come from the L2 cache. With the rows on the left, a thread's results are of two rows: two scales,
+where with the weights there it has one for every other result. And a row of a tile lies in one
+warpgroup, which quantises it where it is. With no warpgroup that only loads, the two that multiply,
+64 rows each and all columns, have 255 registers a thread instead of 168.
+
+The first of them loads, too: before a step it starts to load the one for which the buffers of an
+earlier step are free, some steps and often a tile ahead (`Cursor`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_results import channel_scales, store
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    PART_COLUMNS,
+    Context,
+    Epilogue,
+    Ref,
+    Tile,
+)
+from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
+    Cursor,
+    first_step,
+    for_each_tile,
+    load_next,
+    release,
+    wait_until_free,
+    wait_until_loaded,
+)
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+
+LATE = 2
+"""Steps that the other warpgroup may be behind before the one that loads waits for it."""
+
+Sums = tuple[tuple[jax.Array, ...], ...]
+"""Of every weight and of every part of its columns: FP32 [consumer_rows, PART_COLUMNS]."""
+
+Carry = tuple[jax.Array, Cursor]
+"""The step of the ring that is multiplied next, and what is loaded next."""
+
+
+def load_and_compute(context: Context, epilogue: Epilogue, warpgroup: jax.Array) -> None:
+    """What a warpgroup does: its rows of all output tiles. Both count the steps alike."""
+    stages = context.tiles.stages
+    mine = warpgroup == 0
+    cursor = first_step(context)
+    for stage in range(stages - LATE):
+        cursor = load_next(context, cursor, stage, mine=mine)
+    for stage in range(stages - LATE, stages):
+        release(context, stage)
+    end, _ = for_each_tile(
+        context,
+        (jnp.int32(0), cursor),
+        lambda *arguments: _compute_tile(context, epilogue, warpgroup, *arguments),
+    )
+
+    @pl.when(mine)
+    def _drain() -> None:  # no arrival is left unseen
+        for late in range(LATE):
+            wait_until_free(context, context.stage_of(end + (stages - LATE + late)))
+
+
+def _compute_tile(
+    context: Context,
+    epilogue: Epilogue,
+    warpgroup: jax.Array,
+    carry: Carry,
+    tile: Tile,
+    out_tile: jax.Array,
+) -> Carry:
+    """Compute and store this warpgroup's rows of one output tile."""
+    tiles = context.tiles
+    first_block = warpgroup * (tiles.consumer_rows // BLOCK_ROWS)
+    rows = tile.part(first_block, tiles.consumer_rows)
+    sums, carry = _sums(context, warpgroup, carry, rows, out_tile)
+    for part, products in enumerate(zip(*sums, strict=True)):
+        column = out_tile * tiles.out + part * PART_COLUMNS
+        result = epilogue(*_scale(context, products, tile, column))
+        if context.scratch.narrowing is not None:
+            store_quantised_rows(context, first_block, result, tile, out_tile)
+            continue
+        _store(context, warpgroup, result, rows, column)
+    return carry
+
+
+def _sums(
+    context: Context, warpgroup: jax.Array, carry: Carry, rows: Tile, out_tile: jax.Array
+) -> tuple[Sums, Carry]:
+    """The products of one output tile but for scales of channels. Every step has fresh sums."""
+    operands, tiles, scratch = context.operands, context.tiles, context.scratch
+    row_scales: Any = operands.row_block_scales
+    shape = tiles.consumer_rows, PART_COLUMNS
+    at_rows = pl.ds(rows.block * BLOCK_ROWS, tiles.consumer_rows)
+    left_rows = pl.ds(warpgroup * tiles.consumer_rows, tiles.consumer_rows)
+    parts = range(tiles.out // PART_COLUMNS)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def add_step(index: jax.Array, state: tuple[Sums, Carry]) -> tuple[Sums, Carry]:
+        totals, (step, cursor) = state
+        cursor = _refill(context, warpgroup, step, cursor)
+        stage = context.stage_of(step)
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        of_rows = plgpu.load(row_scales.at[index, at_rows], layout=layout, optimized=False)
+        wait_until_loaded(context, stage)
+        left = scratch.rows.at[stage, left_rows]
+
+        def add(number: int, part: int) -> jax.Array:
+            def run(accumulator: Ref) -> jax.Array:
+                columns = pl.ds(part * PART_COLUMNS, PART_COLUMNS)
+                right = scratch.weights[number].at[stage, columns].transpose((1, 0))
+                plgpu.wgmma(accumulator, left, right)
+                scales = _block_scales(context, rows, out_tile, part, index)
+                factor = of_rows if scales is None else of_rows * scales[number]
+                factor = jax.lax.broadcast_in_dim(factor + _zero(), shape, (0,))
+                total, found = totals[number][part], accumulator[...].astype(jnp.float32)
+                return _now(step, lambda: total + found * factor, total)
+
+            return pl.run_scoped(run, _accumulator(context))
+
+        added = tuple(tuple(add(number, part) for part in parts) for number in range(len(totals)))
+        release(context, stage)
+        return added, (step + 1, cursor)
+
+    totals = tuple(tuple(zeros for _ in parts) for _ in operands.weights)
+    return jax.lax.fori_loop(0, context.steps_of(rows), add_step, (totals, carry))
+
+
+# Registers suffice for one set of sums beside the totals. The compiler has to be held to that.
+
+
+def _now(step: jax.Array, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
+    """What `compute` gives, computed here.
+
+    Behind a branch of which the compiler does not know that it is always taken: else it adds the
+    last sums while the next ones are computed, and both are in registers.
+    """
+    return jax.lax.cond(step >= 0, compute, lambda: otherwise)
+
+
+def _zero() -> jax.Array:
+    """A zero that is used after sums began from zero.
+
+    Without one, the last such use of the constant takes the register in which it lies since the
+    beginning of the step for the sums, and with it all of their registers.
+    """
+    return jax.lax.optimization_barrier(jnp.float32(0))
+
+
+def _block_scales(
+    context: Context, tile: Tile, out_tile: jax.Array, part: int, index: jax.Array
+) -> list[jax.Array] | None:
+    """The scales of a block of each of the weights, if they have such."""
+    operands, tiles = context.operands, context.tiles
+    if not operands.block_scales:
+        return None
+    block_out, block_in = operands.block
+    column_block = jax.lax.div(out_tile * tiles.out + part * PART_COLUMNS, block_out)
+    # A tile may have more columns than there are.
+    column_block = jnp.minimum(column_block, operands.block_scales[0].shape[1] - 1)
+    block = jax.lax.div(index * tiles.inner, block_in)
+    return [scales[tile.group, column_block, block] for scales in operands.block_scales]
+
+
+def _refill(context: Context, warpgroup: jax.Array, step: jax.Array, cursor: Cursor) -> Cursor:
+    """Load the next step into the buffers of the one that was `LATE` steps ago."""
+    mine = warpgroup == 0
+    stage = context.stage_of(step + (context.tiles.stages - LATE))
+    pl.when(mine)(lambda: wait_until_free(context, stage))
+    return load_next(context, cursor, stage, mine=mine)
+
+
+def _accumulator(context: Context) -> Any:
+    is_int8 = context.operands.rows.dtype == jnp.int8
+    shape = (context.tiles.consumer_rows, PART_COLUMNS)
+    return plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32)
+
+
+def _scale(
+    context: Context, products: tuple[jax.Array, ...], tile: Tile, column: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The products with each of the weights times the scales of their channels."""
+    if not context.operands.channel_scales:
+        return products
+    channels = pl.ds(column, PART_COLUMNS)
+    shape = context.tiles.consumer_rows, PART_COLUMNS
+    return tuple(
+        product * channel_scales(context, number, tile, channels, shape, axis=1)
+        for number, product in enumerate(products)
+    )
+
+
+def _store(
+    context: Context, warpgroup: jax.Array, result: jax.Array, rows: Tile, column: jax.Array
+) -> None:
+    """Store this warpgroup's rows of a part of an output tile, some columns at a time."""
+    width = context.tiles.store_columns
+    output: Any = context.scratch.output
+    result = result.astype(context.output.dtype)
+    for first in range(0, PART_COLUMNS, width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        output[warpgroup] = result[:, first : first + width]
+        plgpu.commit_smem()
+        store(context, warpgroup, rows, column + first)

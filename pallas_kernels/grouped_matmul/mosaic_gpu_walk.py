@@ -1,0 +1,124 @@
+"""Which tiles a CTA of the Hopper kernel works on, in which order, and how their operands come.
+
+Called by both kinds of consumers. The CTAs work on neighbouring tiles at any time. Row tiles change
+first, within a band of `tiles.band`, then output tiles, then bands: so the weights of a band are
+read while they are in the L2 cache, and so are its rows. Padding rows come last.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Tile
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+
+
+def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any:
+    """Run `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA."""
+    total = context.tile_list.totals[1] * context.out_tiles
+    processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
+
+    def run(round_: jax.Array, carry: Any) -> Any:
+        return body(carry, *_tile_at(context, round_ * processors + processor))
+
+    rounds = jax.lax.div(total - processor + processors - 1, processors)
+    return jax.lax.fori_loop(0, rounds, run, start)
+
+
+def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
+    """The tile at a place of the order, and its output tile; past the end it is the last one's."""
+    band, out_tiles = context.tiles.band, context.out_tiles
+    of_groups, total = context.tile_list.totals[0], context.tile_list.totals[1]
+    band_index = jax.lax.div(place, band * out_tiles)
+    inside = place - band_index * (band * out_tiles)
+    # Of unknown range: where both fit into 16 bits, the division is a call, and in a function that
+    # calls another one wgmma waits for itself.
+    height = jax.lax.optimization_barrier(jnp.clip(of_groups - band_index * band, 1, band))
+    column = jax.lax.div(inside, height)
+    row = band_index * band + inside - column * height
+    padding = place - of_groups * out_tiles
+    out_tile = jnp.where(padding < 0, column, jax.lax.rem(padding, out_tiles))
+    row_tile = jnp.where(padding < 0, row, of_groups + jax.lax.div(padding, out_tiles))
+    row_tile = jnp.minimum(row_tile, total - 1)
+    tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
+    return tile, out_tile
+
+
+class Cursor(NamedTuple):
+    """The step that is loaded next, ahead of the one that is multiplied.
+
+    Attributes:
+      place: of its tile, in the order of all.
+      inner: the step within the tile.
+      group, block: of the tile.
+      out_tile: its output tile.
+    """
+
+    place: jax.Array
+    inner: jax.Array
+    group: jax.Array
+    block: jax.Array
+    out_tile: jax.Array
+
+
+def first_step(context: Context) -> Cursor:
+    """The first step of this CTA."""
+    return _begin_tile(context, jax.lax.axis_index("processor"))
+
+
+def _begin_tile(context: Context, place: jax.Array) -> Cursor:
+    tile, out_tile = _tile_at(context, place)
+    return Cursor(place, jnp.int32(0), tile.group, tile.block, out_tile)
+
+
+def load_next(context: Context, cursor: Cursor, stage: Any, *, mine: Any) -> Cursor:
+    """Start to load the cursor's step, if there is one and it is `mine` to load; and go on."""
+    exists = cursor.place < context.tile_list.totals[0] * context.out_tiles
+
+    @pl.when(mine & exists)
+    def _load() -> None:
+        load_step(context, cursor.group, cursor.block, cursor.out_tile, cursor.inner, stage)
+
+    return jax.lax.cond(
+        cursor.inner + 1 < context.inner_steps,
+        lambda: cursor._replace(inner=cursor.inner + 1),
+        lambda: _begin_tile(context, cursor.place + jax.lax.axis_size("processor")),
+    )
+
+
+def load_step(
+    context: Context,
+    group: jax.Array,
+    block: jax.Array,
+    out_tile: jax.Array,
+    index: jax.Array,
+    stage: Any,
+) -> None:
+    """Start to load the operands of one step into the buffers of a stage."""
+    tiles, scratch, operands = context.tiles, context.scratch, context.operands
+    full = scratch.full.at[stage]
+    inner = pl.ds(index * tiles.inner, tiles.inner)
+    columns = pl.ds(out_tile * tiles.out, tiles.out)
+    for source, target in zip(operands.weights, scratch.weights, strict=True):
+        plgpu.copy_gmem_to_smem(source.at[group, columns, inner], target.at[stage], full)
+    rows = pl.ds(block * BLOCK_ROWS, tiles.rows)
+    plgpu.copy_gmem_to_smem(operands.rows.at[rows, inner], scratch.rows.at[stage], full)
+
+
+def wait_until_free(context: Context, stage: Any) -> None:
+    """Until all consumers are done with the buffers of a stage."""
+    plgpu.barrier_wait(context.scratch.empty.at[stage])
+
+
+def wait_until_loaded(context: Context, stage: Any) -> None:
+    """Until the copies into the buffers of a stage have arrived."""
+    plgpu.barrier_wait(context.scratch.full.at[stage])
+
+
+def release(context: Context, stage: Any) -> None:
+    """Give the buffers of a stage back to whoever loads."""
+    plgpu.barrier_arrive(context.scratch.empty.at[stage])
