@@ -163,7 +163,9 @@ def hopper_tiles(
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
     call = f"{kernel} {widths[0]}->{widths[1]} {kind}"
     default = next(tables, HOPPER_DEFAULT)[kind, products]
-    return tuned.in_force("grouped_matmul", device_kind, call, default, HOPPER_CHOICES)
+    choices = {field: some for field, some in HOPPER_CHOICES.items() if field != "rows"}
+    choices = choices if default.rows_first else HOPPER_CHOICES
+    return tuned.in_force("grouped_matmul", device_kind, call, default, choices)
 
 
 HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
