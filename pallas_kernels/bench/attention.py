@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 def values(key: Any, shape: tuple[int, ...], format: str) -> jax.Array:
     """Random numbers in a format; FP8 as its bits."""
-    if format == "int8":
+    if format.startswith("int8"):
         return jax.random.randint(key, shape, -127, 128, jnp.int8)
     normal = jax.random.normal(key, shape, jnp.bfloat16)
     if format == "bf16":

@@ -12,8 +12,12 @@ from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import ExpertShape
 from pallas_kernels.quantize import QuantArray, scales_shape
 
-ROW_FORMATS: dict[str, RowFormat] = {"fp8_block_rows": "fp8"}
-"""Those in which the rows are in 8 bits, too, in blocks."""
+ROW_FORMATS: dict[str, RowFormat] = {
+    "fp8_block_rows": "fp8",
+    "int8_rows": "int8",
+    "int8_float": "float",
+}
+"""`row_format` of those that ask for one: rows in 8 bits, too, in blocks, or as they are."""
 FORMATS = ("bf16", "int8", "fp8", "fp8_block", *ROW_FORMATS)
 
 
@@ -58,7 +62,7 @@ def weight(key: Any, shape: tuple[int, int, int], format: str) -> Any:
     if format == "bf16":
         return found * jnp.asarray(size, found.dtype)
     cut = block(format)
-    scale = size / 64 if format == "int8" else size
+    scale = size / 64 if found.dtype == jnp.int8 else size
     return QuantArray(found, jnp.full(scales_shape(shape, cut), scale, jnp.float32), cut)
 
 

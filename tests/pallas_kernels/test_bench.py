@@ -51,7 +51,7 @@ def test_attention_of_several_queries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 5)]
+    ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 7)]
 )
 def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -90,6 +90,26 @@ def test_a_wrong_layer_fails_the_run_and_is_not_written(
     assert capsys.readouterr().out.count("WRONG by 0.05") == 4
     # What is within the tolerance of FP8 is none within that of the other two.
     assert {one["format"] for one in json.loads(path.read_text())} == {"fp8"}
+
+
+def test_formats_ask_for_their_rows() -> None:
+    shape = EXPERTS["step3_2a2f"]._replace(d_model=128, d_ff=128, groups=2)
+    asked = {}
+    for format in grouped_matmul.FORMATS:
+        step = grouped_matmul.Step(shape, format, 8)
+        weights = grouped_matmul.inputs(step)[1]
+        dtype = (weights.values if format != "bf16" else weights).dtype.name
+        asked[format] = dtype, grouped_matmul.call(step).keywords["row_format"]
+    assert asked == {
+        "bf16": ("bfloat16", None),
+        "int8": ("int8", None),
+        "fp8": ("uint8", None),
+        "fp8_block": ("uint8", None),
+        "fp8_block_rows": ("uint8", "fp8"),
+        "int8_rows": ("int8", "int8"),
+        "int8_float": ("int8", "float"),
+    }
+    assert set(asked) <= set(correctness.TOLERANCE)
 
 
 def test_the_reference_is_no_kernel_that_was_traced_before(
