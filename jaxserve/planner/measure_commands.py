@@ -184,23 +184,19 @@ def _from_trace(options: argparse.Namespace) -> list[Measurement]:
     """The stages of a trace as measurements; of an ffn stage the work alone, the rest as predicted.
 
     Raises:
-      ConfigError: see `compare`; or the two roles have formats that one measurement cannot say.
+      ConfigError: see `compare`.
     """
     made = read_scenario(options, tokens(options.context))
     batch = _batch(options, made)
     stages = compare(made, steady_spans(read_spans(options.timeline)), batch)
     layout, formats = made.layout, made.attention.formats
-    if {formats.weights, formats.cache, made.ffn.formats.weights} != {formats.weights}:
-        raise ConfigError(
-            f"--timeline: attention.weights = {formats.weights}, cache.format = {formats.cache} "
-            f"and ffn.weights = {made.ffn.formats.weights}: a measurement has one format"
-        )
     f_group = max(made.ffn.model.ffn, key=lambda group: group.layers)
     tokens_of_all = layout.dp * batch
     parts = made.ffn.ffn(f_group, made.roles.ffn, tokens_of_all, layout.ep, layout.ffn_tp)
     found = []
     for one in stages:
         on_ffn = one.name in ("ffn", "combine")
+        weights = (made.ffn if on_ffn else made.attention).formats.weights
         seconds = one.measured
         if one.name == "ffn":
             seconds = max(seconds - parts.spread - parts.gather, 1e-9)
@@ -211,7 +207,8 @@ def _from_trace(options: argparse.Namespace) -> list[Measurement]:
                 model=made.deployment.model,
                 batch=batch,
                 context=made.attention.context,
-                format=formats.weights,
+                format=weights,
+                cache=None if formats.cache == weights else formats.cache,
                 seconds=seconds,
                 dispatch=formats.dispatch,
                 dp=layout.dp,
@@ -239,5 +236,6 @@ def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) 
         corrected = fits.correct(one.op, hardware.name, seconds)
         times = (f"{value * 1e6:.1f}" for value in (one.seconds, seconds, corrected))
         name = f"{one.op}, {one.device_kind}, {Path(one.model).name}"
-        rows.append([name, str(one.batch), str(one.context), one.format, *times])
+        of_all = f"{one.format} (cache {one.cache})" if one.cache else one.format
+        rows.append([name, str(one.batch), str(one.context), of_all, *times])
     return rows

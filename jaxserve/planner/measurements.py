@@ -34,6 +34,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: Format
     """Of weights and cache."""
     seconds: float
+    cache: Format | None = None
+    """Of the cache, if it is another."""
     dispatch: Format = "bfloat16"
     compute: str = "auto"
     """Format of matrix products (`Formats.compute`)."""
@@ -83,7 +85,7 @@ def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, floa
     hardware = hardware_of(one.device_kind, configs)
     formats = Formats(
         weights=one.format,
-        cache=one.format,
+        cache=one.cache or one.format,
         dispatch=one.dispatch,
         compute=one.compute,  # type: ignore[arg-type]
     )

@@ -141,9 +141,10 @@ def _layers(quick: bool, effort: timing.Effort, device_kind: str) -> tuple[list[
     """What the planner reads, and whether a result was wrong."""
     found, wrong = [], False
     for entry, build, sizes in layer.stages(quick, page_size()):
-        what = (
-            f"{entry['op']} {entry['format']}, batch {entry['batch']}, context {entry['context']}"
+        formats = " ".join(
+            [entry["format"], *(["with cache", entry["cache"]] if "cache" in entry else [])]
         )
+        what = f"{entry['op']} {formats}, batch {entry['batch']}, context {entry['context']}"
         try:
             function, arguments = build(*sizes)
             error = correctness.distance(

@@ -20,9 +20,13 @@ D_MODEL, Q_RANK = 7168, 2048
 PLANNER_FORMATS = {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 FORMATS = {name: format for format, name in PLANNER_FORMATS.items()}
 BATCHES, CONTEXTS, FFN_TOKENS = (64, 128), (4096, 8192, 32768), 2048
+STAGES = (("bf16", "bf16"), ("fp8", "bf16"), ("int8", "int8"), ("fp8", "fp8"))
+"""Formats of weights and cache. The second pair is what Step-3's paper times (table 9)."""
 
 
-def attention_layer(step: attention.Step, d_model: int, q_rank: int) -> tuple[Any, tuple[Any, ...]]:
+def attention_layer(
+    step: attention.Step, weight_format: str, d_model: int, q_rank: int
+) -> tuple[Any, tuple[Any, ...]]:
     """The function of the layer, and its arguments: rows first. K and V of the batch are computed,
     and added to the sum so that nothing is dropped, but the pages are not written."""
     shape = step.shape
@@ -32,7 +36,7 @@ def attention_layer(step: attention.Step, d_model: int, q_rank: int) -> tuple[An
     sizes = ((q_rank + kv_width, d_model), (q_width, q_rank), (d_model, out_width))
     keys = jax.random.split(jax.random.key(1), len(sizes) + 1)
     weights = tuple(
-        grouped_matmul.weight(key, (1, *size), step.format)
+        grouped_matmul.weight(key, (1, *size), weight_format)
         for key, size in zip(keys, sizes, strict=False)
     )
     group = jnp.asarray([step.sequences], jnp.int32)
@@ -67,17 +71,20 @@ def stages(quick: bool, page_size: int) -> list[tuple[dict[str, Any], Any, tuple
     """Each measurement without its seconds, with its function and arguments, made one by one."""
     batches, contexts = ((2,), (2 * page_size,)) if quick else (BATCHES, CONTEXTS)
     found: list[Any] = []
-    for format, name in PLANNER_FORMATS.items():
-        common = {"model": "step3", "format": name}
+    for format, cache in STAGES:
+        common = {"model": "step3", "format": PLANNER_FORMATS[format]}
+        of_cache = {} if cache == format else {"cache": PLANNER_FORMATS[cache]}
         for batch in batches:
             for context in contexts:
                 shape = ATTENTION["step3"]
                 sizes = (D_MODEL, Q_RANK)
                 if quick:
                     shape, sizes = shape._replace(q_heads=4, head_dim=64, v_width=64), (128, 128)
-                step = attention.Step(shape, format, batch, context, page_size)
-                entry = common | {"op": "attend", "batch": batch, "context": context}
-                found.append((entry, attention_layer, (step, *sizes)))
+                step = attention.Step(shape, cache, batch, context, page_size)
+                entry = common | of_cache | {"op": "attend", "batch": batch, "context": context}
+                found.append((entry, attention_layer, (step, format, *sizes)))
+        if cache != format:
+            continue
         tokens = 16 if quick else FFN_TOKENS
         shapes = [EXPERTS[name] for name in ("step3_2a2f", "step3_2a2f_shared")]
         if quick:

@@ -137,6 +137,12 @@ def test_the_planner_reads_the_layers(tmp_path: Path) -> None:
     assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 0
     found = read_measurements(path)
     assert {one.device_kind for one in found} == {"quick run on cpu"}
-    assert [(one.op, one.format) for one in found] == [
-        (op, format) for format in ("bfloat16", "int8", "fp8") for op in ("attend", "ffn")
+    assert [(one.op, one.format, one.cache) for one in found] == [
+        ("attend", "bfloat16", None),
+        ("ffn", "bfloat16", None),
+        ("attend", "fp8", "bfloat16"),
+        ("attend", "int8", None),
+        ("ffn", "int8", None),
+        ("attend", "fp8", None),
+        ("ffn", "fp8", None),
     ]

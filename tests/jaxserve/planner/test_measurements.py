@@ -45,6 +45,18 @@ def test_the_form_that_a_bench_writes(tmp_path):
     assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
 
 
+def test_the_cache_may_have_another_format(tmp_path):
+    """Step-3 as its paper times it."""
+    path = write(tmp_path / "bench.json", ATTEND, {**ATTEND, "cache": "bfloat16"})
+    of_fp8, of_bfloat16 = read_measurements(path)
+    assert of_fp8.key != of_bfloat16.key
+    hardware, seconds = predicted(of_bfloat16)
+    formats = Formats(cache="bfloat16")
+    step3 = Calculator(load_model("step3"), 8192, formats, Assumptions())
+    assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
+    assert seconds - predicted(of_fp8)[1] > 64 * 8192 * 512 / hardware.bandwidth
+
+
 @pytest.mark.parametrize("op", ["attend", "dispatch", "ffn", "combine"])
 def test_every_stage_can_be_predicted(tmp_path, op):
     (found,) = read_measurements(write(tmp_path / "a.json", {**ATTEND, "op": op, "dp": 2, "ep": 2}))
