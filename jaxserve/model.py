@@ -24,14 +24,26 @@ from jaxserve.link.message import Message
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
 from jaxserve.quant.matmul import matmul
-from pallas_kernels.grouped_matmul.api import RowFormat
+from jaxserve.quant.rows import EncodedRows, RowFormat, norm_and_encode_rows
+from pallas_kernels.grouped_matmul.api import RowFormat as ExpertRowFormat
 
 
 class AttentionBlock(nnx.Module):
-    """A layer's share of the attention role: norm, attention, residual, norm, router."""
+    """A layer's share of the attention role: norm, attention, residual, norm, router.
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
-        self.config = config
+    Attributes:
+      dispatch: the format in which the ffn role gets its rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        formats: Formats,
+        dispatch: RowFormat,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.dispatch = config, dispatch
         self.input_norm = scale(formats.dtype, d_model=config.d_model)
         self.attention = attention_module(config, kind.window, formats, rngs)
         self.post_norm = scale(formats.dtype, d_model=config.d_model)
@@ -48,10 +60,20 @@ class AttentionBlock(nnx.Module):
             mixed, pages = self.attention(normed, pages, batch)
             x = x + jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
         with jax.named_scope("router"):
-            normed = rms_norm(x, self.post_norm[...], epsilon)
-            if self.router is None:
-                return x, Message(normed, None, None), pages
-            return x, Message(normed, *self.router(normed, batch.position >= 0, sentinel)), pages
+            normed, encoded = self._norm(x)
+            experts = gates = None
+            if self.router is not None:
+                experts, gates = self.router(normed, batch.position >= 0, sentinel)
+            return x, Message(normed, experts, gates, encoded), pages
+
+    def _norm(
+        self, x: Float[Array, "tokens d_model"]
+    ) -> tuple[Float[Array, "tokens d_model"], EncodedRows | None]:
+        """Normed rows for the router, and as they are sent, unless each device sends a share."""
+        norm, epsilon = self.post_norm[...], self.config.norm_epsilon
+        if jax.lax.axis_size("tp") > 1:
+            return rms_norm(x, norm, epsilon), None
+        return norm_and_encode_rows(x, norm, epsilon, self.dispatch)
 
 
 class FFNBlock(nnx.Module):
@@ -161,7 +183,11 @@ class ModelTemplates:
         self.embedding = Template(functools.partial(Embedding, config, dtype))
         self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
         self.attention = {
-            kind: Template(functools.partial(AttentionBlock, config, kind, attention))
+            kind: Template(
+                functools.partial(
+                    AttentionBlock, config, kind, attention, deployment.dispatch_format
+                )
+            )
             for kind in config.kinds()
         }
         self.ffn = {
@@ -183,7 +209,7 @@ def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
     return formats.get(wanted, "plain")
 
 
-def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None:
+def expert_rows(deployment: Deployment, config: ModelConfig) -> ExpertRowFormat | None:
     """The `row_format` of routed experts.
 
     Raises:

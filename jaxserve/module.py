@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from jaxserve.mesh import Rules, partition_spec
 from jaxserve.quant.matmul import matmul
 from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
 
 WeightFormat = Literal["plain", "fp8", "fp8_block", "int8"]
@@ -156,15 +157,6 @@ def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Arra
     if bias is None:
         return share
     return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
-
-
-def rms_norm(
-    x: Float[Array, "*batch d"], weight: Float[Array, " d"], epsilon: float
-) -> Float[Array, "*batch d"]:
-    """RMSNorm in FP32, cast back to x's dtype, times the weight."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    return normed.astype(x.dtype) * weight
 
 
 class Template:

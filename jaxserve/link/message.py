@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import msgspec
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxserve.quant.rows import STORAGE, RowFormat, decode_rows, encode_rows, has_scales
+from jaxserve.quant.rows import (
+    STORAGE,
+    EncodedRows,
+    RowFormat,
+    decode_rows,
+    encode_rows,
+    has_scales,
+)
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -25,6 +32,8 @@ class Message(NamedTuple):
     experts: Int[Array, "tokens top_k"] | None
     """None in dense layers."""
     gates: Float[Array, "tokens top_k"] | None
+    encoded: EncodedRows | None = None
+    """The tokens as they are sent, if whoever normed them has quantised them at once."""
 
 
 class MessageFormat(msgspec.Struct, frozen=True):
@@ -53,7 +62,8 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
     def pack(self, message: Message) -> UInt[Array, "tokens width"]:
         """Quantises and packs; ids travel as int32, scales and gates as FP32."""
-        values, scales = encode_rows(message.tokens, self.rows)
+        values, scales = message.encoded or encode_rows(message.tokens, self.rows)
+        assert values.dtype == STORAGE[self.rows]
         parts = [values]
         if scales is not None:
             parts.append(scales[:, None])

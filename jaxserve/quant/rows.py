@@ -4,11 +4,12 @@
 row's largest magnitude as the scale (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: INT8).
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
+from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
 
 RowFormat = Literal["float32", "bfloat16", "fp8", "int8"]
@@ -21,18 +22,39 @@ STORAGE: dict[RowFormat, jnp.dtype] = {
 }
 
 
+class EncodedRows(NamedTuple):
+    """Rows in one of the formats."""
+
+    values: Array
+    """[tokens, d_model], in the format's storage dtype."""
+    scales: Float[Array, " tokens"] | None
+    """FP32; None: the format has none."""
+
+
 def has_scales(row_format: RowFormat) -> bool:
     """Whether rows of this format travel with a scale each."""
     return row_format in ("fp8", "int8")
 
 
-def encode_rows(
-    x: Float[Array, "tokens d_model"], row_format: RowFormat
-) -> tuple[Array, Float[Array, " tokens"] | None]:
+def encode_rows(x: Float[Array, "tokens d_model"], row_format: RowFormat) -> EncodedRows:
     """Values in the format's storage dtype and, for 8-bit formats, FP32 scales."""
     if row_format in ("fp8", "int8"):
-        return quantize_rows(x, row_format)
-    return x.astype(STORAGE[row_format]), None
+        return EncodedRows(*quantize_rows(x, row_format))
+    return EncodedRows(x.astype(STORAGE[row_format]), None)
+
+
+def norm_and_encode_rows(
+    x: Float[Array, "tokens d_model"],
+    weight: Float[Array, " d_model"],
+    epsilon: float,
+    row_format: RowFormat,
+) -> tuple[Float[Array, "tokens d_model"], EncodedRows]:
+    """`rms_norm`, and `encode_rows` of its result: in one kernel where there is one."""
+    if row_format in ("fp8", "int8"):
+        normed, values, scales = rms_norm_quantize(x, weight, epsilon, row_format)
+        return normed, EncodedRows(values, scales)
+    normed = rms_norm(x, weight, epsilon)
+    return normed, encode_rows(normed, row_format)
 
 
 def decode_rows(

@@ -1,0 +1,6 @@
+"""RMSNorm, and its rows in 8 bits."""
+
+from pallas_kernels.norm_quantize.api import rms_norm_quantize
+from pallas_kernels.norm_quantize.reference import rms_norm
+
+__all__ = ["rms_norm", "rms_norm_quantize"]

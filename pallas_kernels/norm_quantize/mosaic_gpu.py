@@ -1,0 +1,89 @@
+"""RMSNorm with quantisation on Hopper GPUs (Pallas, Mosaic GPU): a block of threads a row.
+
+Called by `api.py`, which has checked the arguments. A row stays in registers between the one time
+that it is read and the one time that each result is written. A decode step has about as many rows
+as the GPU has processors, and what takes time then is that kernels start one after the other; with
+more rows, a processor has several blocks at a time, which hide each other's waits.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Num
+
+from pallas_kernels.mosaic_gpu import store
+from pallas_kernels.norm_quantize import reference
+from pallas_kernels.target import Target
+
+WARPGROUP = 128
+"""Threads of a block; d is a multiple."""
+MOST_COLUMNS = 8192
+"""Of a row that the registers of a block hold."""
+VECTORS = (8, 4, 2, 1)
+"""Neighbours that a thread may have, to choose from: 8 in 16 bits are one access."""
+SMALLEST_SCALE = 2.0**-100
+"""Rows that would have a smaller one are zeros, with the scale 1."""
+TYPES = {"fp8": (jnp.float8_e4m3fn, 448.0), "int8": (jnp.int8, 127.0)}
+"""Of values, and the largest of them."""
+
+
+def rms_norm_quantize(
+    x: Float[Array, "tokens d"],
+    weight: Float[Array, " d"],
+    epsilon: float,
+    format: Literal["fp8", "int8"],
+    target: Target,
+) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
+    """One pass over x; a d that the kernel does not cover is left to the reference."""
+    tokens, d = x.shape
+    if tokens == 0 or d % WARPGROUP or d > MOST_COLUMNS:
+        return reference.rms_norm_quantize(x, weight, epsilon, format)
+    dtype, largest = TYPES[format]
+    kernel = plgpu.kernel(
+        functools.partial(_body, epsilon=epsilon, largest=largest),
+        kernel_name="rms_norm_quantize",
+        out_type=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct(x.shape, dtype),
+            jax.ShapeDtypeStruct((tokens,), jnp.float32),
+        ),
+        grid=(tokens,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    )
+    normed, values, scales = kernel(x, weight)
+    return normed, values, scales
+
+
+def _body(
+    x: Any,  # [tokens, d]
+    weight: Any,  # [d]
+    normed: Any,  # [tokens, d]
+    values: Any,  # [tokens, d]
+    scales: Any,  # [tokens]
+    *,
+    epsilon: float,
+    largest: float,
+) -> None:
+    """One row."""
+    row, d = lax.axis_index("row"), x.shape[1]
+    vector = next(size for size in VECTORS if d % (WARPGROUP * size) == 0)
+    layout = plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
+    wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.sum(wide * wide) / d + epsilon)
+    factors = plgpu.load(weight, layout=layout, optimized=False)
+    rounded = (wide * inverse).astype(x.dtype) * factors
+    store(normed.at[row], rounded)
+    # From here on as `quantize_rows` does it.
+    rows = rounded.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(rows)) * (1.0 / largest)
+    scale = jnp.where(scale < SMALLEST_SCALE, 1.0, scale)
+    scaled = jnp.minimum(jnp.maximum(rows * (1.0 / scale), -largest), largest)
+    is_int8 = values.dtype == jnp.int8
+    store(values.at[row], (jnp.round(scaled) if is_int8 else scaled).astype(values.dtype))
+    scales[row] = scale

@@ -1,0 +1,33 @@
+"""What the op means, in plain `jax.numpy`; also what runs where there is no kernel for it.
+
+`rms_norm` alone is every other norm of a model, too. Shares no code with the kernel.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Num
+
+from pallas_kernels.quantize import quantize_rows
+
+
+def rms_norm(
+    x: Float[Array, "*batch d"], weight: Float[Array, " d"], epsilon: float
+) -> Float[Array, "*batch d"]:
+    """RMSNorm in FP32, cast back to x's dtype, times the weight."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return normed.astype(x.dtype) * weight
+
+
+def rms_norm_quantize(
+    x: Float[Array, "tokens d"],
+    weight: Float[Array, " d"],
+    epsilon: float,
+    format: Literal["fp8", "int8"],
+) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
+    """`rms_norm`, then `quantize_rows` of its result."""
+    normed = rms_norm(x, weight, epsilon)
+    values, scales = quantize_rows(normed, format)
+    return normed, values, scales
