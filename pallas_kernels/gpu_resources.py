@@ -71,26 +71,29 @@ def cases(op: str) -> list[Case]:
     return found
 
 
-def prepare(folder: str) -> None:
-    """Have every kernel that this process compiles leave its report in the folder.
+def prepare(folder: str | None = None) -> None:
+    """Have every kernel that this process compiles leave its report in the folder, if there is one.
 
     To be called before JAX has looked for devices.
     """
     jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    if folder is None:
+        return
     os.environ |= {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_TO": folder,
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
     }
 
 
-def compile_case(case: Case, folder: str) -> list[Resources]:
+def compile_function(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> jax.stages.Compiled:
     """Compile for one H200, in a process that is prepared.
 
     Raises:
-      RuntimeError: there is no CUDA plugin, or it does not know the device, or the case has no
-        kernel.
+      RuntimeError: there is no CUDA plugin, or it does not know the device.
     """
     library = plugin()
     if library is None:
@@ -104,11 +107,20 @@ def compile_case(case: Case, folder: str) -> list[Resources]:
     mesh = Mesh([topology.devices[0]], ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), case.arguments
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
     )
-    before = set(Path(folder).iterdir())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(case.function).lower(*arguments).compile()
+        return jax.jit(function).lower(*arguments).compile()
+
+
+def compile_case(case: Case, folder: str) -> list[Resources]:
+    """Compile for one H200, in a process that is prepared to leave reports in the folder.
+
+    Raises:
+      RuntimeError: as `compile_function`, or the case has no kernel.
+    """
+    before = set(Path(folder).iterdir())
+    compile_function(case.function, case.arguments)
     reports = sorted(set(Path(folder).iterdir()) - before)
     found = list(_read(case.name, reports))
     if not found:

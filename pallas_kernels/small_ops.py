@@ -3,13 +3,19 @@
 `python -m pallas_kernels.small_ops [--generation v6e]` compiles, without a TPU, what stands between
 attention and experts at Step-3's and DeepSeek-V3's sizes, and reads from the program what its
 instructions read from HBM and write to it; what they keep in VMEM costs next to nothing. An op that
-is near the least needs no kernel. Knows nothing of the ops that have kernels.
+is near the least needs no kernel. `--generation h200` does the same for a GPU (it takes JAX's CUDA
+wheels): there it is the number of instructions that counts, each a kernel that is launched.
+
+What is between attention and the wire comes twice, as XLA does it and with `rms_norm_quantize`,
+which on TPUs is the same.
 """
 
 import argparse
+import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,13 +23,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import aot
-from pallas_kernels.quantize import quantize_rows
+from pallas_kernels import aot, gpu_resources
+from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
+from pallas_kernels.quantize import Format, quantize_rows
 
 TOKENS, D_MODEL, EXPERTS, TOP_K = 128, 7168, 256, 8
 GROUPS, TOP_GROUPS = 8, 4
 STEP3_EXPERTS, STEP3_TOP_K = 48, 3
 ROWS = TOKENS * TOP_K
+EPSILON = 1e-5
+
+GPU = "h200"
+GENERATIONS = (*aot.GENERATIONS, GPU)
 
 
 class SmallOp(NamedTuple):
@@ -46,9 +57,29 @@ class Traffic(NamedTuple):
 
 def norm_and_quantize(x: Array, weight: Array) -> Any:
     """RMSNorm, and its rows in INT8 with their scales."""
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return quantize_rows((wide * weight.astype(jnp.float32)).astype(x.dtype), "int8")
+    return quantize_rows(rms_norm(x, weight, EPSILON), "int8")
+
+
+def attention_to_wire(
+    x: Array, mixed: Array, weight: Array, gate: Array, *, format: Format, in_one: bool
+) -> Any:
+    """The end of a layer's attention: residual, norm, router, and a message in bytes.
+
+    Args:
+      in_one: norm and quantise with the op, which may have a kernel for it.
+    """
+    x = x + mixed
+    if in_one:
+        normed, values, scales = rms_norm_quantize(x, weight, EPSILON, format)
+    else:
+        normed = rms_norm(x, weight, EPSILON)
+        values, scales = quantize_rows(normed, format)
+    experts, gates = route_step3(normed, gate)
+    parts = (values, scales[:, None], experts, gates)
+    message = [
+        jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(x.shape[0], -1) for part in parts
+    ]
+    return x, jnp.concatenate(message, axis=1)
 
 
 def route(x: Array, weight: Array, bias: Array) -> Any:
@@ -84,16 +115,20 @@ def unpermute(rows: Array, gates: Array, order: Array) -> Array:
     return jnp.zeros((TOKENS, D_MODEL), jnp.float32).at[order // TOP_K].add(weighted)
 
 
-def small_ops() -> list[SmallOp]:
-    """Of one decode step of `TOKENS` tokens."""
+def small_ops(format: Format = "int8") -> list[SmallOp]:
+    """Of one decode step of `TOKENS` tokens, whose messages have rows in this format."""
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     x = array(TOKENS, D_MODEL)
     fp32, int32 = jnp.float32, jnp.int32
+    to_wire = functools.partial(attention_to_wire, format=format)
+    attended = (x, x, array(D_MODEL), array(STEP3_EXPERTS, D_MODEL))
     found: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         ("norm and quantise", norm_and_quantize, (x, array(D_MODEL))),
+        ("attention to wire", functools.partial(to_wire, in_one=False), attended),
+        ("to wire, with op", functools.partial(to_wire, in_one=True), attended),
         ("route deepseek-v3", route, (x, array(EXPERTS, D_MODEL), array(EXPERTS, dtype=fp32))),
         ("route step3", route_step3, (x, array(STEP3_EXPERTS, D_MODEL))),
         ("permute", permute, (x, array(TOKENS, TOP_K, dtype=int32))),
@@ -121,7 +156,7 @@ _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "r
 
 
 def traffic(program: str) -> Traffic:
-    """What the entry computation of a compiled TPU program (its text) moves.
+    """What the entry computation of a compiled program (its text) moves.
 
     Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
     where it is started.
@@ -154,22 +189,31 @@ def _outside(type_text: str) -> int:
 
 
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:
-    """Compile all of them; the process must have been started in `aot.environment()`."""
-    for op in small_ops():
-        case = aot.Case(op.name, op.function, op.arguments)
-        yield op, traffic(aot.compile_case(case, aot.GENERATIONS[generation]).as_text() or "")
+    """Compile all of them; the process must have been prepared as `main` does it."""
+    for op in small_ops("fp8" if generation in (GPU, "v7x") else "int8"):
+        if generation == GPU:
+            compiled = gpu_resources.compile_function(op.function, op.arguments)
+        else:
+            case = aot.Case(op.name, op.function, op.arguments)
+            compiled = aot.compile_case(case, aot.GENERATIONS[generation])
+        yield op, traffic(compiled.as_text() or "")
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.small_ops")
-    parser.add_argument("--generation", choices=aot.GENERATIONS, default="v6e")
-    arguments = parser.parse_args()
-    os.environ.update(aot.environment())
-    print(f"{'op':<18} {'TPU':<4} {'instructions':>12} {'bytes':>10} {'least':>10} {'ratio':>6}")
-    for op, found in measure(arguments.generation):
+    parser.add_argument("--generation", choices=GENERATIONS, default="v6e")
+    generation = parser.parse_args().generation
+    if generation != GPU:
+        os.environ.update(aot.environment())
+    elif gpu_resources.plugin() is None:
+        sys.exit('there is no CUDA plugin: pip install "jax[cuda13]"')
+    else:
+        gpu_resources.prepare()
+    print(f"{'op':<18} {'for':<4} {'instructions':>12} {'bytes':>10} {'least':>10} {'ratio':>6}")
+    for op, found in measure(generation):
         print(
-            f"{op.name:<18} {arguments.generation:<4} {found.instructions:12} {found.bytes:10} "
+            f"{op.name:<18} {generation:<4} {found.instructions:12} {found.bytes:10} "
             f"{op.least:10} {found.bytes / op.least:6.2f}",
             flush=True,
         )

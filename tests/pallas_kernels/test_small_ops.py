@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pallas_kernels import aot
+from pallas_kernels import aot, gpu_resources
 from pallas_kernels.small_ops import Traffic, small_ops, traffic
 
 PROGRAM = """HloModule jit_f
@@ -34,20 +34,41 @@ def test_what_lies_in_vmem_is_not_moved():
     assert traffic(PROGRAM) == Traffic(instructions=3, bytes=64 + 64 + 8 + 32 + 32)
 
 
+GPU_PROGRAM = """HloModule jit_f
+
+ENTRY %main.1 (x.1: bf16[8,4], w.1: bf16[4]) -> (s8[8,4], f32[8]) {
+  %x.1 = bf16[8,4]{1,0} parameter(0), sharding={replicated}
+  %w.1 = bf16[4]{0} parameter(1)
+  %fusion = f32[8]{0} fusion(%x.1), kind=kCustom, calls=%fused_computation
+  %mpmd_map.1 = (s8[8,4]{1,0}, f32[8]{0}) custom-call(%x.1, %fusion, %w.1)
+  %values = s8[8,4]{1,0} get-tuple-element(%mpmd_map.1), index=0
+  %bits = u8[8,4]{1,0} bitcast(%values)
+  ROOT %tuple = (u8[8,4]{1,0}, f32[8]{0}) tuple(%bits, %fusion)
+}
+"""
+
+
+def test_everything_is_moved_on_a_gpu():
+    """x twice, 64 bytes each; 8 of w; 32 three times of scales, and of values once."""
+    assert traffic(GPU_PROGRAM) == Traffic(instructions=2, bytes=2 * 64 + 8 + 3 * 32 + 32)
+
+
 def test_least_bytes():
     least = {op.name: op.least for op in small_ops()}
     # 128 x 7168 in BF16 and in INT8, the norm's weight, a scale a row.
     assert least["norm and quantise"] == 1_835_008 + 917_504 + 14_336 + 512
+    # x and what is added to it, the norm's weight, the router's; x, and rows with a scale, three
+    # ids and gates.
+    wire = 3 * 1_835_008 + 14_336 + 688_128 + 128 * (7168 + 4 + 3 * 8)
+    assert least["attention to wire"] == least["to wire, with op"] == wire
     # 128 tokens and 48 experts of 7168 in BF16, three ids and gates a token.
     assert least["route step3"] == 1_835_008 + 688_128 + 128 * 3 * 8
 
 
-@pytest.mark.tpu_aot
-def test_xla_moves_hardly_more_than_it_has_to():
-    """All but the norm, which reads its rows twice."""
-    pytest.importorskip("libtpu")
+def measured(generation):
+    """The command's table: instructions and ratio by op."""
     done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.small_ops", "--generation", "v6e"],
+        [sys.executable, "-m", "pallas_kernels.small_ops", "--generation", generation],
         env=aot.environment(),
         capture_output=True,
         text=True,
@@ -57,6 +78,36 @@ def test_xla_moves_hardly_more_than_it_has_to():
     assert done.returncode == 0, done.stderr[-3000:]
     names = [op.name for op in small_ops()]
     lines = [line for line in done.stdout.splitlines() if line.startswith(tuple(names))]
-    ratios = {name: float(line.split()[-1]) for name, line in zip(names, lines, strict=True)}
+    fields = [line.removeprefix(name).split() for name, line in zip(names, lines, strict=True)]
+    return {name: (int(each[1]), float(each[-1])) for name, each in zip(names, fields, strict=True)}
+
+
+@pytest.mark.tpu_aot
+def test_xla_moves_hardly_more_than_it_has_to():
+    """All but the norm where it stands alone, which reads its rows twice."""
+    pytest.importorskip("libtpu")
+    ratios = {name: ratio for name, (_, ratio) in measured("v6e").items()}
     assert ratios.pop("norm and quantise") < 1.75
     assert max(ratios.values()) < 1.1, ratios
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.skipif(gpu_resources.plugin() is None, reason="needs JAX's CUDA wheels")
+def test_the_op_saves_launches_on_a_gpu():
+    found = measured("h200")
+    (alone, ratio), (with_op, less) = found["attention to wire"], found["to wire, with op"]
+    assert with_op <= alone - 2
+    assert less < ratio
+
+
+@pytest.mark.skipif(gpu_resources.plugin() is not None, reason="has JAX's CUDA wheels")
+def test_a_gpu_takes_the_cuda_wheels():
+    done = subprocess.run(
+        [sys.executable, "-m", "pallas_kernels.small_ops", "--generation", "h200"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == 'there is no CUDA plugin: pip install "jax[cuda13]"\n'

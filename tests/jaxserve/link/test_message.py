@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.link.message import Message, MessageFormat, row_multiple
+from jaxserve.quant.rows import encode_rows
 
 STORAGE = {
     "float32": np.float32,
@@ -78,6 +79,14 @@ def test_packed_bytes(rows, top_k):
     assert packed.shape == (5, form.width)
     assert packed.dtype == form.word
     assert packed.tobytes() == expected_bytes(m, rows)
+
+
+@pytest.mark.parametrize("rows", FORMATS)
+def test_encoded_rows_are_sent_as_they_are(rows):
+    """The tokens beside them, which are others here, are not looked at."""
+    form, m = MessageFormat(16, 3, rows), message(5, 16, 3)
+    encoded = m._replace(tokens=jnp.full((5, 16), jnp.nan), encoded=encode_rows(m.tokens, rows))
+    assert np.asarray(form.pack(encoded)).tobytes() == expected_bytes(m, rows)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

@@ -1,5 +1,6 @@
 """Shapes and shares of the programs; what they compute is compared in `test_layouts.py`."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -8,7 +9,9 @@ from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.model import ModelTemplates
 from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.quant import rows as quant_rows
 from jaxserve.step import Bucket
+from pallas_kernels.norm_quantize import rms_norm_quantize
 from tests.jaxserve import layouts
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -89,6 +92,36 @@ def test_layers_of_a_kind_share_their_programs(tmp_path):
     ]
     dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
     assert list(dense.formats) == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "calls"),
+    [
+        ({"link__dispatch": "int8"}, 1),
+        ({"link__dispatch": "fp8"}, 1),
+        ({"link__dispatch": "bfloat16"}, 0),
+        # Each device quantises its share of the rows alone.
+        ({"link__dispatch": "int8", "attention__tp": 2}, 0),
+    ],
+)
+def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
+    seen = []
+
+    def op(*arguments):
+        seen.append(arguments)
+        return rms_norm_quantize(*arguments)
+
+    monkeypatch.setattr(quant_rows, "rms_norm_quantize", op)
+    program = programs(tmp_path, **overrides).attend(Bucket(24, 18), LayerKind("moe"))
+    mapped = jax.shard_map(
+        program.body,
+        mesh=program.mesh,
+        in_specs=program.in_specs,
+        out_specs=program.out_specs,
+        check_vma=False,
+    )
+    jax.eval_shape(mapped, *program.arguments)
+    assert len(seen) == calls
 
 
 def test_weights_of_a_run_are_stacked(tmp_path):

@@ -3,7 +3,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.quant.rows import STORAGE, decode_rows, encode_rows, has_scales, quantize_heads
+from jaxserve.module import rms_norm
+from jaxserve.quant.rows import (
+    STORAGE,
+    decode_rows,
+    encode_rows,
+    has_scales,
+    norm_and_encode_rows,
+    quantize_heads,
+)
 
 X = np.asarray([[1.0, -2.0, 0.5, 0.0], [3e-3, 1e-3, 0.0, -4e-3]], np.float32)
 
@@ -43,6 +51,20 @@ def test_fp8():
         np.asarray(values, np.float32), [[224, -448, 112, 0], [320, 112, 0, -448]]
     )
     np.testing.assert_allclose(np.asarray(scales), [2 / 448, 4e-3 / 448], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", list(STORAGE))
+def test_normed_and_encoded_is_normed_then_encoded(rows):
+    weight = jnp.asarray([1.0, 0.5, 2.0, 1.5])
+    normed, encoded = norm_and_encode_rows(jnp.asarray(X), weight, 1e-5, rows)
+    expected = rms_norm(jnp.asarray(X), weight, 1e-5)
+    np.testing.assert_array_equal(normed, expected)
+    values, scales = encode_rows(expected, rows)
+    assert encoded.values.dtype == STORAGE[rows]
+    np.testing.assert_array_equal(encoded.values, values)
+    assert (encoded.scales is None) == (scales is None)
+    if scales is not None:
+        np.testing.assert_array_equal(encoded.scales, scales)
 
 
 @pytest.mark.parametrize(("rows", "tolerance"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
