@@ -78,7 +78,14 @@ class TestVerify:
 
 
 class TestCalibrate:
-    def test_a_trace_makes_predictions_what_was_measured(self, capsys, deployment, trace, tmp_path):
+    @pytest.mark.parametrize("cache", ["fp8", "bfloat16"])
+    @pytest.mark.parametrize("experts", ["fp8", "int8"])
+    def test_a_trace_makes_predictions_what_was_measured(
+        self, capsys, deployment, trace, tmp_path, cache, experts
+    ):
+        """Whatever the formats of the roles and of the cache."""
+        text = deployment.read_text().replace("format: fp8", f"format: {cache}")
+        deployment.write_text(text.replace("ep: 2, weights: fp8", f"ep: 2, weights: {experts}"))
         kept = tmp_path / "measured.json"
         common = ["--config", str(deployment), "--hardware", "v6e", "--timeline", str(trace)]
         assert main(["calibrate", *common, "--write", str(kept)]) == 0
