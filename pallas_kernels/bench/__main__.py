@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.bench import baselines, correctness, layer, timing
-from pallas_kernels.bench.cases import MODULES, NAMES, Case, cases, page_size
+from pallas_kernels.bench.cases import MODULES, NAMES, TILED, Case, cases, page_size
 from pallas_kernels.bench.search import Settings
 from pallas_kernels.target import current_target
 
@@ -89,19 +89,22 @@ def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             f"--seconds {options.seconds:g} is less than a candidate's: "
             f"--candidate-seconds {options.candidate_seconds:g}, which must be positive"
         )
+    ops = [op for op in options.op if op in TILED]
+    if not ops:
+        parser.error(f"--op {' '.join(options.op)}: no tiles to tune; there are for {TILED}")
     limits = (options.candidate_seconds, options.seconds)
     settings = Settings(options.trials, options.tables, *limits, options.quick)
     # Neither starts a backend here: the device is for the process that tries.
     if options.topology is None:
         from pallas_kernels.bench.tune import tune_on_device
 
-        return tune_on_device(options.op, options.case, settings)
+        return tune_on_device(ops, options.case, settings)
     from pallas_kernels.bench.tune_static import tune_static
 
     generation = TOPOLOGIES.get(options.topology.partition(":")[0])
     if generation is None:
         parser.error(f"no topology {options.topology!r}; known: {', '.join(TOPOLOGIES)}")
-    return tune_static(options.op, options.case, generation, settings)
+    return tune_static(ops, options.case, generation, settings)
 
 
 def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> dict[str, Any]:

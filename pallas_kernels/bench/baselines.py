@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench import timing
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.norm_quantize import rms_norm
+from pallas_kernels.quantize import QuantArray, quantize_rows
 
 
 def measured(
@@ -174,6 +175,14 @@ def _torch_seconds(function: Callable[[], None], effort: timing.Effort) -> float
     return float(np.median(times))
 
 
+def _xla_norm(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+    def run(rows: Any, weight: Any) -> Any:
+        normed = rms_norm(rows, weight, 1e-5)
+        return jax.lax.optimization_barrier((normed, *quantize_rows(normed, step.format)))[1]
+
+    return timing.seconds(run, effort, *arguments)
+
+
 Baseline = Callable[[Any, tuple[Any, ...], timing.Effort], float]
 
 BASELINES: Mapping[str, Mapping[str, Baseline]] = {
@@ -187,4 +196,5 @@ BASELINES: Mapping[str, Mapping[str, Baseline]] = {
         "tokamax ragged_dot": _tokamax_ragged_dot,
         "torch grouped_mm": _torch_grouped_mm,
     },
+    "norm_quantize": {"XLA": _xla_norm},
 }

@@ -3,19 +3,33 @@
 Knows the ops' steps; measures nothing.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_kernels.attention.shapes import DECODE, SEVERAL
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
-from pallas_kernels.bench import attention, grouped_matmul
+from pallas_kernels.bench import attention, grouped_matmul, norm_quantize
 from pallas_kernels.grouped_matmul.shapes import DECODE_TOKENS, PREFILL_TOKENS
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
+from pallas_kernels.norm_quantize.shapes import TOKENS as NORM_TOKENS
+from pallas_kernels.norm_quantize.shapes import WIDTHS
 from pallas_kernels.target import Target, current_target
 
-NAMES: dict[str, dict[str, Any]] = {"attention": {**ATTENTION}, "grouped_matmul": {**EXPERTS}}
+NAMES: dict[str, dict[str, Any]] = {
+    "attention": {**ATTENTION},
+    "grouped_matmul": {**EXPERTS},
+    "norm_quantize": {**WIDTHS},
+}
 
-MODULES: dict[str, Any] = {"attention": attention, "grouped_matmul": grouped_matmul}
+MODULES: dict[str, Any] = {
+    "attention": attention,
+    "grouped_matmul": grouped_matmul,
+    "norm_quantize": norm_quantize,
+}
 """Each has `inputs(step)`, `call(step)` and `checked(arguments)`."""
+
+TILED = ("attention", "grouped_matmul")
+"""Those that have tiles to tune."""
 
 INTERPRETED = Target("mosaic_tpu", "interpreted TPU", interpret=True)
 """What a quick search runs on: kernels that the CPU interprets."""
@@ -45,8 +59,7 @@ def cases(ops: list[str], names: list[str] | None, quick: bool) -> list[Case]:
         for name, shape in NAMES[op].items():
             if names and name not in names:
                 continue
-            steps = _attention(shape, quick) if op == "attention" else _experts(shape, quick)
-            found += [Case(op, name, step) for step in steps]
+            found += [Case(op, name, step) for step in STEPS[op](shape, quick)]
     return found
 
 
@@ -73,3 +86,19 @@ def _experts(shape: Any, quick: bool) -> list[grouped_matmul.Step]:
         for tokens in ((8,) if quick else DECODE_TOKENS + PREFILL_TOKENS)
         for format in grouped_matmul.FORMATS
     ]
+
+
+def _norms(width: int, quick: bool) -> list[norm_quantize.Step]:
+    return [
+        norm_quantize.Step(128 if quick else width, format, tokens)
+        for tokens in ((8,) if quick else NORM_TOKENS)
+        for format in norm_quantize.FORMATS
+    ]
+
+
+STEPS: dict[str, Callable[[Any, bool], Sequence[Any]]] = {
+    "attention": _attention,
+    "grouped_matmul": _experts,
+    "norm_quantize": _norms,
+}
+"""The sizes of a named shape, or tiny ones."""

@@ -8,13 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu_resources import Case
 from pallas_kernels.norm_quantize.api import rms_norm_quantize
+from pallas_kernels.norm_quantize.shapes import DECODE, PREFILL, WIDTHS
 from pallas_kernels.quantize import Format
 
-WIDTHS = {"qwen3_30b": 2048, "qwen3_235b": 4096, "step3": 7168, "widest": 8192}
-"""Columns of a row. DeepSeek-V3 and Kimi K2 have Step-3's."""
 FORMATS: dict[str, Format] = {"fp8": "fp8", "int8": "int8"}
-DECODE, PREFILL = 128, 16384
-"""Rows."""
 
 
 def cases() -> list[Case]:

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.planner.measurements import read_measurements
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import attention, correctness, grouped_matmul
+from pallas_kernels.bench import attention, correctness, grouped_matmul, norm_quantize
 from pallas_kernels.bench.baselines import BASELINES
 from pallas_kernels.bench.cases import INTERPRETED
 from pallas_kernels.grouped_matmul import mosaic_tpu
@@ -51,7 +51,8 @@ def test_attention_of_several_queries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "case", "count"), [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 7)]
+    ("op", "case", "count"),
+    [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 7), ("norm_quantize", "step3", 2)],
 )
 def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -71,7 +72,8 @@ def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> No
     if op == "attention":
         assert theirs["jax paged_attention"]["skipped"] == "NotImplementedError: not for cpu"
     else:
-        assert theirs["jax ragged_dot"]["seconds"] > 0
+        runs = {"grouped_matmul": "jax ragged_dot", "norm_quantize": "XLA"}[op]
+        assert theirs[runs]["seconds"] > 0
 
 
 def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -124,6 +126,18 @@ def test_the_reference_is_no_kernel_that_was_traced_before(
     with use_target(INTERPRETED):
         output = correctness.run(function, arguments)
         assert correctness.distance(output, correctness.expected(function, arguments)) == 1
+
+
+def test_what_has_no_tiles_is_not_tuned(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--tune", "--op", "norm_quantize"])
+    assert "--op norm_quantize: no tiles to tune" in capsys.readouterr().err
+
+
+def test_counts_of_a_norm() -> None:
+    """Step-3, 128 rows: read in BF16, written in BF16 and 8 bits."""
+    step = norm_quantize.Step(7168, "fp8", 128)
+    assert step.bytes() == 128 * 7168 * 5 + 128 * 4 + 7168 * 2
 
 
 def test_unknown_case_lists_the_known(capsys: Capture) -> None:

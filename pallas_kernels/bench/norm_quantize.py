@@ -1,0 +1,55 @@
+"""RMSNorm with quantisation at real widths: inputs, counts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.norm_quantize import rms_norm_quantize
+from pallas_kernels.quantize import Format
+
+EPSILON = 1e-5
+FORMATS: tuple[Format, ...] = ("fp8", "int8")
+
+
+class Step(NamedTuple):
+    """One norm of a device's rows."""
+
+    d_model: int
+    format: Format
+    tokens: int
+
+    def bytes(self) -> int:
+        """Read and written: BF16 rows, them again normed, in 8 bits, and a scale each."""
+        return self.tokens * (5 * self.d_model + 4) + 2 * self.d_model
+
+    def flops(self) -> int:
+        """Squares and their sum, two factors, the largest magnitude, the scale."""
+        return 6 * self.tokens * self.d_model
+
+
+def inputs(step: Step) -> tuple[Any, ...]:
+    """Rows and the weight of the norm."""
+    rows, weight = jax.random.split(jax.random.key(0))
+    shape = (step.tokens, step.d_model)
+    return (
+        jax.random.normal(rows, shape, jnp.bfloat16),
+        jax.random.uniform(weight, shape[1:], jnp.bfloat16, 0.5, 2.0),
+    )
+
+
+def call(step: Step) -> Callable[..., Any]:
+    """What is measured: the values in 8 bits, but all results are made."""
+
+    def run(rows: Any, weight: Any) -> Any:
+        found = rms_norm_quantize(rows, weight, EPSILON, step.format)
+        return lax.optimization_barrier(found)[1]
+
+    return run
+
+
+def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for the rows that are checked: all of them."""
+    return arguments
