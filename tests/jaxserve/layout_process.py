@@ -1,6 +1,6 @@
 """One process of a two-process run of `layouts.py`: started by `launch/local.py`, see
-`test_layouts_processes.py`. Process 0 leads an engine through all prompts and writes the tokens,
-or, with --figures, goes on until the pipeline was measured and writes what was seen of it."""
+`test_layouts_processes.py`. Process 0 leads an engine through all prompts, with --figures until the
+pipeline was measured, and writes the tokens of the last round and what was seen of the pipeline."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def main() -> None:
     bootstrap.add_arguments(parser)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--overrides", type=json.loads, required=True)
-    parser.add_argument("--tokens", type=Path, required=True)
+    parser.add_argument("--written", type=Path, required=True)
     parser.add_argument("--figures", action="store_true")
     options = parser.parse_args()
     deployment = layouts.deployment(options.model, options.overrides)
@@ -32,15 +32,15 @@ def main() -> None:
     )
     if isinstance(peers, Leader):
         engine = roles.lead(deployment, peers)
-        view, tokens = engine.pipeline(), layouts.generate(engine)
+        engine.pipeline()  # Asking has it measured.
+        tokens, view = layouts.generate(engine), engine.pipeline()
         deadline = time.monotonic() + SECONDS
         while options.figures and view.measured_at is None and time.monotonic() < deadline:
-            layouts.generate(engine)
+            tokens = layouts.generate(engine)
             view = engine.pipeline()
         layouts.idle(engine)
         engine.close()
-        written = msgspec.json.encode(view) if options.figures else json.dumps(tokens).encode()
-        options.tokens.write_bytes(written)
+        options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
     else:
         roles.follow(deployment, peers)
     bootstrap.leave(peers)

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,11 +20,21 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
 SPANNING = [
-    (2, Case("1A1F", 3, "trampoline", "device_put")),
     (2, Case("3A2F", 2, "trampoline", "device_put")),
     (2, Case("3A2F", 1, "broadcast", "ppermute")),
     (3, Case("2A1F", 2, "trampoline", "device_put")),
 ]
+
+MEASURED = Case("1A1F", 3, "trampoline", "device_put")
+"""Goes on until the pipeline was measured, and so shows the tokens and the figures."""
+
+
+class Written(NamedTuple):
+    """What a run left behind."""
+
+    tokens: list[list[int]]
+    view: dict[str, Any]
+    """Of the pipeline, as of the end."""
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +46,17 @@ def reference(tiny_model, colocated_runtime):
     return Reference.of(tiny_model, tokens)
 
 
-def tokens_of(model, case, processes, folder, *arguments):
-    written = folder / "tokens.json"
+def run(model, case, processes, folder, *arguments):
+    written = folder / "written.json"
     command = [sys.executable, str(REPOSITORY / "launch" / "local.py")]
     command += ["--processes", str(processes), "--module", "tests.jaxserve.layout_process"]
     command += ["--model", str(model), "--overrides", json.dumps(case.overrides)]
-    command += ["--tokens", str(written), *arguments]
+    command += ["--written", str(written), *arguments]
     result = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return json.loads(written.read_text())
+    return Written(**json.loads(written.read_text()))
 
 
 def check(tokens, reference, case, record_property):
@@ -60,15 +71,27 @@ def check(tokens, reference, case, record_property):
 def test_processes_give_the_colocated_tokens(
     processes, case, tiny_model, reference, tmp_path, record_property
 ):
-    tokens = tokens_of(tiny_model, case, processes, tmp_path)
+    """By default `SPANNING` and `MEASURED`: both routes, both transports, 1 to 3 lanes, one device
+    a side and three that meet two, attention in one process and in two. `-m matrix`: every layout,
+    number of lanes, route and transport over two processes."""
+    tokens = run(tiny_model, case, processes, tmp_path).tokens
     check(tokens, reference, case, record_property)
 
 
+@pytest.fixture(scope="module")
+def measured(tiny_model, tmp_path_factory):
+    return run(tiny_model, MEASURED, 2, tmp_path_factory.mktemp("measured"), "--figures")
+
+
 @pytest.mark.multihost
-def test_figures_of_all_processes_come_together(tiny_model, tmp_path):
+def test_measured_processes_give_the_colocated_tokens(measured, reference, record_property):
+    check(measured.tokens, reference, MEASURED, record_property)
+
+
+@pytest.mark.multihost
+def test_figures_of_all_processes_come_together(measured):
     """The ffn's times are measured by the followers, the experts' tokens by the attention role."""
-    case = Case("1A1F", 2, "trampoline", "device_put")
-    view = tokens_of(tiny_model, case, 2, tmp_path, "--figures")
+    view = measured.view
     assert view["missing"] == ""
     assert set(view["busy"]) == {"attend", "dispatch", "ffn", "combine"}
     assert all(0 < share <= 1 for share in view["busy"].values())
@@ -86,5 +109,5 @@ def test_figures_of_all_processes_come_together(tiny_model, tmp_path):
 def test_every_layout_over_two_processes_gives_the_colocated_tokens(
     case, tiny_model, reference, tmp_path, record_property
 ):
-    tokens = tokens_of(tiny_model, case, 2, tmp_path)
+    tokens = run(tiny_model, case, 2, tmp_path).tokens
     check(tokens, reference, case, record_property)
