@@ -25,7 +25,10 @@ GRPCURL_PACKAGE := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 
 # The simulated devices of a machine without an accelerator.
 CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+# The workers have the cores already; threads of OpenBLAS would spin beside them. A file's tests stay
+# on one worker, and files are handed out in the order of tests/conftest.py: the longest first.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
+  --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help serve test check format matrix bench clean
 
@@ -75,7 +78,7 @@ format: $(VENV)/.installed-all
 	$(BIN)/ruff check --fix
 
 matrix: $(VENV)/.installed-all
-	$(PYTEST) -m matrix $(TESTS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m matrix $(TESTS)
 
 bench: $(VENV)/.installed-serve
 	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)

@@ -5,6 +5,7 @@ No accelerator is touched: JAX is told so before anything imports it. Warnings a
 annotations (`--jaxtyping-packages`, `typechecker.py`).
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax  # noqa: E402  (after the platform is chosen)
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -32,3 +34,43 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+LONGEST = (
+    "jaxserve/test_layouts.py",
+    "jaxserve/test_layouts_processes.py",
+    "pallas_kernels/grouped_matmul/test_mosaic_gpu.py",
+    "jaxserve/engine/test_serving.py",
+    "jaxserve/test_parity.py",
+    "jaxserve/planner/test_aot.py",
+    "pallas_kernels/attention/test_mosaic_gpu.py",
+    "pallas_kernels/attention/test_aot.py",
+    "pallas_kernels/attention/test_mosaic_tpu.py",
+    "jaxserve/test_convert.py",
+    "jaxserve/checkpoint/test_store.py",
+    "jaxserve/test_families_layouts.py",
+    "jaxserve/cluster/test_processes.py",
+    "pallas_kernels/test_bench.py",
+)
+"""Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
+so that no worker starts one of them when the others have finished."""
+
+_UNOPTIMISED = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+_may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in places), "LONGEST names a file that is not there"
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Decides how the test's programs are compiled, also in processes that it starts, and exempts
+    what is there from garbage collection: a full one, which engines ask for in their pauses, visits
+    all modules and tests otherwise."""
+    unoptimised = _may_be_unoptimised and item.get_closest_marker("unoptimised") is not None
+    os.environ[_UNOPTIMISED] = str(int(unoptimised))
+    jax.config.update("jax_disable_most_optimizations", unoptimised)
+    if not gc.get_freeze_count():  # The end of an engine lifts it.
+        gc.freeze()

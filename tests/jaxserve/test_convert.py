@@ -17,6 +17,8 @@ from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import write_tiny_step3
 
+pytestmark = pytest.mark.unoptimised
+
 PROMPTS = [[5, 9, 3, 7], [11, 2], [4] * 9]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LAYOUTS = {

@@ -19,6 +19,8 @@ from tests.reference.catalogue import CATALOGUE
 from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS
 from tests.reference.tiny_models import prompts
 
+pytestmark = pytest.mark.unoptimised
+
 MODELS = ("deepseek_v3", "qwen3_moe", "qwen3_window")
 """MLA and experts, GQA and experts, GQA with a window and no experts."""
 

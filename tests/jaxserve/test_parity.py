@@ -32,6 +32,8 @@ from tests.reference.make_golden import (
 )
 from tests.reference.tiny_models import TinyModel, prompts
 
+pytestmark = pytest.mark.unoptimised
+
 TOLERANCE = 1e-4
 PROMPTS = prompts()
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)

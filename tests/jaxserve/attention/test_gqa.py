@@ -20,6 +20,8 @@ from tests.jaxserve.attention.layers import (
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3, Yarn
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = TinyQwen3(num_hidden_layers=1)
 EXACT = 2e-5
 """Of the largest value; FP32 against float64."""

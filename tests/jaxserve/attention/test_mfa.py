@@ -15,6 +15,8 @@ from jaxserve.module import Formats
 from tests.reference.step3_numpy import Cache, Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = TinyStep3(num_hidden_layers=1, moe_layers=())
 CONFIG = step3_config(SIZES.config())
 SHAPE = CONFIG.attention

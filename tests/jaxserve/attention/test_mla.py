@@ -29,6 +29,8 @@ from tests.jaxserve.attention.layers import (
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyDeepseek, Yarn
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = TinyDeepseek(num_hidden_layers=1, first_k_dense_replace=1)
 EXACT = 2e-5
 """Of the largest value; FP32 against float64."""

@@ -21,6 +21,8 @@ from tests.jaxserve import layouts
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.tiny_models import TinyDeepseek, TinyModel
 
+pytestmark = pytest.mark.unoptimised
+
 MODEL = TinyModel(
     "fp8",
     TinyDeepseek(

@@ -261,10 +261,14 @@ class TestNoCompilationAfterReady:
     @pytest.mark.parametrize(
         ("overrides", "buckets"),
         [
-            ({"lanes": 2, "attention.dp": 2, "scheduler.token_buckets": [8, 24]}, 4),
-            ({**layouts.COLOCATED, "lanes": 2}, 2),
+            pytest.param(
+                {"lanes": 2, "attention.dp": 2, "scheduler.token_buckets": [8, 24]},
+                4,
+                id="afd",
+                marks=pytest.mark.unoptimised,
+            ),
+            pytest.param({**layouts.COLOCATED, "lanes": 2}, 2, id="colocated"),
         ],
-        ids=["afd", "colocated"],
     )
     def test_200_requests(self, overrides, buckets, tiny_model):
         """Of all threads none compiles, though all buckets are used."""
