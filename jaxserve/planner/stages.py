@@ -21,6 +21,8 @@ Format = Literal["bfloat16", "fp8", "int8"]
 SIZE: dict[str, int] = {"bfloat16": 2, "fp8": 1, "int8": 1}
 SCALE = 4
 """Bytes of a scale."""
+TILE_COLUMNS = 128
+"""Words of a message's row are a multiple of it, if its values are."""
 
 
 class Formats(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,10 +265,15 @@ class Calculator(NamedTuple):
         return self._work(hardware, [(2 * parameters, 2 * batch * parameters, "bfloat16")]).seconds
 
     def dispatch_bytes(self) -> int:
-        """Bytes of a row on its way to the ffn role: values, a scale, ids and gate weights."""
-        moe = self.model.moe
-        size = SIZE[self.formats.dispatch]
-        return self.model.d_model * size + SCALE + 8 * (moe.top_k if moe else 0)
+        """Bytes of a row on its way to the ffn role: values, a scale, ids and gate weights.
+
+        As `link/message.py` packs it, zeros at the end included.
+        """
+        moe, size = self.model.moe, SIZE[self.formats.dispatch]
+        scale = SCALE if size == 1 else 0
+        used = self.model.d_model + (scale + 8 * (moe.top_k if moe else 0)) // size
+        tile = 1 if self.model.d_model % TILE_COLUMNS else TILE_COLUMNS
+        return -(-used // tile) * tile * size
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""

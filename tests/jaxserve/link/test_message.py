@@ -38,7 +38,7 @@ def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_bytes(m: Message, rows: str) -> bytes:
-    """Row by row: values, scale, expert ids, gates, all little endian."""
+    """Row by row: values, scale, expert ids, gates, all little endian; zeros if tiles are filled."""
     x = np.asarray(m.tokens, np.float32)
     values, scales = (
         quantised(x, rows) if rows in ("fp8", "int8") else (x.astype(STORAGE[rows]), None)
@@ -51,30 +51,42 @@ def expected_bytes(m: Message, rows: str) -> bytes:
         if m.experts is not None:
             lines.append(np.asarray(m.experts)[row].astype("<i4").tobytes())
             lines.append(np.asarray(m.gates)[row].astype("<f4").tobytes())
+        if x.shape[1] % 128 == 0:
+            side = 4 * (scales is not None) + (0 if m.experts is None else 8 * m.experts.shape[1])
+            lines.append(bytes(-side % (128 * np.dtype(STORAGE[rows]).itemsize)))
     return b"".join(lines)
 
 
 @pytest.mark.parametrize(
-    ("rows", "top_k", "word", "width"),
+    ("d_model", "rows", "top_k", "word", "width"),
     [
-        ("float32", 0, np.uint32, 16),
-        ("float32", 3, np.uint32, 16 + 3 + 3),
-        ("bfloat16", 0, np.uint16, 16),
-        ("bfloat16", 3, np.uint16, 16 + 6 + 6),
-        ("fp8", 0, np.uint8, 16 + 4),
-        ("fp8", 3, np.uint8, 16 + 4 + 12 + 12),
-        ("int8", 8, np.uint8, 16 + 4 + 32 + 32),
+        (16, "float32", 0, np.uint32, 16),
+        (16, "float32", 3, np.uint32, 16 + 3 + 3),
+        (16, "bfloat16", 0, np.uint16, 16),
+        (16, "bfloat16", 3, np.uint16, 16 + 6 + 6),
+        (16, "fp8", 0, np.uint8, 16 + 4),
+        (16, "fp8", 3, np.uint8, 16 + 4 + 12 + 12),
+        (16, "int8", 8, np.uint8, 16 + 4 + 32 + 32),
+        # Values that fill tiles of 128 words: zeros after the 28, 6, 12 and 84 words.
+        (7168, "fp8", 3, np.uint8, 7168 + 128),
+        (7168, "float32", 3, np.uint32, 7168 + 128),
+        (7168, "bfloat16", 3, np.uint16, 7168 + 128),
+        (7168, "bfloat16", 0, np.uint16, 7168),
+        (2048, "int8", 8, np.uint8, 2048 + 128),
+        (128, "bfloat16", 33, np.uint16, 128 + 256),
+        (192, "int8", 0, np.uint8, 192 + 4),
     ],
 )
-def test_layout_of_a_row(rows, top_k, word, width):
-    form = MessageFormat(16, top_k, rows)
+def test_layout_of_a_row(d_model, rows, top_k, word, width):
+    form = MessageFormat(d_model, top_k, rows)
     assert (form.word, form.width) == (np.dtype(word), width)
 
 
+@pytest.mark.parametrize("d_model", [16, 256])
 @pytest.mark.parametrize("top_k", TOP_K)
 @pytest.mark.parametrize("rows", FORMATS)
-def test_packed_bytes(rows, top_k):
-    form, m = MessageFormat(16, top_k, rows), message(5, 16, top_k)
+def test_packed_bytes(rows, top_k, d_model):
+    form, m = MessageFormat(d_model, top_k, rows), message(5, d_model, top_k)
     packed = np.asarray(jax.jit(form.pack)(m))
     assert packed.shape == (5, form.width)
     assert packed.dtype == form.word
@@ -89,11 +101,12 @@ def test_encoded_rows_are_sent_as_they_are(rows):
     assert np.asarray(form.pack(encoded)).tobytes() == expected_bytes(m, rows)
 
 
+@pytest.mark.parametrize("d_model", [24, 128])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("top_k", TOP_K)
 @pytest.mark.parametrize("rows", FORMATS)
-def test_unpacked_is_what_was_packed(rows, top_k, dtype):
-    form, m = MessageFormat(24, top_k, rows), message(7, 24, top_k, dtype)
+def test_unpacked_is_what_was_packed(rows, top_k, dtype, d_model):
+    form, m = MessageFormat(d_model, top_k, rows), message(7, d_model, top_k, dtype)
     got = jax.jit(lambda m: form.unpack(form.pack(m), jnp.dtype(dtype)))(m)
     x = np.asarray(m.tokens, np.float32)
     if rows in ("fp8", "int8"):
@@ -124,7 +137,7 @@ def test_side_fields_are_not_rounded_and_not_interpreted():
 
 @given(
     tokens=st.integers(1, 5),
-    d_model=st.integers(1, 20).map(lambda n: 4 * n),
+    d_model=st.integers(1, 40).map(lambda n: 4 * n),
     top_k=st.integers(0, 5),
     rows=st.sampled_from(FORMATS),
     seed=st.integers(0, 99),

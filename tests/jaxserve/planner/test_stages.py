@@ -1,5 +1,6 @@
 import pytest
 
+from jaxserve.link.message import MessageFormat
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.stages import Assumptions, Calculator, Formats, Stage, meets
@@ -155,9 +156,19 @@ class TestHybrids:
         assert more == 12 * (32768 - 8192) * 2 * 8 * 128 * 2
 
 
+@pytest.mark.parametrize("dispatch", ["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["step3", "deepseek-v3", "qwen3-30b-a3b", "qwen3-32b"])
+def test_a_message_has_the_bytes_that_the_engine_packs(name, dispatch):
+    planned = calculator(name, dispatch=dispatch)
+    top_k = planned.model.moe.top_k if planned.model.moe else 0
+    packed = MessageFormat(planned.model.d_model, top_k, dispatch)
+    assert planned.dispatch_bytes() == packed.width * packed.word.itemsize
+
+
 def test_messages():
     step3 = calculator()
-    assert step3.dispatch_bytes() == 7168 + 4 + 3 * 8
+    assert step3.dispatch_bytes() == 7168 + 128  # of which 28 are scale, ids and gates
+    assert calculator(dispatch="bfloat16").dispatch_bytes() == 2 * (7168 + 128)
     assert step3.combine_bytes() == 14336
     stage = step3.cross((50e9, 25e9), 100, 100, 7168)
     assert stage == Stage(100 * 7168 / 25e9, "network")
