@@ -38,7 +38,7 @@ def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_bytes(m: Message, rows: str) -> bytes:
-    """Row by row: values, scale, expert ids, gates, all little endian; zeros if tiles are filled."""
+    """Row by row: values, scale, expert ids, gates, little endian; zeros if tiles are filled."""
     x = np.asarray(m.tokens, np.float32)
     values, scales = (
         quantised(x, rows) if rows in ("fp8", "int8") else (x.astype(STORAGE[rows]), None)
