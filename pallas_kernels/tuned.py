@@ -110,5 +110,6 @@ def write_entry(path: Path, device_kind: str, call: str, entry: dict[str, Any] |
     if entry is not None:
         calls[call] = entry
     found = {kind: dict(sorted(calls.items())) for kind, calls in sorted(found.items()) if calls}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
     table.cache_clear()

@@ -53,7 +53,7 @@ def test_an_unknown_field_is_named():
 
 
 def test_entries_are_written_in_order_and_taken_out(tmp_path):
-    path = tmp_path / "tuned.json"
+    path = tmp_path / "not there yet" / "tuned.json"
     tuned.write_entry(path, "TPU v9", "b", {"tiles": {"rows": 8}})
     tuned.write_entry(path, "TPU v9", "a", {"tiles": {"rows": 4}})
     tuned.write_entry(path, "TPU v8", "a", {"tiles": {"rows": 2}})
