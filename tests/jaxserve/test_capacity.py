@@ -165,7 +165,7 @@ class TestBytes:
     def test_of_activations(self):
         """512 tokens a chip, 2048 rows of all chips, 2 lanes; BF16, and FP32 sums."""
         parts = by_role("qwen3-30b-a3b")
-        d, message = 2048, 2 * 2048 + 8 * 8  # 8 experts' ids and gates
+        d, message = 2048, 2 * 17 * 128  # the row, 8 experts' ids and gates: whole tiles
         lane = 512 * (2 * d + message + 2 * d)
         logits = 3 * 32 * 151_936 * 4
         attend = 512 * (2 * (32 * 3 * 128 + d) + 4 * d)
@@ -228,7 +228,7 @@ class TestFit:
         config, deployment = load("deepseek-v3", attention_memory_gb=60, ffn_ep=4)
         message = (
             "the deployment does not fit:\n"
-            "  weights 16.36 + KV pages 45.29 + activations 0.3185 = 61.97 GB of 60.00 GB "
+            "  weights 16.36 + KV pages 45.29 + activations 0.3186 = 61.97 GB of 60.00 GB "
             "(attention.memory_gb) on each of the 16 attention devices (attention.dp 16 x "
             "attention.tp 1); what would fit: cache.pages up to 19131 (now 20000); "
             "attention.tp = 2 (32 devices)\n"
@@ -300,7 +300,7 @@ class TestDescription:
             "KV cache     1,280,000 tokens a DP group, of up to 288 sequences at a time; "
             "20,480,000 in all",
             "GB a device  devices  weights  KV pages  activations    sum     of",
-            "attention         16    16.36     45.29       0.3185  61.97  76.00",
+            "attention         16    16.36     45.29       0.3186  61.97  76.00",
             "ffn               16    41.11    0.0000         2.08  43.20  76.00",
         ]
 
