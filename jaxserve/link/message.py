@@ -14,6 +14,7 @@ import msgspec
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxserve.link.width import row_words
 from jaxserve.quant.rows import (
     STORAGE,
     EncodedRows,
@@ -23,8 +24,6 @@ from jaxserve.quant.rows import (
     has_scales,
 )
 
-TILE_COLUMNS = 128
-"""Words side by side in a tile of a TPU's memory, whatever their size."""
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
 
@@ -60,20 +59,9 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """Words a row.
-
-        Where the values fill whole tiles, so do the rows, with zeros at their end (fewer than 128
-        words): else a TPU keeps the message transposed, which wastes less, and each program copies
-        it, or the rows in BF16 that are made of it, into order. Of Step-3's rows (7196 words, 7296
-        with zeros) in 128-token buckets, by XLA's estimates (`Program.compile().as_text()`, sum of
-        `estimated_cycles`, kernels not in it; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): `ffn_moe`
-        of configs/step3-v7x.yaml 654 to 524 thousand cycles, of step3-v6e.yaml 3463 to 3254,
-        `attend_moe` for v7x 406 to 400. Without zeros, in the order that `unpack` asks for: 532
-        and 3263, but no gain where a device receives whole messages (route `broadcast`).
-        """
-        side_bytes = 4 * has_scales(self.rows) + 8 * self.top_k
-        used = self.d_model + side_bytes // self.word.itemsize
-        return used if self.d_model % TILE_COLUMNS else -(-used // TILE_COLUMNS) * TILE_COLUMNS
+        """Words a row."""
+        size, has_scale = self.word.itemsize, has_scales(self.rows)
+        return row_words(self.d_model, self.top_k, size, has_scale=has_scale)
 
     def pack(self, message: Message) -> UInt[Array, "tokens width"]:
         """Quantises and packs; ids travel as int32, scales and gates as FP32."""
@@ -93,7 +81,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         """The inverse; tokens dequantised to `dtype`.
 
         Rows stay rows: XLA would transpose a message that it has gathered from other devices, and
-        what is dequantised from it back (v7x, as in `width`: 732 thousand cycles, not 524).
+        what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
         start = 0

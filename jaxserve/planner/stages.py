@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxserve.link.width import row_words
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.cost import attention_flops
 from jaxserve.planner.hardware import Hardware
@@ -21,8 +22,6 @@ Format = Literal["bfloat16", "fp8", "int8"]
 SIZE: dict[str, int] = {"bfloat16": 2, "fp8": 1, "int8": 1}
 SCALE = 4
 """Bytes of a scale."""
-TILE_COLUMNS = 128
-"""Words of a message's row are a multiple of it, if its values are."""
 
 
 class Formats(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,15 +264,10 @@ class Calculator(NamedTuple):
         return self._work(hardware, [(2 * parameters, 2 * batch * parameters, "bfloat16")]).seconds
 
     def dispatch_bytes(self) -> int:
-        """Bytes of a row on its way to the ffn role: values, a scale, ids and gate weights.
-
-        As `link/message.py` packs it, zeros at the end included.
-        """
+        """Bytes of a row on its way to the ffn role, as the engine packs it."""
         moe, size = self.model.moe, SIZE[self.formats.dispatch]
-        scale = SCALE if size == 1 else 0
-        used = self.model.d_model + (scale + 8 * (moe.top_k if moe else 0)) // size
-        tile = 1 if self.model.d_model % TILE_COLUMNS else TILE_COLUMNS
-        return -(-used // tile) * tile * size
+        top_k = moe.top_k if moe else 0
+        return row_words(self.model.d_model, top_k, size, has_scale=size == 1) * size
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
