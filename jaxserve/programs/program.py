@@ -36,8 +36,8 @@ class Program(NamedTuple):
     out_specs: tuple[PartitionSpec, ...] | PartitionSpec
     donated: tuple[int, ...]
 
-    def compile(self) -> jax.stages.Compiled:
-        """Compiles ahead of time for the shapes and shardings above."""
+    def mapped(self) -> Callable[..., Any]:
+        """The function over whole arrays."""
         mapped = jax.shard_map(
             self.body,
             mesh=self.mesh,
@@ -46,11 +46,15 @@ class Program(NamedTuple):
             check_vma=False,
         )
         mapped.__name__ = self.name
+        return mapped
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles ahead of time for the shapes and shardings above."""
         arguments = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
             for a, spec in zip(self.arguments, self.in_specs, strict=True)
         ]
-        return jax.jit(mapped, donate_argnums=self.donated).lower(*arguments).compile()
+        return jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments).compile()
 
 
 class StepContext(NamedTuple):

@@ -113,14 +113,7 @@ def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
 
     monkeypatch.setattr(quant_rows, "rms_norm_quantize", op)
     program = programs(tmp_path, **overrides).attend(Bucket(24, 18), LayerKind("moe"))
-    mapped = jax.shard_map(
-        program.body,
-        mesh=program.mesh,
-        in_specs=program.in_specs,
-        out_specs=program.out_specs,
-        check_vma=False,
-    )
-    jax.eval_shape(mapped, *program.arguments)
+    jax.eval_shape(program.mapped(), *program.arguments)
     assert len(seen) == calls
 
 
