@@ -2,10 +2,31 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SHARED_MEMORY = 232_448
 """Bytes that a block of threads may have."""
+
+SMALLEST_SCALE = 2.0**-100
+"""Rows that would have a smaller one are zeros, with the scale 1."""
+
+
+def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """As `quantize_rows` does it: whole rows in FP32, [rows, d] or one of them, [d].
+
+    Returns:
+      values in `dtype`, FP8 or INT8, and scales, one a row.
+    """
+    is_int8 = jnp.dtype(dtype) == jnp.int8
+    largest = 127.0 if is_int8 else 448.0
+    scales = jnp.max(jnp.abs(rows), axis=-1) * (1.0 / largest)
+    scales = jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
+    inverse = 1.0 / scales
+    scaled = rows * jax.lax.broadcast_in_dim(inverse, rows.shape, tuple(range(inverse.ndim)))
+    scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
+    return (jnp.round(scaled) if is_int8 else scaled).astype(dtype), scales
 
 
 def store(target: Any, value: Any) -> None:

@@ -212,13 +212,14 @@ def pick_tiles(
     # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
     entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
-    if kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first):
+    rows_first = kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first)
+    if rows_first:
         kind = "many rows in blocks"
         entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
     inner = _inner(first)
     out = ROW_BLOCK if quantises else entry.out
-    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, entry.rows_first)
+    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
     row_bytes = 1 if kind in BYTES else 2
     fixed, stage = shared_memory(
         tiles,

@@ -57,8 +57,8 @@ def grouped_product(
     Args:
       operands: see there.
       tile_list: of `tiles.rows` rows a tile.
-      epilogue: from the FP32 products with each of the weights, transposed ([columns, rows]), to
-        what is stored; elementwise, and zeros for zeros.
+      epilogue: from the FP32 products with each of the weights, transposed or not, to what is
+        stored; elementwise, and zeros for zeros.
       out_dtype: of the result; 8 bits: it is quantised, with a scale for each row and output tile.
       tiles: sizes.
       processors: CTAs to start, one for each multiprocessor.

@@ -14,10 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import ROWS_LAYOUT, Context, Narrowing, Tile
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
-from pallas_kernels.mosaic_gpu import store
-
-SMALLEST_SCALE = 2.0**-100
-"""Rows that would have a smaller one are zeros, with the scale 1."""
+from pallas_kernels.mosaic_gpu import quantise, store
 
 
 def store_quantised(
@@ -57,20 +54,15 @@ def meet(buffers: Narrowing) -> None:
 
 
 def _quantise(buffers: Narrowing, rows: Any) -> None:
-    """As `quantize_rows` does it, a few whole rows."""
+    """A few whole rows."""
     wide: Any = buffers.wide
     _keep(buffers, rows, plgpu.load(wide.at[rows], layout=ROWS_LAYOUT, optimized=False))
 
 
 def _keep(buffers: Narrowing, rows: Any, wide: jax.Array) -> None:
-    """Quantise whole rows as `quantize_rows` does it, into the buffers."""
-    dtype = buffers.values.dtype
-    limit = 127.0 if dtype == jnp.int8 else 448.0
-    scales = jnp.max(jnp.abs(wide), axis=1) * (1.0 / limit)
-    scales = jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
-    scaled = wide * jax.lax.broadcast_in_dim(1.0 / scales, wide.shape, (0,))
-    scaled = jnp.minimum(jnp.maximum(scaled, -limit), limit)
-    store(buffers.values.at[rows], (jnp.round(scaled) if limit == 127 else scaled).astype(dtype))
+    """Quantise whole rows, into the buffers."""
+    values, scales = quantise(wide, buffers.values.dtype)
+    store(buffers.values.at[rows], values)
     store(buffers.scales.at[rows], scales)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the sums of the Hopper kernel: scales, and the way to memory.
+"""The sums of the Hopper kernel, and what becomes of them: scales, and the way to memory.
 
 Called by both kinds of consumers.
 """
@@ -12,6 +12,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import ROWS_LAYOUT, Context, Ref, Tile
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+
+
+def accumulator(context: Context, shape: tuple[int, int]) -> Any:
+    """For sums of products that begin from zero."""
+    is_int8 = context.operands.rows.dtype == jnp.int8
+    return plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32)
+
+
+def block_scales(
+    context: Context, tile: Tile, column: jax.Array, index: jax.Array
+) -> list[jax.Array | None]:
+    """For each of the weights the scale of the block of a column in a step, if they have such."""
+    operands = context.operands
+    if not operands.block_scales:
+        return [None] * len(operands.weights)
+    block_out, block_in = operands.block
+    # A tile may have more columns than there are.
+    last = operands.block_scales[0].shape[1] - 1
+    column_block = jnp.minimum(jax.lax.div(column, block_out), last)
+    block = jax.lax.div(index * context.tiles.inner, block_in)
+    return [scales[tile.group, column_block, block] for scales in operands.block_scales]
 
 
 def channel_scales(

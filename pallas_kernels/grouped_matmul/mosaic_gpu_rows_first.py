@@ -20,7 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised_rows
-from pallas_kernels.grouped_matmul.mosaic_gpu_results import channel_scales, store
+from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
+    accumulator,
+    block_scales,
+    channel_scales,
+    store,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     PART_COLUMNS,
     Context,
@@ -115,17 +120,18 @@ def _sums(
         left = scratch.rows.at[stage, left_rows]
 
         def add(number: int, part: int) -> jax.Array:
-            def run(accumulator: Ref) -> jax.Array:
-                columns = pl.ds(part * PART_COLUMNS, PART_COLUMNS)
+            def run(sums: Ref) -> jax.Array:
+                first = part * PART_COLUMNS
+                columns = pl.ds(first, PART_COLUMNS)
                 right = scratch.weights[number].at[stage, columns].transpose((1, 0))
-                plgpu.wgmma(accumulator, left, right)
-                scales = _block_scales(context, rows, out_tile, part, index)
-                factor = of_rows if scales is None else of_rows * scales[number]
+                plgpu.wgmma(sums, left, right)
+                scale = block_scales(context, rows, out_tile * tiles.out + first, index)[number]
+                factor = of_rows if scale is None else of_rows * scale
                 factor = jax.lax.broadcast_in_dim(factor + _zero(), shape, (0,))
-                total, found = totals[number][part], accumulator[...].astype(jnp.float32)
+                total, found = totals[number][part], sums[...].astype(jnp.float32)
                 return _now(step, lambda: total + found * factor, total)
 
-            return pl.run_scoped(run, _accumulator(context))
+            return pl.run_scoped(run, accumulator(context, shape))
 
         added = tuple(tuple(add(number, part) for part in parts) for number in range(len(totals)))
         release(context, stage)
@@ -156,33 +162,12 @@ def _zero() -> jax.Array:
     return jax.lax.optimization_barrier(jnp.float32(0))
 
 
-def _block_scales(
-    context: Context, tile: Tile, out_tile: jax.Array, part: int, index: jax.Array
-) -> list[jax.Array] | None:
-    """The scales of a block of each of the weights, if they have such."""
-    operands, tiles = context.operands, context.tiles
-    if not operands.block_scales:
-        return None
-    block_out, block_in = operands.block
-    column_block = jax.lax.div(out_tile * tiles.out + part * PART_COLUMNS, block_out)
-    # A tile may have more columns than there are.
-    column_block = jnp.minimum(column_block, operands.block_scales[0].shape[1] - 1)
-    block = jax.lax.div(index * tiles.inner, block_in)
-    return [scales[tile.group, column_block, block] for scales in operands.block_scales]
-
-
 def _refill(context: Context, warpgroup: jax.Array, step: jax.Array, cursor: Cursor) -> Cursor:
     """Load the next step into the buffers of the one that was `LATE` steps ago."""
     mine = warpgroup == 0
     stage = context.stage_of(step + (context.tiles.stages - LATE))
     pl.when(mine)(lambda: wait_until_free(context, stage))
     return load_next(context, cursor, stage, mine=mine)
-
-
-def _accumulator(context: Context) -> Any:
-    is_int8 = context.operands.rows.dtype == jnp.int8
-    shape = (context.tiles.consumer_rows, PART_COLUMNS)
-    return plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32)
 
 
 def _scale(

@@ -11,7 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
-from pallas_kernels.grouped_matmul.mosaic_gpu_results import channel_scales, spread, store
+from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
+    accumulator,
+    block_scales,
+    channel_scales,
+    spread,
+    store,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Epilogue, Ref, Tile
 from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
     for_each_tile,
@@ -101,19 +107,20 @@ def _products(
         def multiply(index: jax.Array, step: jax.Array) -> jax.Array:
             stage = context.stage_of(step)
             wait_until_loaded(context, stage)
-            for number, accumulator in enumerate(accumulators):
-                _multiply(context, consumer, accumulator, number, stage)
+            for number, sums in enumerate(accumulators):
+                _multiply(context, consumer, sums, number, stage)
             plgpu.wgmma_wait(late * len(accumulators))
             pl.when(index >= late)(lambda: release(context, context.stage_of(step - late)))
             return step + 1
 
         end = jax.lax.fori_loop(0, steps, multiply, step)
-        products = tuple(accumulator[...].astype(jnp.float32) for accumulator in accumulators)
+        products = tuple(sums[...].astype(jnp.float32) for sums in accumulators)
         if late:
             pl.when(steps > 0)(lambda: release(context, context.stage_of(end - 1)))
         return products, end
 
-    return pl.run_scoped(run, [_accumulator(context) for _ in context.operands.weights])
+    shape = (context.tiles.consumer_out, context.tiles.rows)
+    return pl.run_scoped(run, [accumulator(context, shape) for _ in context.operands.weights])
 
 
 def _products_of_blocks(
@@ -132,19 +139,14 @@ def _products_of_blocks(
         totals, step = carry
         stage = context.stage_of(step)
         # Loaded before anything is waited for, so that the loads' latency is hidden.
-        scales: list[Any] = [None] * len(totals)
-        if operands.block_scales:
-            block_out, block_in = operands.block
-            column_block = jax.lax.div(column, block_out)
-            block = jax.lax.div(index * tiles.inner, block_in)
-            scales = [scales[tile.group, column_block, block] for scales in operands.block_scales]
+        scales = block_scales(context, tile, column, index)
         wait_until_loaded(context, stage)
         added = []
         # One after the other: registers suffice for one sum beside the totals.
         for number, (total, scale) in enumerate(zip(totals, scales, strict=True)):
 
-            def run(accumulator: Ref, number: int = number, scale: Any = scale) -> jax.Array:
-                _multiply(context, consumer, accumulator, number, stage)
+            def run(sums: Ref, number: int = number, scale: Any = scale) -> jax.Array:
+                _multiply(context, consumer, sums, number, stage)
                 factor = scale
                 if operands.row_block_scales is not None:  # while the tensor cores are at work
                     row_scales = plgpu.load(
@@ -154,9 +156,9 @@ def _products_of_blocks(
                     )
                     factor = row_scales if scale is None else row_scales * scale
                     factor = jax.lax.broadcast_in_dim(factor, shape, (1,))
-                return accumulator[...].astype(jnp.float32) * factor
+                return sums[...].astype(jnp.float32) * factor
 
-            added.append(total + pl.run_scoped(run, _accumulator(context)))
+            added.append(total + pl.run_scoped(run, accumulator(context, shape)))
         release(context, stage)
         return tuple(added), step + 1
 
@@ -166,19 +168,13 @@ def _products_of_blocks(
     return jax.lax.fori_loop(0, context.steps_of(tile), add_step, (totals, step))
 
 
-def _accumulator(context: Context) -> Any:
-    is_int8 = context.operands.rows.dtype == jnp.int8
-    shape = (context.tiles.consumer_out, context.tiles.rows)
-    return plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32)
-
-
 def _converts(context: Context) -> bool:
     """Whether weights are converted to the dtype of the rows."""
     return context.operands.rows.dtype != context.operands.weights[0].dtype
 
 
 def _multiply(
-    context: Context, consumer: jax.Array, accumulator: Ref, number: int, stage: jax.Array
+    context: Context, consumer: jax.Array, sums: Ref, number: int, stage: jax.Array
 ) -> None:
     """Start to add this consumer's part of the weights of a stage times its rows."""
     tiles, scratch = context.tiles, context.scratch
@@ -192,7 +188,7 @@ def _multiply(
             scratch.converted[consumer] = converted
             plgpu.commit_smem()
             left = scratch.converted.at[consumer]
-    plgpu.wgmma(accumulator, left, scratch.rows.at[stage].transpose((1, 0)))
+    plgpu.wgmma(sums, left, scratch.rows.at[stage].transpose((1, 0)))
 
 
 def _scale(context: Context, products: Products, tile: Tile, column: jax.Array) -> Products:

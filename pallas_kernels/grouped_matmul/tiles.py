@@ -90,7 +90,6 @@ class HopperTiles(NamedTuple):
       consumers: warpgroups that multiply, beside the one that loads.
       band: row tiles that are worked on together, so that their weights are read once from memory.
       most_stages: buffers of the ring, if there is room.
-      rows_first: whether rows are wgmma's left operand, and the consumers load for themselves.
     """
 
     rows: tuple[int, ...]
@@ -98,7 +97,6 @@ class HopperTiles(NamedTuple):
     consumers: int = 2
     band: int = 8
     most_stages: int = 8
-    rows_first: bool = False
 
 
 Kind = Literal[
@@ -128,8 +126,8 @@ HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     ("converted blocks", 2): HopperTiles((16, 32, 64)),
     ("rows in blocks", 1): HopperTiles((16, 32, 64, 112)),
     ("rows in blocks", 2): HopperTiles((16, 32, 64)),
-    ("many rows in blocks", 1): HopperTiles((128,), out=256, rows_first=True),
-    ("many rows in blocks", 2): HopperTiles((128,), out=128, rows_first=True),
+    ("many rows in blocks", 1): HopperTiles((128,), out=256),
+    ("many rows in blocks", 2): HopperTiles((128,), out=128),
 }
 
 HOPPER: dict[str, dict[tuple[Kind, int], HopperTiles]] = {
@@ -163,8 +161,9 @@ def hopper_tiles(
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
     call = f"{kernel} {widths[0]}->{widths[1]} {kind}"
     default = next(tables, HOPPER_DEFAULT)[kind, products]
-    choices = {field: some for field, some in HOPPER_CHOICES.items() if field != "rows"}
-    choices = choices if default.rows_first else HOPPER_CHOICES
+    choices = dict(HOPPER_CHOICES)
+    if kind == "many rows in blocks":
+        del choices["rows"]
     return tuned.in_force("grouped_matmul", device_kind, call, default, choices)
 
 

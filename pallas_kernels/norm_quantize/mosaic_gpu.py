@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Num
 
-from pallas_kernels.mosaic_gpu import store
+from pallas_kernels.mosaic_gpu import quantise, store
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.target import Target
 
@@ -25,10 +25,8 @@ MOST_COLUMNS = 8192
 """Of a row that the registers of a block hold."""
 VECTORS = (8, 4, 2, 1)
 """Neighbours that a thread may have, to choose from: 8 in 16 bits are one access."""
-SMALLEST_SCALE = 2.0**-100
-"""Rows that would have a smaller one are zeros, with the scale 1."""
-TYPES = {"fp8": (jnp.float8_e4m3fn, 448.0), "int8": (jnp.int8, 127.0)}
-"""Of values, and the largest of them."""
+TYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+"""Of values."""
 
 
 def rms_norm_quantize(
@@ -42,13 +40,12 @@ def rms_norm_quantize(
     tokens, d = x.shape
     if tokens == 0 or d % WARPGROUP or d > MOST_COLUMNS:
         return reference.rms_norm_quantize(x, weight, epsilon, format)
-    dtype, largest = TYPES[format]
     kernel = plgpu.kernel(
-        functools.partial(_body, epsilon=epsilon, largest=largest),
+        functools.partial(_body, epsilon=epsilon),
         kernel_name="rms_norm_quantize",
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(x.shape, dtype),
+            jax.ShapeDtypeStruct(x.shape, TYPES[format]),
             jax.ShapeDtypeStruct((tokens,), jnp.float32),
         ),
         grid=(tokens,),
@@ -68,7 +65,6 @@ def _body(
     scales: Any,  # [tokens]
     *,
     epsilon: float,
-    largest: float,
 ) -> None:
     """One row."""
     row, d = lax.axis_index("row"), x.shape[1]
@@ -79,11 +75,6 @@ def _body(
     factors = plgpu.load(weight, layout=layout, optimized=False)
     rounded = (wide * inverse).astype(x.dtype) * factors
     store(normed.at[row], rounded)
-    # From here on as `quantize_rows` does it.
-    rows = rounded.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(rows)) * (1.0 / largest)
-    scale = jnp.where(scale < SMALLEST_SCALE, 1.0, scale)
-    scaled = jnp.minimum(jnp.maximum(rows * (1.0 / scale), -largest), largest)
-    is_int8 = values.dtype == jnp.int8
-    store(values.at[row], (jnp.round(scaled) if is_int8 else scaled).astype(values.dtype))
+    narrow, scale = quantise(rounded.astype(jnp.float32), values.dtype)
+    store(values.at[row], narrow)
     scales[row] = scale
