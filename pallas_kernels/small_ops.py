@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import aot, gpu_resources
-from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
+from pallas_kernels.norm_quantize import reference, rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import Format, quantize_rows
 
 TOKENS, D_MODEL, EXPERTS, TOP_K = 128, 7168, 256, 8
@@ -61,19 +61,21 @@ def norm_and_quantize(x: Array, weight: Array) -> Any:
 
 
 def attention_to_wire(
-    x: Array, mixed: Array, weight: Array, gate: Array, *, format: Format, in_one: bool
+    x: Array,
+    mixed: Array,
+    weight: Array,
+    gate: Array,
+    *,
+    format: Format,
+    norm_and_quantize: Callable[..., Any],
 ) -> Any:
     """The end of a layer's attention: residual, norm, router, and a message in bytes.
 
     Args:
-      in_one: norm and quantise with the op, which may have a kernel for it.
+      norm_and_quantize: the op, which may have a kernel for it, or its reference.
     """
     x = x + mixed
-    if in_one:
-        normed, values, scales = rms_norm_quantize(x, weight, EPSILON, format)
-    else:
-        normed = rms_norm(x, weight, EPSILON)
-        values, scales = quantize_rows(normed, format)
+    normed, values, scales = norm_and_quantize(x, weight, EPSILON, format)
     experts, gates = route_step3(normed, gate)
     parts = (values, scales[:, None], experts, gates)
     message = [
@@ -127,8 +129,16 @@ def small_ops(format: Format = "int8") -> list[SmallOp]:
     attended = (x, x, array(D_MODEL), array(STEP3_EXPERTS, D_MODEL))
     found: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         ("norm and quantise", norm_and_quantize, (x, array(D_MODEL))),
-        ("attention to wire", functools.partial(to_wire, in_one=False), attended),
-        ("to wire, with op", functools.partial(to_wire, in_one=True), attended),
+        (
+            "attention to wire",
+            functools.partial(to_wire, norm_and_quantize=reference.rms_norm_quantize),
+            attended,
+        ),
+        (
+            "to wire, with op",
+            functools.partial(to_wire, norm_and_quantize=rms_norm_quantize),
+            attended,
+        ),
         ("route deepseek-v3", route, (x, array(EXPERTS, D_MODEL), array(EXPERTS, dtype=fp32))),
         ("route step3", route_step3, (x, array(STEP3_EXPERTS, D_MODEL))),
         ("permute", permute, (x, array(TOKENS, TOP_K, dtype=int32))),

@@ -144,10 +144,11 @@ def _layers(quick: bool, effort: timing.Effort, device_kind: str) -> tuple[list[
     """What the planner reads, and whether a result was wrong."""
     found, wrong = [], False
     for entry, build, sizes in layer.stages(quick, page_size()):
-        formats = " ".join(
-            [entry["format"], *(["with cache", entry["cache"]] if "cache" in entry else [])]
+        cache = f" with cache {entry['cache']}" if "cache" in entry else ""
+        what = (
+            f"{entry['op']} {entry['format']}{cache}, batch {entry['batch']}, "
+            f"context {entry['context']}"
         )
-        what = f"{entry['op']} {formats}, batch {entry['batch']}, context {entry['context']}"
         try:
             function, arguments = build(*sizes)
             error = correctness.distance(

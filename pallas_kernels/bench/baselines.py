@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import timing
-from pallas_kernels.norm_quantize import rms_norm
-from pallas_kernels.quantize import QuantArray, quantize_rows
+from pallas_kernels.bench import norm_quantize, timing
+from pallas_kernels.norm_quantize.reference import rms_norm_quantize
+from pallas_kernels.quantize import QuantArray
 
 
 def measured(
@@ -176,11 +176,7 @@ def _torch_seconds(function: Callable[[], None], effort: timing.Effort) -> float
 
 
 def _xla_norm(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
-    def run(rows: Any, weight: Any) -> Any:
-        normed = rms_norm(rows, weight, 1e-5)
-        return jax.lax.optimization_barrier((normed, *quantize_rows(normed, step.format)))[1]
-
-    return timing.seconds(run, effort, *arguments)
+    return timing.seconds(norm_quantize.call(step, rms_norm_quantize), effort, *arguments)
 
 
 Baseline = Callable[[Any, tuple[Any, ...], timing.Effort], float]
