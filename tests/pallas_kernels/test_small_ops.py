@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import aot, gpu_resources
 from pallas_kernels.small_ops import Traffic, small_ops, traffic
+from tests.pallas_kernels import gpu_aot
 
 PROGRAM = """HloModule jit_f
 
@@ -92,7 +93,7 @@ def test_xla_moves_hardly_more_than_it_has_to():
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.skipif(gpu_resources.plugin() is None, reason="needs JAX's CUDA wheels")
+@gpu_aot.NEEDS_CUDA
 def test_the_op_saves_launches_on_a_gpu():
     found = measured("h200")
     (alone, ratio), (with_op, less) = found["attention to wire"], found["to wire, with op"]

@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-# Where the race detector keeps what it found, in the versions that do not raise.
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
-
 from pallas_kernels.attention import mosaic_tpu, paged_attention, tiles
 from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
+from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
 TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
 
@@ -25,22 +22,6 @@ def tiny(monkeypatch):
     """Blocks of two pages, items of four tokens in tiles of two."""
     row = tiles.TpuTiles(block_tokens=32, tile_rows=16, item_rows=32)
     monkeypatch.setitem(tiles.TPU, TINY.device_kind, row)
-
-
-@pytest.fixture
-def no_race():
-    yield
-    assert interpreter.races is None or not interpreter.races.races_found
-
-
-def race_is_reported(run):
-    try:
-        jax.block_until_ready(run())
-        return interpreter.races.races_found
-    except Exception as error:
-        return "race" in str(error).lower()
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.mark.usefixtures("no_race")

@@ -1,11 +1,7 @@
 """The TPU kernel, interpreted on the CPU with a race detector, and its plans."""
 
-import jax
 import jax.numpy as jnp
 import pytest
-
-# Where the race detector keeps what it found, in the versions that do not raise.
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_tpu
@@ -13,6 +9,7 @@ from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
+from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
 TARGET = Target("mosaic_tpu", "TPU7 of this test", interpret=True)
 # Several tiles of everything, in the sizes of the suite.
@@ -33,12 +30,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(TPU, TARGET.device_kind, TILES)
 
 
-@pytest.fixture
-def no_race():
-    yield
-    assert interpreter.races is None or not interpreter.races.races_found
-
-
 @pytest.mark.usefixtures("no_race")
 class TestMosaicTpu(GroupedMatmulSuite):
     target = TARGET
@@ -50,23 +41,18 @@ class TestMosaicTpu(GroupedMatmulSuite):
         super().test_all_patterns()
 
 
-def race_is_reported(rows, weights, sizes):
-    try:
-        jax.block_until_ready(mosaic_tpu.grouped_matmul(rows, weights, sizes, TARGET))
-        return interpreter.races.races_found
-    except Exception as error:
-        pltpu.reset_tpu_interpret_mode_state()
-        return "race" in str(error).lower()
-
-
 def test_a_dropped_wait_is_noticed(monkeypatch):
     """The products would read weights that are still on their way."""
     eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
     monkeypatch.setattr(mosaic_tpu, "INTERPRET", eager)
     arguments = (jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([3, 4], jnp.int32))
-    assert not race_is_reported(*arguments)
+
+    def run():
+        return mosaic_tpu.grouped_matmul(*arguments, TARGET)
+
+    assert not race_is_reported(run)
     monkeypatch.setattr(mosaic_tpu, "wait", lambda copies: None)
-    assert race_is_reported(*arguments)
+    assert race_is_reported(run)
 
 
 @pytest.mark.parametrize("function", [grouped_matmul, grouped_swiglu])
