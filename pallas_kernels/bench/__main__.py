@@ -127,7 +127,7 @@ def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> 
     result |= {"seconds": seconds, "bytes": step.bytes(), "flops": step.flops()}
     result["of_copy"] = step.bytes() / seconds / copied
     result["of_dense"] = step.flops() / seconds / dense
-    result["baselines"] = baselines.measured(op, step, arguments, effort)
+    result["baselines"] = baselines.measured(op, step, arguments, right, effort)
     print(
         f"{case.label()} ({result['backend']}): {seconds * 1e6:.1f} µs, "
         f"{step.bytes() / seconds / 1e9:.4g} GB/s ({result['of_copy']:.0%} of copy), "
@@ -135,8 +135,12 @@ def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> 
         + ("" if result["correct"] else f"; WRONG by {result['error']:.2g}")
     )
     for other, found in result["baselines"].items():
-        time = f"{found['seconds'] * 1e6:.1f} µs" if "seconds" in found else found["skipped"]
-        print(f"    {other}: {time}")
+        if "skipped" in found:
+            print(f"    {other}: {found['skipped']}")
+            continue
+        same = found["error"] <= correctness.TOLERANCE[step.format]
+        what = "" if same else f"; another result, by {found['error']:.2g}"
+        print(f"    {other}: {found['seconds'] * 1e6:.1f} µs{what}")
     return result
 
 

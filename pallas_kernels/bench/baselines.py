@@ -1,35 +1,57 @@
 """What a user would call instead of the ops, on the same inputs: JAX's own, tokamax, PyTorch.
 
-Called by the bench. Each is a function of (step, arguments, effort) that gives seconds; it raises
+Called by the bench. Each is a function of (step, arguments) that prepares a call; it raises
 whatever it likes where it is not installed or cannot do this, and the bench says so.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import norm_quantize, timing
+from pallas_kernels.bench import correctness, norm_quantize, timing
 from pallas_kernels.norm_quantize.reference import rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 
 
+class Prepared(NamedTuple):
+    """A call of other people's code.
+
+    Attributes:
+      result: gives what the call gives, in the shape of the op's result.
+      seconds: gives the call's seconds.
+    """
+
+    result: Callable[[], Any]
+    seconds: Callable[[timing.Effort], float]
+
+
 def measured(
-    op: str, step: Any, arguments: tuple[Any, ...], effort: timing.Effort
+    op: str, step: Any, arguments: tuple[Any, ...], right: Any, effort: timing.Effort
 ) -> dict[str, dict[str, Any]]:
-    """For every baseline of an op its seconds, or why there are none."""
+    """For every baseline of an op its seconds and its distance from the right result (of the last
+    rows, if `right` has fewer), or why there are none."""
     found: dict[str, dict[str, Any]] = {}
     for name, baseline in BASELINES[op].items():
         try:
-            found[name] = {"seconds": baseline(step, arguments, effort)}
+            prepared = baseline(step, arguments)
+            error = correctness.distance(prepared.result(), right)
+            found[name] = {"seconds": prepared.seconds(effort), "error": error}
         except Exception as error:  # other people's code: whatever it raises, ours was measured
             found[name] = {"skipped": f"{type(error).__name__}: {str(error)[:200]}"}
     return found
 
 
-def _jax_paged_attention(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _of_jax(function: Callable[..., Any], *inputs: Any) -> Prepared:
+    return Prepared(
+        lambda: jax.jit(function)(*inputs),
+        lambda effort: timing.seconds(function, effort, *inputs),
+    )
+
+
+def _jax_paged_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     queries, pages, scales, (table, _, position) = arguments
     if step.shape.shared or scales or step.queries > 1:
         raise NotImplementedError("one query a sequence, BF16, K and V apart")
@@ -52,7 +74,7 @@ def _jax_paged_attention(step: Any, arguments: tuple[Any, ...], effort: timing.E
     if platform not in ("tpu", "gpu", "cuda"):
         raise NotImplementedError(f"not for {platform}")
     function = on_tpu if platform == "tpu" else on_gpu
-    return timing.seconds(function, effort, queries, *pages, position + 1, table)
+    return _of_jax(function, queries, *pages, position + 1, table)
 
 
 def _contiguous(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -70,32 +92,30 @@ def _contiguous(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return queries[:, None], keys, values
 
 
-def _tokamax_attention(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _tokamax_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     """Of keys and values that lie one after the other, not in pages."""
     import tokamax
 
     def attend(*inputs: Any) -> Any:
-        return tokamax.dot_product_attention(*inputs, scale=step.shape.head_dim**-0.5)
+        return tokamax.dot_product_attention(*inputs, scale=step.shape.head_dim**-0.5)[:, 0]
 
-    return timing.seconds(attend, effort, *_contiguous(step, arguments))
+    return _of_jax(attend, *_contiguous(step, arguments))
 
 
-def _torch_attention(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _torch_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     """Of keys and values that lie one after the other, not in pages."""
     torch = _torch()
     inputs = [_to_torch(array.swapaxes(1, 2)) for array in _contiguous(step, arguments)]
 
-    def attend() -> None:
-        torch.nn.functional.scaled_dot_product_attention(
+    def attend() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(
             *inputs, scale=step.shape.head_dim**-0.5, enable_gqa=True
-        )
+        )[:, :, 0]
 
-    return _torch_seconds(attend, effort)
+    return _of_torch(attend)
 
 
-def _swiglu_by(
-    dot: Callable[[Any, Any, Any], Any], arguments: tuple[Any, ...], effort: timing.Effort
-) -> float:
+def _swiglu_by(dot: Callable[[Any, Any, Any], Any], arguments: tuple[Any, ...]) -> Prepared:
     """The expert layer by `dot(rows, weights [groups, in, out], sizes)`."""
     rows, *weights, sizes = _unquantised(arguments)
     turned = [jnp.swapaxes(array, 1, 2) for array in weights]
@@ -104,26 +124,26 @@ def _swiglu_by(
         hidden = jax.nn.silu(dot(rows, gate, sizes)) * dot(rows, up, sizes)
         return dot(hidden.astype(rows.dtype), down, sizes).astype(rows.dtype)
 
-    return timing.seconds(swiglu, effort, rows, *turned, sizes)
+    return _of_jax(swiglu, rows, *turned, sizes)
 
 
-def _ragged_dot(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _ragged_dot(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     def dot(x: Any, w: Any, sizes: Any) -> Any:
         return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
 
-    return _swiglu_by(dot, arguments, effort)
+    return _swiglu_by(dot, arguments)
 
 
-def _tokamax_ragged_dot(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _tokamax_ragged_dot(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     import tokamax
 
     def dot(x: Any, w: Any, sizes: Any) -> Any:
         return tokamax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
 
-    return _swiglu_by(dot, arguments, effort)
+    return _swiglu_by(dot, arguments)
 
 
-def _torch_grouped_mm(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
+def _torch_grouped_mm(step: Any, arguments: tuple[Any, ...]) -> Prepared:
     torch = _torch()
     rows, *weights, sizes = _unquantised(arguments)
     rows, gate, up, down = (_to_torch(array) for array in (rows, *weights))
@@ -132,10 +152,10 @@ def _torch_grouped_mm(step: Any, arguments: tuple[Any, ...], effort: timing.Effo
     def dot(x: Any, w: Any) -> Any:
         return torch.nn.functional.grouped_mm(x, w.transpose(1, 2), offs=ends)
 
-    def swiglu() -> None:
-        dot(torch.nn.functional.silu(dot(rows, gate)) * dot(rows, up), down)
+    def swiglu() -> Any:
+        return dot(torch.nn.functional.silu(dot(rows, gate)) * dot(rows, up), down)
 
-    return _torch_seconds(swiglu, effort)
+    return _of_torch(swiglu)
 
 
 def _unquantised(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -159,7 +179,14 @@ def _to_torch(array: Any) -> Any:
     return torch.from_numpy(bits.copy()).cuda().view(torch.bfloat16)
 
 
-def _torch_seconds(function: Callable[[], None], effort: timing.Effort) -> float:
+def _of_torch(function: Callable[[], Any]) -> Prepared:
+    return Prepared(
+        lambda: jnp.asarray(function().float().cpu().numpy()),
+        lambda effort: _torch_seconds(function, effort),
+    )
+
+
+def _torch_seconds(function: Callable[[], Any], effort: timing.Effort) -> float:
     """Median of the rounds, by the GPU's own clock."""
     torch = _torch()
     function()
@@ -175,11 +202,11 @@ def _torch_seconds(function: Callable[[], None], effort: timing.Effort) -> float
     return float(np.median(times))
 
 
-def _xla_norm(step: Any, arguments: tuple[Any, ...], effort: timing.Effort) -> float:
-    return timing.seconds(norm_quantize.call(step, rms_norm_quantize), effort, *arguments)
+def _xla_norm(step: Any, arguments: tuple[Any, ...]) -> Prepared:
+    return _of_jax(norm_quantize.call(step, rms_norm_quantize), *arguments)
 
 
-Baseline = Callable[[Any, tuple[Any, ...], timing.Effort], float]
+Baseline = Callable[[Any, tuple[Any, ...]], Prepared]
 
 BASELINES: Mapping[str, Mapping[str, Baseline]] = {
     "attention": {

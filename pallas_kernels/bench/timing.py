@@ -4,6 +4,7 @@ Called by the bench. Iterations are chained inside one jitted loop, each waiting
 so that launching from the host is not measured. Knows no op.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,17 +25,7 @@ class Effort(NamedTuple):
 def seconds(function: Callable[..., Any], effort: Effort, first: Any, *rest: Any) -> float:
     """Median seconds of one call; `first` is a small float array, read and written again by every
     iteration, which makes it wait for the one before."""
-
-    @jax.jit
-    def loop(first: Any, *rest: Any) -> Any:
-        def body(_: Any, carry: Any) -> Any:
-            value = lax.optimization_barrier(function(carry[0], *rest))
-            return carry[0] + (0 * value.reshape(-1)[0]).astype(first.dtype), value
-
-        result = jax.eval_shape(function, first, *rest)
-        empty = jnp.zeros(result.shape, result.dtype)
-        return lax.fori_loop(0, effort.iterations, body, (first, empty))
-
+    loop = jax.jit(functools.partial(repeated, function, effort.iterations))
     jax.block_until_ready(loop(first, *rest))
     times = []
     for _ in range(effort.rounds):
@@ -42,6 +33,20 @@ def seconds(function: Callable[..., Any], effort: Effort, first: Any, *rest: Any
         jax.block_until_ready(loop(first, *rest))
         times.append((time.perf_counter() - start) / effort.iterations)
     return float(np.median(times))
+
+
+def repeated(function: Callable[..., Any], iterations: int, first: Any, *rest: Any) -> Any:
+    """What is timed: the calls one after the other, each of them whole. What depends on `rest`
+    alone XLA would compute once, before the loop, if it could tell that nothing there changes."""
+
+    def body(_: Any, carry: Any) -> Any:
+        inputs = lax.optimization_barrier((carry[0], *rest))
+        value = lax.optimization_barrier(function(*inputs))
+        return carry[0] + (0 * value.reshape(-1)[0]).astype(first.dtype), value
+
+    result = jax.eval_shape(function, first, *rest)
+    empty = jnp.zeros(result.shape, result.dtype)
+    return lax.fori_loop(0, iterations, body, (first, empty))
 
 
 def copy_rate(size: int, effort: Effort) -> float:
@@ -62,6 +67,7 @@ def copy_rate(size: int, effort: Effort) -> float:
 
 
 def dense_rate(width: int, effort: Effort) -> float:
-    """FLOP a second of a square BF16 product."""
-    array = jnp.ones((width, width), jnp.bfloat16)
-    return 2 * width**3 / seconds(jnp.matmul, effort, array, array)
+    """FLOP a second of a square BF16 product; of random numbers, as those of the ops are: units
+    that multiply constants need less power, and clock higher."""
+    left, right = jax.random.normal(jax.random.key(0), (2, width, width), jnp.bfloat16)
+    return 2 * width**3 / seconds(jnp.matmul, effort, left, right)

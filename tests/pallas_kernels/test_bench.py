@@ -1,13 +1,15 @@
+import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.planner.measurements import read_measurements
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import attention, correctness, grouped_matmul, norm_quantize
+from pallas_kernels.bench import attention, correctness, grouped_matmul, norm_quantize, timing
 from pallas_kernels.bench.baselines import BASELINES
 from pallas_kernels.bench.cases import INTERPRETED
 from pallas_kernels.grouped_matmul import mosaic_tpu
@@ -74,6 +76,19 @@ def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> No
     else:
         runs = {"grouped_matmul": "jax ragged_dot", "norm_quantize": "XLA"}[op]
         assert theirs[runs]["seconds"] > 0
+
+
+def test_every_iteration_computes_everything() -> None:
+    """Also what depends on weights alone, which XLA would move out of the loop."""
+
+    def function(first: jax.Array, weights: jax.Array) -> jax.Array:
+        return first + (weights @ weights)[0]
+
+    loop = jax.jit(functools.partial(timing.repeated, function, 3))
+    program = loop.lower(jnp.ones(64), jnp.ones((64, 64))).compile().as_text()
+    before, entry = program.split("ENTRY")
+    assert " dot(" in before
+    assert " dot(" not in entry
 
 
 def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
