@@ -1,12 +1,11 @@
 """SwiGLU feed-forward: dense layers and the shared expert. Runs inside `shard_map` on the ffn mesh,
 with d_ff split over all its devices; the caller sums the devices' shares."""
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.module import Formats, matrix
-from jaxserve.quant.matmul import matmul
+from jaxserve.quant.matmul import swiglu
 
 
 class DenseFFN(nnx.Module):
@@ -24,5 +23,4 @@ class DenseFFN(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
         """This device's share of the output, FP32."""
-        hidden = jax.nn.silu(matmul(x, self.gate[...])) * matmul(x, self.up[...])
-        return matmul(hidden.astype(x.dtype), self.down[...])
+        return swiglu(x, self.gate[...], self.up[...], self.down[...])

@@ -3,12 +3,21 @@
 Called by the linear maps of both roles, which never ask what format a weight has. Which values an
 8-bit format stands for, and in which order they are summed, is defined in
 `pallas_kernels/quantize/product.py`; this module checks and chooses.
+
+Weights in 8 bits are multiplied by the kernels of grouped products, where these say so
+(`grouped_matmul/dense.py`). On TPUs XLA converts FP8 more slowly than memory delivers it, and
+everywhere it goes through blocks of 128 columns one by one. Of 128 rows by Step-3's output
+projection [7168, 16384] on v7x, bundles over those that pass while memory delivers the weights (no
+times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): FP8 1.3 by XLA, in blocks over 12; the kernel's
+products take 0.6 and 0.9, so that memory is what limits. On an H200 XLA's blocks are 127 rounds of
+four launches.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.grouped_matmul.dense import covers, dense_matmul, dense_swiglu
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import product_of_rows, quant_product
 
@@ -16,7 +25,8 @@ from pallas_kernels.quantize.product import product_of_rows, quant_product
 def matmul(
     x: Float[Array, "*batch tokens d_in"], w: Float[Array, "*batch d_out d_in"] | QuantArray
 ) -> Float32[Array, "*batch tokens d_out"]:
-    """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32); the caller rounds.
+    """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32); the caller rounds. What a kernel
+    multiplies is rounded to x's dtype already.
 
     Formats of w:
       a float array: of x's dtype; FP32 inputs have FP32 products on every platform.
@@ -40,6 +50,8 @@ def matmul(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}, needs floats")
     if isinstance(w, QuantArray):
+        if covers(x, w):
+            return dense_matmul(x, w).astype(jnp.float32)
         product = quant_product
         for _ in x.shape[:-2]:
             product = jax.vmap(product)
@@ -48,3 +60,20 @@ def matmul(
         raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return product_of_rows(x, w, precision=precision)
+
+
+def swiglu(
+    x: Float[Array, "tokens d_model"],
+    gate: Float[Array, "d_ff d_model"] | QuantArray,
+    up: Float[Array, "d_ff d_model"] | QuantArray,
+    down: Float[Array, "d_out d_ff"] | QuantArray,
+) -> Float32[Array, "tokens d_out"]:
+    """`(silu(x · gateᵀ) * (x · upᵀ)) · downᵀ`, as `matmul` gives it; hidden rows are rounded once.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    if covers(x, gate, up, down):
+        return dense_swiglu(x, gate, up, down).astype(jnp.float32)
+    hidden = jax.nn.silu(matmul(x, gate)) * matmul(x, up)
+    return matmul(hidden.astype(x.dtype), down)

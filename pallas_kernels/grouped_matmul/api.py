@@ -3,7 +3,8 @@
 Called by the expert layers of a model. Knows nothing of routing: its rows come sorted by group.
 Group g owns the rows from `sum(group_sizes[:g])` on, `group_sizes[g]` of them; rows past
 `sum(group_sizes)` are padding, give zeros and cost nothing. Groups may be empty. The sum of the
-group sizes, which only the device knows, must not exceed the number of rows.
+group sizes, which only the device knows, must not exceed the number of rows. Sizes in NumPy are
+known when the call is compiled, and so is what kernels make of them.
 
 Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
 FP8 values are multiplied by the rows as they are, and the FP32 sums over a block of d_in by its
@@ -27,6 +28,7 @@ widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul import reference
@@ -40,7 +42,7 @@ RowFormat = Literal["fp8", "int8", "float"]
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -78,7 +80,7 @@ def grouped_swiglu(
     gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -127,7 +129,7 @@ def grouped_swiglu(
     )
 
 
-def _check_rows(rows: Array, group_sizes: Array) -> None:
+def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(f"rows is {rows.dtype}{rows.shape}, needs floats [rows, d_in]")
     if group_sizes.ndim != 1 or group_sizes.dtype != jnp.int32 or group_sizes.shape[0] == 0:

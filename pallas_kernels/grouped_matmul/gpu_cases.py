@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu_resources import Case
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray
 
@@ -38,9 +39,17 @@ CALLS = [
 """Expert layer, format of its weights, tokens of the step."""
 
 
+DENSE = {
+    "step3 output": (7168, 16384),
+    "deepseek_v3 latent": (576, 7168),
+}
+"""Projections of attention: d_out, d_in."""
+
+
 def cases() -> list[Case]:
-    """Both kernels of an expert layer: gate and up, then down."""
-    return [_case(*call) for call in CALLS]
+    """Both kernels of an expert layer: gate and up, then down; and products of one weight."""
+    dense = [_dense(name, "fp8_block", tokens) for name in DENSE for tokens in (128, 2048)]
+    return [*(_case(*call) for call in CALLS), *dense]
 
 
 def _case(name: str, format: str, tokens: int) -> Case:
@@ -52,6 +61,16 @@ def _case(name: str, format: str, tokens: int) -> Case:
 
     function = functools.partial(grouped_swiglu, row_format=FORMATS[format][2])
     return Case(f"{name} {format} {tokens}", function, (rows, up, up, down, sizes))
+
+
+def _dense(name: str, format: str, tokens: int) -> Case:
+    d_out, d_in = DENSE[name]
+    weights = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype),
+        _weights(format, 1, d_out, d_in),
+    )
+    rows = jax.ShapeDtypeStruct((tokens, d_in), jnp.bfloat16)
+    return Case(f"{name} {format} {tokens}", dense_matmul, (rows, weights))
 
 
 def _weights(format: str, groups: int, d_out: int, d_in: int) -> jax.ShapeDtypeStruct | QuantArray:

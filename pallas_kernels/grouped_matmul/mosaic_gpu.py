@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
@@ -34,6 +35,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles
 from pallas_kernels.grouped_matmul.tiles import HOPPER_PROCESSORS, Kind, hopper_tiles
+from pallas_kernels.known import when_known
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
@@ -65,16 +67,16 @@ class _Rows(NamedTuple):
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
     FP32 rows, a d_in or d_out that is no multiple of 64 (d_in with rows in blocks: of 128), and
-    blocks of FP8 or INT8 weights that no tile lies in (see `_fits`) are left to the reference.
+    blocks of FP8 or INT8 weights that no tile lies in (see `covers`) are left to the reference.
     """
-    if not _fits(rows.dtype, weights, row_format):
+    if not covers(rows.dtype, weights, row_format):
         return reference.grouped_matmul(rows, weights, group_sizes, row_format)
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
@@ -88,7 +90,7 @@ def grouped_swiglu(
     gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -99,8 +101,8 @@ def grouped_swiglu(
     """
     all_weights = gate_weights, up_weights, down_weights
     same_format = _format(gate_weights) == _format(up_weights)
-    fits = all(_fits(rows.dtype, weights, row_format) for weights in all_weights)
-    if not same_format or not fits:
+    covered = all(covers(rows.dtype, weights, row_format) for weights in all_weights)
+    if not same_format or not covered:
         return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format)
     if rows.shape[0] == 0:
         return jnp.zeros((0, down_weights.shape[1]), rows.dtype)
@@ -133,7 +135,7 @@ def _format(weights: Weights) -> Any:
     return (weights.dtype, weights.block) if isinstance(weights, QuantArray) else weights.dtype
 
 
-def _fits(row_dtype: DTypeLike, weights: Weights, row_format: str | None) -> bool:
+def covers(row_dtype: DTypeLike, weights: Weights, row_format: str | None = None) -> bool:
     """Whether the kernel covers these weights."""
     d_out, d_in = weights.shape[1:]
     if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
@@ -161,7 +163,7 @@ def _inner(weights: Weights) -> int:
 def _product(
     rows: Array | _Rows,
     weights: tuple[Weights, ...],
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     out_dtype: DTypeLike,
     target: Target,
     epilogue: Epilogue = lambda product: product,
@@ -180,7 +182,7 @@ def _product(
     kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
     operands = _operands(rows, weights, tiles, as_floats=as_floats)
-    tile_list = list_tiles(group_sizes, count, tiles.rows)
+    tile_list = when_known(list_tiles, group_sizes, count, tiles.rows)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
     return grouped_product(operands, tile_list, epilogue, out_dtype, tiles, processors, interpret)

@@ -12,12 +12,13 @@ A visit multiplies a few rows at a time, and only where the group has rows. A ti
 any group has a visit too, which reads nothing: its output are the zeros of padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -37,6 +38,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
+from pallas_kernels.known import when_known
 from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK
@@ -50,7 +52,7 @@ Weights = Array | QuantArray
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -66,7 +68,7 @@ def grouped_swiglu(
     gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: RowFormat | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -145,7 +147,7 @@ class _Call(NamedTuple):
 def _grouped_products(
     factor: Array | QuantArray,
     weights: tuple[Weights, ...],
-    group_sizes: Array,
+    group_sizes: Array | np.ndarray,
     out_dtype: DTypeLike,
     target: Target,
     out_format: Format | None = None,
@@ -194,7 +196,7 @@ def _grouped_products(
         column_bytes,
         jnp.dtype(out_dtype).itemsize,
     )
-    visits, visit_count = plan_visits(group_sizes, count, plan.tile_rows)
+    visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows)
     inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
@@ -218,7 +220,10 @@ def _grouped_products(
         partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
-            grid=(column_tiles, visit_count),
+            grid=(
+                column_tiles,
+                visit_count if isinstance(visit_count, Array) else int(visit_count),
+            ),
             in_specs=[
                 pl.BlockSpec((plan.tile_rows, d_in), rows_block),
                 *[pl.BlockSpec((plan.tile_rows, s.shape[1]), rows_block) for s in row_scales],
@@ -321,7 +326,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
             pl.when(new_weights & (place == aligned))(
                 lambda: wait(copies(position, piece, columns))
             )
-            units = pl.ds(columns.start // LANES, pl.cdiv(columns.size, LANES))
+            # All columns of a width that is no multiple of them are one unit (`arrange_scales`).
+            whole = plan.tile_columns % LANES == 0
+            units = pl.ds(columns.start // LANES, columns.size // LANES if whole else 1)
             products = [
                 product(
                     call.blocks,
@@ -384,7 +391,7 @@ def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[...
 
 
 def _varying_shape(
-    shape: tuple[int, ...], dtype: DTypeLike, inputs: list[Array]
+    shape: tuple[int, ...], dtype: DTypeLike, inputs: Sequence[Any]
 ) -> jax.ShapeDtypeStruct:
     """An output that, inside `shard_map`, differs along every mesh axis along which inputs do."""
     varying = (jax.typeof(array).manual_axis_type.varying for array in inputs)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.quantize.bits import as_bits
@@ -32,7 +33,7 @@ Weights = Array | QuantArray
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
@@ -48,7 +49,7 @@ def grouped_swiglu(
     gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " groups"],
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Run every row through the SwiGLU network of its group."""
@@ -76,10 +77,10 @@ def _map_blocks(
     function: Callable[..., Array],
     rows: Array,
     weights: tuple[Weights, ...],
-    group_sizes: Array,
+    sizes: Array | np.ndarray,
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
-    count = rows.shape[0]
+    count, group_sizes = rows.shape[0], jnp.asarray(sizes)
     weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes

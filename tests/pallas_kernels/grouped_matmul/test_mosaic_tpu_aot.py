@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, scales_shape
 
@@ -174,6 +175,27 @@ def test_inside_shard_map():
     text = compiled(mapped, mesh, arguments, specs).as_text()
     assert "grouped_swiglu" in text
     assert "all-reduce" in text
+
+
+@pytest.mark.parametrize(("d_out", "d_in"), [(7168, 16384), (576, 7168)])
+def test_one_weight_for_all_rows(d_out, d_in):
+    """Projections of attention, on two devices: no weights are copied, and XLA plans nothing."""
+    mesh = mesh_of("v7x", (2,), ("tp",))
+    rows = jax.ShapeDtypeStruct((128, d_in), jnp.bfloat16)
+    stack = weight(1, d_out, d_in, "fp8_block")
+    of_rows, of_weights = PartitionSpec(None, "tp"), PartitionSpec(None, "tp")
+    specs = (of_rows, QuantArray(of_weights, of_weights, stack.block))
+    arguments = (rows, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack))
+
+    def sums(rows, weights):
+        return jax.lax.psum(dense_matmul(rows, weights), "tp")
+
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    program = compiled(mapped, mesh, arguments, specs)
+    text = program.as_text()
+    assert "grouped_matmul" in text
+    assert " while(" not in text
+    assert program.memory_analysis().temp_size_in_bytes < 2**23
 
 
 def test_float16_is_not_a_type_of_tpus():

@@ -1,0 +1,92 @@
+"""One weight for all rows: kernels, interpreted on the CPU, against NumPy; what is not theirs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul.dense import covers, dense_matmul, dense_swiglu
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.grouped_matmul.suite import Weight
+
+TARGETS = {
+    "tpu": Target("mosaic_tpu", "TPU7x", interpret=True),
+    "gpu": Target("mosaic_gpu", "NVIDIA H200", interpret=True),
+}
+ROWS, D_IN, D_OUT = 41, 256, 192  # of columns no multiple of 128
+
+
+def dense_weight(rng, d_out, d_in, format):
+    """With NumPy's definition, and without the axis of groups."""
+    weight = Weight(rng, (1, d_out, d_in), format, jnp.bfloat16, [1])
+    return weight, jax.tree.map(lambda array: array[0], weight.jax)
+
+
+def rows_of(rng):
+    return (rng.normal(size=(ROWS, D_IN)) / 16).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("target", "format"),
+    [
+        *(("tpu", format) for format in ("fp8", "fp8_block", "int8")),
+        *(("gpu", format) for format in ("fp8_block", "int8_block")),
+    ],
+)
+def test_as_numpy(target, format):
+    rng = np.random.default_rng(0)
+    rows = rows_of(rng)
+    (gate, gate_array), (up, up_array) = (dense_weight(rng, D_OUT, D_IN, format) for _ in range(2))
+    down, down_array = dense_weight(rng, D_IN, D_OUT, format)
+
+    @jax.jit
+    def both(rows, gate, up, down):
+        assert covers(rows, gate, up, down)
+        return dense_matmul(rows, gate), dense_swiglu(rows, gate, up, down)
+
+    with use_target(TARGETS[target]):
+        product, network = both(jnp.asarray(rows), gate_array, up_array, down_array)
+    gated = np.stack([gate.product(row, 0) for row in rows])
+    np.testing.assert_allclose(
+        np.asarray(product, np.float64), gated, 1e-2, 1e-2 * np.abs(gated).max() / 30
+    )
+    with np.errstate(over="ignore"):
+        hidden = gated / (1 + np.exp(-gated)) * np.stack([up.product(row, 0) for row in rows])
+    expected = np.stack([down.product(row, 0) for row in hidden.astype(jnp.bfloat16)])
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 2e-2 * scale)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_plan_is_constant(target):
+    """A program does not make the list of one group again in every layer."""
+    rng = np.random.default_rng(0)
+    _, weight = dense_weight(rng, D_OUT, D_IN, "fp8_block")
+    with use_target(TARGETS[target]._replace(interpret=False)):
+        traced = jax.make_jaxpr(dense_matmul)(jnp.asarray(rows_of(rng)), weight)
+    called = {equation.primitive.name for equation in traced.eqns}
+    assert "grouped" in str(traced)
+    assert not called & {"cumsum", "floor_divide", "argsort", "gather", "clamp"}
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "weight", "covered"),
+    [
+        ("tpu", jnp.bfloat16, (D_OUT, D_IN, "fp8"), True),
+        ("tpu", jnp.float32, (D_OUT, D_IN, "int8"), True),
+        ("tpu", jnp.float16, (D_OUT, D_IN, "fp8"), False),
+        ("tpu", jnp.bfloat16, (D_OUT, D_IN, "float"), False),
+        ("gpu", jnp.bfloat16, (D_OUT, D_IN, "fp8_block"), True),
+        ("gpu", jnp.bfloat16, (D_OUT, D_IN, "fp8"), False),
+        ("gpu", jnp.bfloat16, (D_OUT, D_IN, "int8"), False),
+        ("gpu", jnp.float32, (D_OUT, D_IN, "fp8_block"), False),
+        ("gpu", jnp.bfloat16, (100, D_IN, "fp8_block"), False),
+        ("gpu", jnp.bfloat16, (D_OUT, D_IN, "float"), False),
+    ],
+)
+def test_what_is_covered(target, rows, weight, covered):
+    _, array = dense_weight(np.random.default_rng(0), *weight)
+    with use_target(TARGETS[target]):
+        assert covers(jnp.zeros((8, D_IN), rows), array) == covered
+    with use_target(Target("reference", "cpu")):
+        assert not covers(jnp.zeros((8, D_IN), rows), array)
