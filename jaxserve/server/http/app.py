@@ -57,6 +57,7 @@ class App:
         scope["app"], scope["exchange"] = self, exchange
         try:
             try:
+                exchange.check_length()
                 await self._router(scope, receive, send)
             except ClientGone:
                 exchange.hang_up()

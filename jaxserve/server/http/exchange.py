@@ -67,6 +67,18 @@ class Exchange:
         self._send = send
         self._gone = False
 
+    def check_length(self) -> None:
+        """Refuses a body with two lengths: what some proxy takes for a part of it, or for another
+        request, must not be read here as the other (RFC 9112 §6.3, request smuggling).
+
+        Raises:
+          HttpError: it has (400); the connection ends.
+        """
+        if "transfer-encoding" in self.headers and "content-length" in self.headers:
+            raise HttpError(
+                400, "both transfer-encoding and content-length say a length", headers=_CLOSE
+            )
+
     async def read(self, kind: type[Body]) -> Body:
         """The JSON body as a struct.
 
