@@ -3,8 +3,9 @@
 `python -m pallas_kernels.small_ops [--generation v6e]` compiles, without a TPU, what stands between
 attention and experts at Step-3's and DeepSeek-V3's sizes, and reads from the program what its
 instructions read from HBM and write to it; what they keep in VMEM costs next to nothing. An op that
-is near the least needs no kernel. `--generation h200` does the same for a GPU (it takes JAX's CUDA
-wheels): there it is the number of instructions that counts, each a kernel that is launched.
+is near the least needs no kernel, unless it goes row by row, as scatters do: bytes do not tell.
+`--generation h200` does the same for a GPU (it takes JAX's CUDA wheels): there it is the number of
+instructions that counts, each a kernel that is launched.
 
 What is between attention and the wire comes twice, as XLA does it and with `rms_norm_quantize`,
 which on TPUs is the same.
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import aot, gpu_resources
+from pallas_kernels.grouped_matmul.routed import combine, sort_choices
 from pallas_kernels.norm_quantize import reference, rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import Format, quantize_rows
 
@@ -105,16 +107,9 @@ def route_step3(x: Array, weight: Array) -> Any:
 
 
 def permute(x: Array, experts: Array) -> Any:
-    """Rows sorted by expert, their order, and how many each expert has."""
-    group = experts.reshape(-1)
-    order = jnp.argsort(group, stable=True)
-    return x[order // TOP_K], order, jnp.bincount(group, length=EXPERTS)
-
-
-def unpermute(rows: Array, gates: Array, order: Array) -> Array:
-    """The experts' outputs times the gates, added up a token."""
-    weighted = rows.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
-    return jnp.zeros((TOKENS, D_MODEL), jnp.float32).at[order // TOP_K].add(weighted)
+    """Rows sorted by expert, with their order."""
+    order = sort_choices(experts, EXPERTS)
+    return x[order.source], order
 
 
 def small_ops(format: Format = "int8") -> list[SmallOp]:
@@ -127,6 +122,8 @@ def small_ops(format: Format = "int8") -> list[SmallOp]:
     fp32, int32 = jnp.float32, jnp.int32
     to_wire = functools.partial(attention_to_wire, format=format)
     attended = (x, x, array(D_MODEL), array(STEP3_EXPERTS, D_MODEL))
+    experts = array(TOKENS, TOP_K, dtype=int32)
+    order = jax.eval_shape(functools.partial(sort_choices, groups=EXPERTS), experts)
     found: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         ("norm and quantise", norm_and_quantize, (x, array(D_MODEL))),
         (
@@ -141,11 +138,11 @@ def small_ops(format: Format = "int8") -> list[SmallOp]:
         ),
         ("route deepseek-v3", route, (x, array(EXPERTS, D_MODEL), array(EXPERTS, dtype=fp32))),
         ("route step3", route_step3, (x, array(STEP3_EXPERTS, D_MODEL))),
-        ("permute", permute, (x, array(TOKENS, TOP_K, dtype=int32))),
+        ("permute", permute, (x, experts)),
         (
             "unpermute",
-            unpermute,
-            (array(ROWS, D_MODEL), array(TOKENS, TOP_K, dtype=fp32), array(ROWS, dtype=int32)),
+            combine,
+            (array(ROWS, D_MODEL), array(TOKENS, TOP_K, dtype=fp32), order),
         ),
     ]
     return [

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.module import Formats, matrix
-from jaxserve.quant.matmul import swiglu
+from pallas_kernels.grouped_matmul.dense import dense_swiglu
 
 
 class DenseFFN(nnx.Module):
@@ -23,4 +23,4 @@ class DenseFFN(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
         """This device's share of the output, FP32."""
-        return swiglu(x, self.gate[...], self.up[...], self.down[...])
+        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...])

@@ -1,19 +1,17 @@
-"""Routed experts: rows sorted by expert, a grouped matmul, gate weights applied here.
+"""Routed experts: which of them are here, and what they make of the tokens.
 
 Runs inside `shard_map` on the ffn mesh: every device has its ep rank's experts and its tp rank's
-share of their d_ff, sees all tokens, and returns its share of the output. Dropless: group sizes are
-data, and rows of other devices' experts or of padding tokens fall behind the last group.
+share of their d_ff, sees all tokens, and returns its share of the output. Dropless: how many tokens
+an expert gets is data; choices of other devices' experts and of padding tokens add nothing.
 """
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.ffn.placement import physical_experts
 from jaxserve.module import Formats, matrix
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
 
 class Experts(nnx.Module):
@@ -67,15 +65,15 @@ class Experts(nnx.Module):
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"]]:
         """The same, and how many tokens each of this device's experts of the layer got."""
-        tokens, top_k = experts.shape
         gate, up, down = self.gate[...], self.up[...], self.down[...]
-        groups, local = gate.shape[0], self.local
-        group = experts.reshape(-1) - rank * local
-        group = jnp.where((group >= 0) & (group < local), group + layer * local, groups)
-        order = jnp.argsort(group, stable=True)
-        sizes = jnp.bincount(group, length=groups).astype(jnp.int32)
-        rows = x[order // top_k]
-        out = grouped_swiglu(rows, gate, up, down, sizes, row_format=self.row_format)
-        out = out.astype(jnp.float32) * gates.reshape(-1)[order][:, None]
-        share = jnp.zeros((tokens, x.shape[1]), jnp.float32).at[order // top_k].add(out)
-        return share, jax.lax.dynamic_slice_in_dim(sizes, layer * local, local)
+        stacked = gate.shape[0] > self.local
+        return routed_swiglu(
+            x,
+            experts - rank * self.local,
+            gates,
+            gate,
+            up,
+            down,
+            window=(layer * self.local, self.local) if stacked else None,
+            row_format=self.row_format,
+        )

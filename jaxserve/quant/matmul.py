@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.grouped_matmul.dense import covers, dense_matmul, dense_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import product_of_rows, quant_product
 
@@ -49,31 +49,14 @@ def matmul(
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}, needs floats")
+    if not isinstance(w, QuantArray) and w.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
+    if x.ndim == 2:
+        return dense_matmul(x, w)
     if isinstance(w, QuantArray):
-        if covers(x, w):
-            return dense_matmul(x, w).astype(jnp.float32)
         product = quant_product
         for _ in x.shape[:-2]:
             product = jax.vmap(product)
         return product(x, w)
-    if w.dtype != x.dtype:
-        raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return product_of_rows(x, w, precision=precision)
-
-
-def swiglu(
-    x: Float[Array, "tokens d_model"],
-    gate: Float[Array, "d_ff d_model"] | QuantArray,
-    up: Float[Array, "d_ff d_model"] | QuantArray,
-    down: Float[Array, "d_out d_ff"] | QuantArray,
-) -> Float32[Array, "tokens d_out"]:
-    """`(silu(x · gateᵀ) * (x · upᵀ)) · downᵀ`, as `matmul` gives it; hidden rows are rounded once.
-
-    Raises:
-      ValueError: the shapes or dtypes do not fit together.
-    """
-    if covers(x, gate, up, down):
-        return dense_swiglu(x, gate, up, down).astype(jnp.float32)
-    hidden = jax.nn.silu(matmul(x, gate)) * matmul(x, up)
-    return matmul(hidden.astype(x.dtype), down)

@@ -1,6 +1,7 @@
 """Step-3's attention layer and one FFN shard of 2A2F, whole: what the planner reads the times of.
 
-Norms, rotary embedding and transfers between devices are not in it.
+Norms, rotary embedding and transfers between devices are not in it. The FFN begins and ends with
+tokens: their rows go to the experts and come back.
 """
 
 from typing import Any
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.attention.model_batch import attend
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import attention, grouped_matmul
-from pallas_kernels.grouped_matmul.api import grouped_matmul as product
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_matmul, dense_swiglu
+from pallas_kernels.grouped_matmul.routed import routed_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
 
 D_MODEL, Q_RANK = 7168, 2048
@@ -28,7 +29,8 @@ def attention_layer(
     step: attention.Step, weight_format: str, d_model: int, q_rank: int
 ) -> tuple[Any, tuple[Any, ...]]:
     """The function of the layer, and its arguments: rows first. K and V of the batch are computed,
-    and added to the sum so that nothing is dropped, but the pages are not written."""
+    and added to the sum so that nothing is dropped, but the pages are not written. Products are
+    those of an engine: XLA's where no kernel is meant for them."""
     shape = step.shape
     _, pages, scales, where = attention.inputs(step)
     q_width, out_width = shape.q_heads * shape.head_dim, shape.q_heads * shape.v_width
@@ -36,17 +38,19 @@ def attention_layer(
     sizes = ((q_rank + kv_width, d_model), (q_width, q_rank), (d_model, out_width))
     keys = jax.random.split(jax.random.key(1), len(sizes) + 1)
     weights = tuple(
-        grouped_matmul.weight(key, (1, *size), weight_format)
+        jax.tree.map(lambda array: array[0], grouped_matmul.weight(key, (1, *size), weight_format))
         for key, size in zip(keys, sizes, strict=False)
     )
-    group = jnp.asarray([step.sequences], jnp.int32)
+
+    def product(rows: Any, weight: Any) -> Any:
+        return dense_matmul(rows, weight).astype(rows.dtype)
 
     def layer(rows: Any, weights: Any, pages: Any, scales: Any, where: Any) -> Any:
-        first = product(rows, weights[0], group)
-        queries = product(first[:, :q_rank], weights[1], group)
+        first = product(rows, weights[0])
+        queries = product(first[:, :q_rank], weights[1])
         queries = queries.reshape(-1, shape.q_heads, shape.head_dim)
         mixed = attend(shape, queries, pages, scales, where)
-        out = product(mixed.reshape(-1, out_width), weights[2], group)
+        out = product(mixed.reshape(-1, out_width), weights[2])
         return out + first[:, q_rank:].sum(axis=1, keepdims=True)
 
     rows = jax.random.normal(keys[-1], (step.sequences, d_model), jnp.bfloat16)
@@ -56,15 +60,21 @@ def attention_layer(
 def ffn_shard(
     routed: grouped_matmul.Step, shared: grouped_matmul.Step
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Routed and shared experts of one device; the function and its arguments, rows first."""
-    rows, *routed_weights = grouped_matmul.inputs(routed)
-    shared_rows, *shared_weights = grouped_matmul.inputs(shared)
+    """Routed and shared experts of one device, all tokens; the function and its arguments, rows
+    first. Choices are even, and of all experts of the layer, of which this device has some."""
+    shape, tokens = routed.shape, routed.tokens
+    _, *routed_weights, _ = grouped_matmul.inputs(routed)
+    rows, *shared_weights, _ = grouped_matmul.inputs(shared)
+    shared_weights = jax.tree.map(lambda array: array[0], shared_weights)
+    choices = jnp.arange(tokens * shape.top_k, dtype=jnp.int32) % shape.experts
+    choices = jax.random.permutation(jax.random.key(2), choices).reshape(tokens, shape.top_k)
+    gates = jnp.full(choices.shape, 1 / shape.top_k)
 
-    def shard(rows: Any, shared_rows: Any, routed_weights: Any, shared_weights: Any) -> Any:
-        there = grouped_swiglu(rows, *routed_weights)
-        return jnp.concatenate([there, grouped_swiglu(shared_rows, *shared_weights)])
+    def shard(rows: Any, choices: Any, gates: Any, routed_weights: Any, shared_weights: Any) -> Any:
+        share, _ = routed_swiglu(rows, choices, gates, *routed_weights)
+        return share + dense_swiglu(rows, *shared_weights)
 
-    return shard, (rows, shared_rows, routed_weights, shared_weights)
+    return shard, (rows, choices, gates, routed_weights, shared_weights)
 
 
 def stages(quick: bool, page_size: int) -> list[tuple[dict[str, Any], Any, tuple[Any, ...]]]:

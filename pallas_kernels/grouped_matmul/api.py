@@ -83,7 +83,8 @@ def grouped_swiglu(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
-) -> Float[Array, "rows d_out"]:
+    source: Int32[Array, " picked"] | None = None,
+) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
     Products are accumulated in FP32; silu and its product with the up projection are FP32 and
@@ -94,9 +95,12 @@ def grouped_swiglu(
       row_format: what the rows and the hidden rows are quantised to in blocks, the format of all
         three weights; hidden rows are not rounded before. "float": not at all, the weights are in
         8 bits of any format. None: what the formats of the weights ask for.
+      source: which of `rows` is run, for each row of the groups, if it is not all of them in their
+        order: the tokens of experts, several rows of one token. A row that is picked more than once
+        is quantised once. An index outside counts from the end, or is clamped.
 
     Returns:
-      the outputs in the dtype of `rows`.
+      the outputs in the dtype of `rows`, one for each that is picked.
 
     Raises:
       ValueError: the shapes, dtypes or formats do not fit together.
@@ -111,22 +115,19 @@ def grouped_swiglu(
     _check_row_format(
         row_format, gate_weights=gate_weights, up_weights=up_weights, down_weights=down_weights
     )
+    if source is not None and (source.ndim != 1 or source.dtype != jnp.int32):
+        raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     target = current_target()
+    arrays = (rows, gate_weights, up_weights, down_weights, group_sizes)
     if target.backend == "mosaic_tpu":
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
-        return mosaic_tpu.grouped_swiglu(
-            rows, gate_weights, up_weights, down_weights, group_sizes, target, row_format
-        )
+        return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source)
     if target.backend == "mosaic_gpu":
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.grouped_swiglu(
-            rows, gate_weights, up_weights, down_weights, group_sizes, target, row_format
-        )
-    return reference.grouped_swiglu(
-        rows, gate_weights, up_weights, down_weights, group_sizes, row_format
-    )
+        return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source)
+    return reference.grouped_swiglu(*arrays, row_format, source)
 
 
 def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:

@@ -1,8 +1,9 @@
-"""Products of all rows with one quantised weight: one group, whose size is known when compiled.
+"""Products of all rows with one weight: by XLA, or by the kernels of grouped products.
 
-Called by the linear maps of a model, where `covers` says that a kernel is to do it. On a GPU those
-are weights in blocks alone, which XLA multiplies block by block. Of others it converts FP8 as it
-loads them, and divides a long d_in among the multiprocessors, which the kernel does not.
+Called by the linear maps of a model. To a kernel it is one group, whose size is known when it is
+compiled. Kernels are for weights in 8 bits; on a GPU for those in blocks alone, which XLA
+multiplies block by block. Of others it converts FP8 as it loads them, and divides a long d_in among
+the multiprocessors, which the kernel does not.
 """
 
 from typing import Any
@@ -10,37 +11,54 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize.product import product_of_rows, quant_product
 from pallas_kernels.target import current_target
 
 
 def covers(rows: Array, *weights: Array | QuantArray) -> bool:
     """Whether a kernel is to multiply these rows [rows, d_in] by these weights [d_out, d_in], which
     are in 8 bits: others are for XLA."""
-    backend = current_target().backend
-    if backend == "reference" or rows.ndim != 2:
+    target = current_target()
+    if target.backend == "reference" or rows.ndim != 2:
         return False
-    if backend == "mosaic_tpu":
-        fits = rows.dtype in (jnp.bfloat16, jnp.float32)
-        return fits and all(isinstance(array, QuantArray) for array in weights)
+    of_target = _on_tpu if target.backend == "mosaic_tpu" else _on_gpu
+    return all(isinstance(array, QuantArray) and of_target(rows, array) for array in weights)
+
+
+def _on_tpu(rows: Array, weights: QuantArray) -> bool:
+    """TPUs keep matrices of other widths transposed, which a kernel would have copied first."""
+    fits = rows.dtype in (jnp.bfloat16, jnp.float32)
+    return fits and (weights.shape[1] % 128 == 0 or _in_blocks(weights))
+
+
+def _on_gpu(rows: Array, weights: QuantArray) -> bool:
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    return all(
-        isinstance(array, QuantArray)
-        and 0 < array.block[1] < array.shape[1]
-        and mosaic_gpu.covers(rows.dtype, _stack(array))
-        for array in weights
-    )
+    return _in_blocks(weights) and mosaic_gpu.covers(rows.dtype, _stack(weights))
+
+
+def _in_blocks(weights: QuantArray) -> bool:
+    return 0 < weights.block[1] < weights.shape[1]
 
 
 def dense_matmul(
     rows: Float[Array, "rows d_in"], weights: Float[Array, "d_out d_in"] | QuantArray
-) -> Float[Array, "rows d_out"]:
-    """Rows times one weight [d_out, d_in], as `grouped_matmul` of one group has it."""
-    return grouped_matmul(rows, _stack(weights), _one_group(rows))
+) -> Float32[Array, "rows d_out"]:
+    """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
+
+    Returns:
+      FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
+    """
+    if covers(rows, weights):
+        return grouped_matmul(rows, _stack(weights), _one_group(rows)).astype(jnp.float32)
+    if isinstance(weights, QuantArray):
+        return quant_product(rows, weights)
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return product_of_rows(rows, weights, precision=precision)
 
 
 def dense_swiglu(
@@ -48,10 +66,14 @@ def dense_swiglu(
     gate_weights: Float[Array, "d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray,
-) -> Float[Array, "rows d_out"]:
-    """The SwiGLU of weights [d_out, d_in], as `grouped_swiglu` of one group has it."""
-    gate, up, down = map(_stack, (gate_weights, up_weights, down_weights))
-    return grouped_swiglu(rows, gate, up, down, _one_group(rows))
+) -> Float32[Array, "rows d_out"]:
+    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`, likewise; hidden rows are rounded to the dtype of `rows`."""
+    weights = (gate_weights, up_weights, down_weights)
+    if covers(rows, *weights):
+        gate, up, down = map(_stack, weights)
+        return grouped_swiglu(rows, gate, up, down, _one_group(rows)).astype(jnp.float32)
+    hidden = jax.nn.silu(dense_matmul(rows, gate_weights)) * dense_matmul(rows, up_weights)
+    return dense_matmul(hidden.astype(rows.dtype), down_weights)
 
 
 def _one_group(rows: Array) -> np.ndarray:

@@ -80,7 +80,8 @@ def grouped_matmul(
         return reference.grouped_matmul(rows, weights, group_sizes, row_format)
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
-    operand, as_floats = _whole_blocks(rows, row_format), row_format == "float"
+    operand, _ = _whole_blocks(rows, row_format)
+    as_floats = row_format == "float"
     found = _product(operand, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats)
     return found[0][: rows.shape[0]]
 
@@ -93,7 +94,8 @@ def grouped_swiglu(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: str | None = None,
-) -> Float[Array, "rows d_out"]:
+    source: Int32[Array, " picked"] | None = None,
+) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down.
 
     What `grouped_matmul` leaves to the reference, for any of the weights, and gate and up in
@@ -103,28 +105,41 @@ def grouped_swiglu(
     same_format = _format(gate_weights) == _format(up_weights)
     covered = all(covers(rows.dtype, weights, row_format) for weights in all_weights)
     if not same_format or not covered:
-        return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format)
-    if rows.shape[0] == 0:
-        return jnp.zeros((0, down_weights.shape[1]), rows.dtype)
-    operand = _whole_blocks(rows, row_format)
+        return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format, source)
+    count = (rows if source is None else source).shape[0]
+    if 0 in (count, rows.shape[0]):
+        return jnp.zeros((count, down_weights.shape[1]), rows.dtype)
+    operand, later = _whole_blocks(rows, row_format, source)
     hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
     product = functools.partial(
         _product, group_sizes=group_sizes, target=target, as_floats=row_format == "float"
     )
     gate_and_up = (gate_weights, up_weights)
-    hidden = product(operand, gate_and_up, out_dtype=hidden_dtype, epilogue=_swiglu)
+    hidden = product(operand, gate_and_up, out_dtype=hidden_dtype, epilogue=_swiglu, source=later)
     between = _Rows(*hidden) if isinstance(operand, _Rows) else hidden[0]
-    return product(between, (down_weights,), out_dtype=rows.dtype)[0][: rows.shape[0]]
+    return product(between, (down_weights,), out_dtype=rows.dtype)[0][:count]
 
 
-def _whole_blocks(rows: Float[Array, "rows d_in"], row_format: str | None) -> Array | _Rows:
-    """Rows as they are multiplied, as many as whole blocks have."""
-    if missing := -rows.shape[0] % BLOCK_ROWS:
+def _whole_blocks(
+    rows: Float[Array, "rows d_in"],
+    row_format: str | None,
+    source: Int32[Array, " picked"] | None = None,
+) -> tuple[Array | _Rows, Array | None]:
+    """Rows as they are multiplied, as many as whole blocks have; and which of them are still to be
+    picked."""
+    if source is not None:
+        source = jnp.pad(source, (0, -source.shape[0] % BLOCK_ROWS))
+    elif missing := -rows.shape[0] % BLOCK_ROWS:
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
     if row_format in (None, "float"):
-        return rows
+        return rows, source
     quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
-    return _Rows(quantised.values, jnp.pad(quantised.scales.T, ((0, 0), (0, SPARE_SCALES))))
+    values, scales = _picked(quantised.values, source), _picked(quantised.scales, source)
+    return _Rows(values, jnp.pad(scales.T, ((0, 0), (0, SPARE_SCALES)))), None
+
+
+def _picked(rows: Array, source: Array | None) -> Array:
+    return rows if source is None else rows[source]
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -169,19 +184,22 @@ def _product(
     epilogue: Epilogue = lambda product: product,
     *,
     as_floats: bool = False,
+    source: Int32[Array, " picked"] | None = None,
 ) -> tuple[Array, ...]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format.
 
     Args:
       as_floats: floats stay floats, even for INT8 weights.
+      source: which of the rows, which are no `_Rows` then; None: all.
 
     Returns:
       what `grouped_product` does.
     """
-    count = rows.values.shape[0] if isinstance(rows, _Rows) else rows.shape[0]
+    all_rows = rows.values if isinstance(rows, _Rows) else rows
+    count = (all_rows if source is None else source).shape[0]
     kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
-    operands = _operands(rows, weights, tiles, as_floats=as_floats)
+    operands = _operands(rows, weights, tiles, as_floats=as_floats, source=source)
     tile_list = when_known(list_tiles, group_sizes, count, tiles.rows)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
@@ -249,12 +267,18 @@ def _processors(target: Target) -> int:
 
 
 def _operands(
-    rows: Array | _Rows, weights: tuple[Weights, ...], tiles: Tiles, *, as_floats: bool = False
+    rows: Array | _Rows,
+    weights: tuple[Weights, ...],
+    tiles: Tiles,
+    *,
+    as_floats: bool = False,
+    source: Array | None = None,
 ) -> Operands:
     """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
     first = weights[0]
     if not isinstance(first, QuantArray):
-        return Operands(rows, weights)
+        assert isinstance(rows, Array)
+        return Operands(_picked(rows, source), weights)
     quantised = [array for array in weights if isinstance(array, QuantArray)]
     row_scales: Any = None
     block_scales: Any = None
@@ -265,8 +289,9 @@ def _operands(
             rows, row_scales = quantize_rows(rows, "int8")
     elif rows.dtype == jnp.bfloat16:
         rows, row_scales = _as_float16(rows)
+    rows = _picked(rows, source)
     if row_scales is not None:
-        row_scales = jnp.pad(row_scales, (0, tiles.rows))
+        row_scales = jnp.pad(_picked(row_scales, source), (0, tiles.rows))
     values = tuple(from_bits(array.values) for array in quantised)
     if _is_per_channel(first):
         scales = tuple(_channel_scales(array, tiles.out) for array in quantised)

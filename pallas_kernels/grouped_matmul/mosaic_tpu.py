@@ -71,7 +71,8 @@ def grouped_swiglu(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: RowFormat | None = None,
-) -> Float[Array, "rows d_out"]:
+    source: Int32[Array, " picked"] | None = None,
+) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
     factor, as_floats = _factor(rows, row_format, target), row_format == "float"
     products = partial(
@@ -81,10 +82,10 @@ def grouped_swiglu(
     if _same_format(gate_weights, up_weights):
         out_format = None if row_format == "float" else row_format
         pair = (gate_weights, up_weights)
-        hidden = products(factor, pair, out_dtype=rows.dtype, out_format=out_format)
+        hidden = products(factor, pair, out_dtype=rows.dtype, out_format=out_format, source=source)
     else:
         gate, up = (
-            products(factor, (weights,), out_dtype=jnp.float32)
+            products(factor, (weights,), out_dtype=jnp.float32, source=source)
             for weights in (gate_weights, up_weights)
         )
         hidden = _factor(_swiglu(gate, up), row_format, target)
@@ -152,6 +153,7 @@ def _grouped_products(
     target: Target,
     out_format: Format | None = None,
     as_floats: bool = False,
+    source: Array | None = None,
 ) -> Any:
     """Rows times one weight, or SwiGLU of two of the same format.
 
@@ -160,8 +162,9 @@ def _grouped_products(
       out_dtype: of the result.
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
+      source: which of the rows; None: all.
     """
-    row_scales: tuple[Array, ...] = ()
+    row_scales: Sequence[Array] = ()
     rows: Array
     if isinstance(factor, QuantArray):
         rows, row_scales = factor.values, (factor.scales,)
@@ -169,9 +172,9 @@ def _grouped_products(
         rows = factor
     if not row_scales and rows.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows is {rows.dtype}, on TPU use bfloat16 or float32")
-    count, d_in = rows.shape
+    count, d_in = (rows if source is None else source).shape[0], rows.shape[1]
     _, d_out, _ = weights[0].shape
-    if 0 in (count, d_out):
+    if 0 in (count, d_out, rows.shape[0]):
         empty = jnp.zeros((count, d_out), out_dtype)
         return quantize_weight(empty, out_format, (1, ROW_BLOCK)) if out_format else empty
     if out_format:
@@ -180,6 +183,8 @@ def _grouped_products(
     if weights[0].dtype == jnp.int8 and not in_blocks and not as_floats:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
+    if source is not None:
+        rows, *row_scales = (array[source] for array in (rows, *row_scales))
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
@@ -197,7 +202,7 @@ def _grouped_products(
         jnp.dtype(out_dtype).itemsize,
     )
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows)
-    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
+    inputs = _Inputs(visits, rows, tuple(row_scales), values, tuple(s.array for s in scales))
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))

@@ -51,7 +51,8 @@ def grouped_swiglu(
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
     group_sizes: Int32[Array | np.ndarray, " groups"],
     row_format: str | None = None,
-) -> Float[Array, "rows d_out"]:
+    source: Int32[Array, " picked"] | None = None,
+) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group."""
 
     def swiglu(block: Array, gate: Weights, up: Weights, down: Weights) -> Array:
@@ -60,7 +61,8 @@ def grouped_swiglu(
             hidden = hidden.astype(rows.dtype)
         return _matmul(hidden, down, row_format).astype(rows.dtype)
 
-    return _map_blocks(swiglu, rows, (gate_weights, up_weights, down_weights), group_sizes)
+    picked = rows if source is None else rows[source]
+    return _map_blocks(swiglu, picked, (gate_weights, up_weights, down_weights), group_sizes)
 
 
 def _matmul(left: Array, right: Weights, row_format: str | None) -> Array:

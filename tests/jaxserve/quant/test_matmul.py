@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.quant import QuantArray, matmul, quantize_weight
-from jaxserve.quant.matmul import swiglu
 from pallas_kernels.quantize import as_bits
 from pallas_kernels.target import Target, use_target
 
@@ -198,27 +197,9 @@ def test_kernels_multiply_8_bits(backend):
         return str(traced).count("name=grouped")
 
     assert kernels(matmul, x, w) == 1
-    assert kernels(swiglu, x, w, w, w) == 2
     assert kernels(matmul, x, channels) == (1 if backend == "mosaic_tpu" else 0)
     assert kernels(matmul, x, jnp.zeros((256, 256), jnp.bfloat16)) == 0
     assert kernels(matmul, x[None], jax.tree.map(lambda leaf: leaf[None], w)) == 0
-
-
-@pytest.mark.parametrize("format", [None, "fp8", "fp8_block", "int8"])
-def test_swiglu(format):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(6, 20)), jnp.float32)
-    block = (4, 4) if format == "fp8_block" else None
-    arrays = [
-        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((12, 20), (12, 20), (8, 12))
-    ]
-    if format:
-        arrays = [quantize_weight(array, format, block) for array in arrays]
-    product = matmul_numpy if format else lambda x, w: x @ np.asarray(w).T
-    gate, up, down = arrays
-    gated = product(np.asarray(x), gate)
-    hidden = (gated / (1 + np.exp(-gated)) * product(np.asarray(x), up)).astype(np.float32)
-    np.testing.assert_allclose(swiglu(x, *arrays), product(hidden, down), 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize(

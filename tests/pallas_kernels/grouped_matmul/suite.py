@@ -362,6 +362,30 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         assert np.all(np.abs(output - expected) <= 5e-3 * scale)
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
+    @pytest.mark.parametrize(
+        ("format", "row_format"),
+        [("float", None), ("fp8", None), ("int8", None), ("fp8", "fp8")],
+    )
+    def test_swiglu_of_picked_rows(self, format, row_format):
+        """As of rows that lie in their order; what none picks may be poison."""
+        rng = np.random.default_rng(0)
+        sizes = [13, 0, 6]
+        shapes = [(3, 128, 128)] * 3
+        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
+        rows = (rng.normal(size=(9, 128)) / 16).astype(jnp.bfloat16)
+        rows[4] = np.nan
+        source = rng.choice([0, 1, 2, 3, 5, 6, 7, 8], 21).astype(np.int32)
+        rest = (gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32))
+        with use_target(self.target):
+            picked, in_order = (
+                jax.jit(fresh(functools.partial(grouped_swiglu, row_format=row_format, **options)))
+                for options in ({"source": jnp.asarray(source)}, {})
+            )
+            output = np.asarray(picked(jnp.asarray(rows), *rest), np.float32)
+            expected = np.asarray(in_order(jnp.asarray(rows[source]), *rest), np.float32)
+        assert np.abs(expected[:19]).min(axis=1).max() > 0
+        np.testing.assert_array_equal(output, expected)
+
     @pytest.mark.parametrize("format", ["float", "int8"])
     def test_a_row_does_not_depend_on_the_batch(self, format):
         rng = np.random.default_rng(0)

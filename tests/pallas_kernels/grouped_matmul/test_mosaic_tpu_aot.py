@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.grouped_matmul.routed import routed_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, scales_shape
 
@@ -196,6 +198,22 @@ def test_one_weight_for_all_rows(d_out, d_in):
     assert "grouped_matmul" in text
     assert " while(" not in text
     assert program.memory_analysis().temp_size_in_bytes < 2**23
+
+
+def test_tokens_go_to_experts_and_back():
+    """By gathers alone: rows are not added up one by one. Each token is quantised once."""
+    shape, tokens = SHAPES["step3_2a2f"], 512
+    _, *weights, _ = swiglu_arguments(shape, 8, "int8")
+    x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)
+    choices = jax.ShapeDtypeStruct((tokens, shape.top_k), jnp.int32)
+    gates = jax.ShapeDtypeStruct(choices.shape, jnp.float32)
+    arguments = (x, choices, gates, *weights)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+    text = compiled(routed_swiglu, mesh_of("v6e"), arguments, specs).as_text()
+    assert "grouped_swiglu" in text
+    assert not re.search(r"= b?f(?:16|32)\[\d+,\d+\]\S* \S*scatter", text)
+    assert f"s8[{tokens},{shape.d_model}]" in text
+    assert f"f32[{tokens * shape.top_k},{shape.d_model}]" not in text
 
 
 def test_float16_is_not_a_type_of_tpus():

@@ -1,0 +1,107 @@
+"""From tokens to tokens: order, gates and windows, against plain loops in NumPy."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul.routed import combine, routed_swiglu, sort_choices
+
+D_MODEL, D_FF, GROUPS = 6, 5, 7
+
+
+def weights(seed=0, groups=GROUPS):
+    rng = np.random.default_rng(seed)
+    shapes = ((groups, D_FF, D_MODEL), (groups, D_FF, D_MODEL), (groups, D_MODEL, D_FF))
+    return [rng.normal(scale=0.4, size=shape).astype(np.float32) for shape in shapes]
+
+
+def swiglu_numpy(row, gate, up, down):
+    gated = gate @ row
+    return down @ (gated / (1 + np.exp(-gated)) * (up @ row))
+
+
+def routed_numpy(x, choices, gates, arrays, first, count):
+    out = np.zeros(x.shape, np.float64)
+    for token, choice in np.ndindex(*choices.shape):
+        if 0 <= (group := choices[token, choice]) < count:
+            network = (array[first + group].astype(np.float64) for array in arrays)
+            out[token] += gates[token, choice] * swiglu_numpy(x[token], *network)
+    return out
+
+
+def test_order():
+    order = sort_choices(jnp.asarray([[2, 0], [1, 9], [0, -1], [2, 1]], jnp.int32), 3)
+    #          rows: group 0: tokens 0, 2; group 1: tokens 1, 3; group 2: tokens 0, 3; none: 1, 2
+    np.testing.assert_array_equal(order.source, [0, 2, 1, 3, 0, 3, 1, 2])
+    np.testing.assert_array_equal(order.place, [[4, 0], [2, 6], [1, 7], [5, 3]])
+    np.testing.assert_array_equal(order.here, [[1, 1], [1, 0], [1, 0], [1, 1]])
+    np.testing.assert_array_equal(order.sizes, [2, 2, 2])
+
+
+def test_sums():
+    """A gate of a choice that is not here may be anything."""
+    order = sort_choices(jnp.asarray([[1, 0], [5, 0]], jnp.int32), 2)
+    rows = jnp.asarray([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0], [0.0, 0.0]], jnp.bfloat16)
+    gates = jnp.asarray([[0.5, 2.0], [np.nan, 3.0]])
+    total = combine(rows, gates, order)
+    assert total.dtype == jnp.float32
+    np.testing.assert_array_equal(total, [[52, 104], [30, 60]])
+
+
+@given(
+    tokens=st.integers(1, 20),
+    top_k=st.integers(1, 4),
+    first=st.integers(0, 3),
+    count=st.integers(1, 4),
+    spread=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=25)
+def test_as_numpy(tokens, top_k, first, count, spread, seed):
+    """Of a window of the groups, in which the weights of the others are poison."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, D_MODEL)).astype(np.float32)
+    choices = rng.integers(-1, spread, (tokens, top_k)).astype(np.int32)
+    gates = rng.random((tokens, top_k), np.float32)
+    arrays = weights(seed)
+    poisoned = [array.copy() for array in arrays]
+    for array in poisoned:
+        array[:first], array[first + count :] = np.nan, np.nan
+    share, sizes = jax.jit(
+        lambda *arguments: routed_swiglu(*arguments[:-1], window=(arguments[-1], count))
+    )(x, choices, gates, *poisoned, jnp.int32(first))
+    expected = routed_numpy(x, choices, gates, arrays, first, count)
+    np.testing.assert_allclose(share, expected, 1e-4, 1e-5)
+    np.testing.assert_array_equal(sizes, [np.sum(choices == group) for group in range(count)])
+
+
+def test_all_groups():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(9, D_MODEL)).astype(np.float32)
+    choices = np.stack([rng.permutation(GROUPS)[:3] for _ in range(9)]).astype(np.int32)
+    gates = rng.random((9, 3), np.float32)
+    share, sizes = routed_swiglu(*map(jnp.asarray, (x, choices, gates, *weights())))
+    expected = routed_numpy(x, choices, gates, weights(), 0, GROUPS)
+    np.testing.assert_allclose(share, expected, 1e-4, 1e-5)
+    assert sizes.sum() == 27
+
+
+@pytest.mark.parametrize(
+    ("choices", "gates", "message"),
+    [
+        ((9, 3), (9, 2), r"choices \(9, 3\) and gates \(9, 2\) need to be \[tokens, top_k\]"),
+        ((8, 3), (8, 3), r"choices \(8, 3\) .* for x \(9, 6\)"),
+        ((9,), (9,), r"choices \(9,\)"),
+    ],
+)
+def test_bad_calls(choices, gates, message):
+    arrays = [jnp.asarray(array) for array in weights()]
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(routed_swiglu)(
+            jnp.zeros((9, D_MODEL)), jnp.zeros(choices, jnp.int32), jnp.zeros(gates), *arrays
+        )
