@@ -22,7 +22,7 @@ from jaxserve.ffn.experts import Experts
 from jaxserve.ffn.router import Router
 from jaxserve.link.message import Message
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
-from jaxserve.module import Formats, Template, WeightFormat, rms_norm, scale, weight
+from jaxserve.module import BLOCK, Formats, Template, WeightFormat, rms_norm, scale, weight
 from jaxserve.quant.matmul import matmul
 from jaxserve.quant.rows import EncodedRows, RowFormat, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.api import RowFormat as ExpertRowFormat
@@ -213,7 +213,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> ExpertRowFormat 
     """The `row_format` of routed experts.
 
     Raises:
-      ConfigError: their weights are not in 8 bits.
+      ConfigError: their weights are not in 8 bits, or a device has parts of blocks.
     """
     if deployment.ffn.expert_rows == "auto":
         return None
@@ -225,6 +225,14 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> ExpertRowFormat 
         )
     if deployment.ffn.expert_rows == "float":
         return "float"
+    afd = deployment.mode == "afd"
+    field, tp = ("ffn.tp", deployment.ffn.tp) if afd else ("attention.tp", deployment.attention.tp)
+    d_ff = -(-config.expert_d_ff // tp)
+    if weights == "fp8_block" and tp > 1 and d_ff % BLOCK:
+        raise ConfigError(
+            f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
+            f"{tp} leaves {d_ff} of the experts' {config.expert_d_ff} columns"
+        )
     return "int8" if weights == "int8" else "fp8"
 
 

@@ -1,5 +1,6 @@
 """The model's logits against NumPy, with the driver and nothing around it."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -185,6 +186,25 @@ class TestLayoutsThatDoNotFit:
             message = f"expert_rows = {wanted} .* ffn.weights is {weights}"
             with pytest.raises(ConfigError, match=message):
                 expert_rows(deployment, config)
+
+    @pytest.mark.parametrize(
+        ("overrides", "d_ff", "field"),
+        [
+            ({"ffn.tp": 2}, 320, "ffn.tp = 2 leaves 160 of the experts' 320"),
+            ({"mode": "colocated", "attention.tp": 4}, 640, "attention.tp = 4 leaves 160 of"),
+            ({"ffn.tp": 2}, 512, None),
+            ({"ffn.tp": 1}, 320, None),
+        ],
+    )
+    def test_rows_in_blocks_need_whole_blocks(self, overrides, d_ff, field):
+        config = step3_config(self.SIZES.config() | {"moe_intermediate_size": d_ff})
+        config = msgspec.structs.replace(config, stored="fp8_block")
+        deployment = load_deployment(REPOSITORY, {"ffn.expert_rows": "blocks", **overrides})
+        if field is None:
+            assert expert_rows(deployment, config) == "fp8"
+            return
+        with pytest.raises(ConfigError, match=f"whole blocks of 128 on every device; {field}"):
+            expert_rows(deployment, config)
 
     def test_d_model(self):
         sizes = TinyStep3(hidden_size=49, num_attention_heads=6)
