@@ -8,6 +8,7 @@ wide): over 900 thousand bundles, and 150 thousand with gathers, of which memory
 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -40,21 +41,24 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     group = jnp.where(here, choices, groups).reshape(-1)
     order = jnp.argsort(group, stable=True).astype(jnp.int32)
     # A second sort, since TPUs scatter numbers one by one; on GPUs XLA makes that of it.
-    place = jnp.argsort(order).astype(jnp.int32)
-    sizes = jnp.sum(group[:, None] == jnp.arange(groups), axis=0, dtype=jnp.int32)
-    return Order(order // choices.shape[1], place.reshape(choices.shape), here, sizes)
+    place = jnp.argsort(order).astype(jnp.int32).reshape(choices.shape)
+    sizes = jnp.sum(jnp.arange(groups)[:, None] == group, axis=1, dtype=jnp.int32)
+    return Order(order // choices.shape[1], place, here, sizes)
 
 
 def combine(
     rows: Float[Array, "rows d"], gates: Float[Array, "tokens top_k"], order: Order
 ) -> Float32[Array, "tokens d"]:
     """Of every token the sum of its choices' rows times their gates, choice after choice."""
+    # If there are choices elsewhere, the last row is one of theirs, which are zeros. It stands for
+    # all of them: caches have it.
+    place = jnp.where(order.here, order.place, rows.shape[0] - 1)
     gates = jnp.where(order.here, gates, 0).astype(jnp.float32)
     products = [
-        rows[order.place[:, choice]].astype(jnp.float32) * gates[:, choice, None]
+        rows[place[:, choice]].astype(jnp.float32) * gates[:, choice, None]
         for choice in range(gates.shape[1])
     ]
-    return sum(products[1:], start=products[0])
+    return functools.reduce(jnp.add, products)
 
 
 def routed_swiglu(

@@ -45,12 +45,12 @@ def test_order():
 
 def test_sums():
     """A gate of a choice that is not here may be anything."""
-    order = sort_choices(jnp.asarray([[1, 0], [5, 0]], jnp.int32), 2)
-    rows = jnp.asarray([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0], [0.0, 0.0]], jnp.bfloat16)
-    gates = jnp.asarray([[0.5, 2.0], [np.nan, 3.0]])
-    total = combine(rows, gates, order)
+    order = sort_choices(jnp.asarray([[1, 0], [5, 0], [4, 1]], jnp.int32), 2)
+    rows = [[1.0, np.inf], [10.0, 20.0], [100.0, 200.0], [30.0, 40.0], [0.0, 0.0], [0.0, 0.0]]
+    gates = jnp.asarray([[0.5, 2.0], [np.nan, 3.0], [np.inf, 0.25]])
+    total = combine(jnp.asarray(rows, jnp.bfloat16), gates, order)
     assert total.dtype == jnp.float32
-    np.testing.assert_array_equal(total, [[52, 104], [30, 60]])
+    np.testing.assert_array_equal(total, [[52, np.inf], [30, 60], [7.5, 10]])
 
 
 @given(
