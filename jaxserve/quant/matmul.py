@@ -2,15 +2,8 @@
 
 Called by the linear maps of both roles, which never ask what format a weight has. Which values an
 8-bit format stands for, and in which order they are summed, is defined in
-`pallas_kernels/quantize/product.py`; this module checks and chooses.
-
-Weights in 8 bits are multiplied by the kernels of grouped products, where these say so
-(`grouped_matmul/dense.py`). On TPUs XLA converts FP8 more slowly than memory delivers it, and
-everywhere it goes through blocks of 128 columns one by one. Of 128 rows by Step-3's output
-projection [7168, 16384] on v7x, bundles over those that pass while memory delivers the weights (no
-times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): FP8 1.3 by XLA, in blocks over 12; the kernel's
-products take 0.6 and 0.9, so that memory is what limits. On an H200 XLA's blocks are 127 rounds of
-four launches.
+`pallas_kernels/quantize/product.py`; whether a kernel multiplies, in
+`pallas_kernels/grouped_matmul/dense.py`. This module checks.
 """
 
 import jax
