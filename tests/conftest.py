@@ -7,6 +7,7 @@ annotations (`--jaxtyping-packages`, `typechecker.py`).
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -54,6 +55,18 @@ LONGEST = (
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""
 
+_frozen = threading.Event()
+_unfreeze = gc.unfreeze
+
+
+def _note_and_unfreeze() -> None:
+    """`gc.get_freeze_count` would tell, too, but takes 40 ms: it visits everything."""
+    _frozen.clear()
+    _unfreeze()
+
+
+gc.unfreeze = _note_and_unfreeze
+
 _UNOPTIMISED = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
 
@@ -72,5 +85,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     unoptimised = _may_be_unoptimised and item.get_closest_marker("unoptimised") is not None
     os.environ[_UNOPTIMISED] = str(int(unoptimised))
     jax.config.update("jax_disable_most_optimizations", unoptimised)
-    if not gc.get_freeze_count():  # The end of an engine lifts it.
+    if not _frozen.is_set():  # The end of an engine lifts it.
         gc.freeze()
+        _frozen.set()
