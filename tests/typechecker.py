@@ -48,9 +48,9 @@ def _checked(function: Any = None, *, typechecker: Callable[..., Any]) -> Any:
     """What `--jaxtyping-packages` decorates functions and classes with."""
     if function is None:
         return functools.partial(_checked, typechecker=typechecker)
-    if inspect.isfunction(function):
-        if not any(map(_may_have_shapes, function.__annotations__.values())):
-            return typechecker(function)
+    has_shapes = any(map(_may_have_shapes, getattr(function, "__annotations__", {}).values()))
+    if inspect.isfunction(function) and not has_shapes:
+        return typechecker(function)
     return _with_shapes(function, typechecker=typechecker)
 
 
