@@ -14,6 +14,8 @@ from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
+pytestmark = pytest.mark.unoptimised
+
 TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
 
 

@@ -11,6 +11,8 @@ from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
+pytestmark = pytest.mark.unoptimised
+
 TARGET = Target("mosaic_tpu", "TPU7 of this test", interpret=True)
 # Several tiles of everything, in the sizes of the suite.
 TILES = TpuTiles(
