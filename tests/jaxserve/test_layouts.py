@@ -12,6 +12,8 @@ from jaxserve.engine.build import build_engine, make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 
+pytestmark = pytest.mark.unoptimised
+
 
 @contextlib.contextmanager
 def running(model, overrides):
