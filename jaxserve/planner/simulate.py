@@ -303,7 +303,9 @@ class Simulation:
     def _land(self) -> None:
         index, number, plan, end = self._in_flight.popleft()
         self._now = max(self._now, end)
-        outputs = self._schedulers[index % self._domains].complete(plan, self._sampled)
+        scheduler = self._schedulers[index % self._domains]
+        scheduler.take_admitted()  # else it keeps them all: only an engine asks for them
+        outputs = scheduler.complete(plan, self._sampled)
         if number >= self._uncounted:
             self._end = self._end or (self._now, self._pipeline.busy)
             return
