@@ -195,8 +195,9 @@ def _ffn_activations(
     Of every lane: a message's rows and their answer on their way. Of the one layer that runs: all
     rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or the shared
     expert; and of the routed experts, for every row and expert of it, the sorted row, gate, up and
-    hidden values, and the output, once more in FP32 to be weighted. The routing decides at run time
-    how many of these rows are a device's own: all of them, in the worst case.
+    hidden values, and the output, with room for an FP32 copy on its way back, which accelerators do
+    not make. The routing decides at run time how many of these rows are a device's own: all of
+    them, in the worst case.
     """
     size, d = jnp.dtype(deployment.dtype).itemsize, config.d_model
     rows, devices = deployment.attention.dp * tokens, math.prod(ranks)
