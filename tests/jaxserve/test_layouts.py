@@ -12,8 +12,6 @@ from jaxserve.engine.build import build_engine, make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 
-pytestmark = pytest.mark.unoptimised
-
 
 @contextlib.contextmanager
 def running(model, overrides):
