@@ -85,14 +85,13 @@ class MessageFormat(msgspec.Struct, frozen=True):
         what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
-        end = self.d_model * STORAGE[self.rows].itemsize // self.word.itemsize
-        values = _from_words(packed[:, :end], STORAGE[self.rows])
+        values = _as(packed[:, : self.d_model], STORAGE[self.rows])  # one a word
         # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
         beside = has_scales(self.rows) + 2 * self.top_k
         if not beside:
             return Message(decode_rows(values, None, dtype), None, None)
-        used = end + beside * 4 // self.word.itemsize
-        bits = _from_words(packed[:, end:used], jnp.dtype(jnp.uint32))
+        used = self.d_model + beside * 4 // self.word.itemsize
+        bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
         scales = _as(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
         tokens = decode_rows(values, scales, dtype)
         if not self.top_k:

@@ -164,7 +164,7 @@ def _grouped_products(
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
       source: which of the rows; None: all.
     """
-    row_scales: Sequence[Array] = ()
+    row_scales: tuple[Array, ...] = ()
     rows: Array
     if isinstance(factor, QuantArray):
         rows, row_scales = factor.values, (factor.scales,)
@@ -184,7 +184,7 @@ def _grouped_products(
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
     if source is not None:
-        rows, *row_scales = (array[source] for array in (rows, *row_scales))
+        rows, row_scales = jax.tree.map(lambda array: array[source], (rows, row_scales))
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
@@ -202,7 +202,7 @@ def _grouped_products(
         jnp.dtype(out_dtype).itemsize,
     )
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows)
-    inputs = _Inputs(visits, rows, tuple(row_scales), values, tuple(s.array for s in scales))
+    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
