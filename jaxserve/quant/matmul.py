@@ -6,13 +6,11 @@ Called by the linear maps of both roles, which never ask what format a weight ha
 `pallas_kernels/grouped_matmul/dense.py`. This module checks.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.quantize import QuantArray, check_quant_array
-from pallas_kernels.quantize.product import product_of_rows, quant_product
 
 
 def matmul(
@@ -44,12 +42,4 @@ def matmul(
         raise ValueError(f"x is {x.dtype}, needs floats")
     if not isinstance(w, QuantArray) and w.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
-    if x.ndim == 2:
-        return dense_matmul(x, w)
-    if isinstance(w, QuantArray):
-        product = quant_product
-        for _ in x.shape[:-2]:
-            product = jax.vmap(product)
-        return product(x, w)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return product_of_rows(x, w, precision=precision)
+    return dense_matmul(x, w)

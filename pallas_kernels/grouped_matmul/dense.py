@@ -4,10 +4,11 @@ Called by the linear maps of a model. To a kernel it is one group, whose size is
 compiled. Kernels are for weights in 8 bits. XLA on TPUs converts FP8 more slowly than memory
 delivers it, and everywhere it goes through blocks of 128 columns one by one. Of 128 rows by
 Step-3's output projection [7168, 16384] on v7x, bundles over those that pass while memory delivers
-the weights (no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): FP8 1.3 by XLA, in blocks over 12;
-the kernel's products take 0.6 and 0.9, so that memory is what limits.
+the weights (no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): FP8 1.3 by XLA, in blocks over 12,
+some of it XLA's own estimate; the kernel's products take 0.6 and 0.9, so that memory is what
+limits.
 
-On a GPU they are for blocks alone, which XLA multiplies in 127 rounds of four launches there. Of
+On a GPU they are for blocks alone, which XLA multiplies in 127 rounds of six launches there. Of
 others it converts FP8 as it loads them, and divides a long d_in among the multiprocessors, which
 the kernel does not.
 """
@@ -29,7 +30,7 @@ def covers(rows: Array, *weights: Array | QuantArray) -> bool:
     """Whether a kernel is to multiply these rows [rows, d_in] by these weights [d_out, d_in], which
     are in 8 bits: others are for XLA."""
     target = current_target()
-    if target.backend == "reference" or rows.ndim != 2:
+    if target.backend == "reference" or rows.ndim > 2:
         return False
     of_target = _on_tpu if target.backend == "mosaic_tpu" else _on_gpu
     return all(isinstance(array, QuantArray) and of_target(rows, array) for array in weights)
@@ -52,9 +53,10 @@ def _in_blocks(weights: QuantArray) -> bool:
 
 
 def dense_matmul(
-    rows: Float[Array, "rows d_in"], weights: Float[Array, "d_out d_in"] | QuantArray
-) -> Float32[Array, "rows d_out"]:
+    rows: Float[Array, "*batch rows d_in"], weights: Float[Array, "*batch d_out d_in"] | QuantArray
+) -> Float32[Array, "*batch rows d_out"]:
     """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
+    Leading axes are the same in both: a product each, by XLA.
 
     Returns:
       FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
@@ -62,7 +64,10 @@ def dense_matmul(
     if covers(rows, weights):
         return grouped_matmul(rows, _stack(weights), _one_group(rows)).astype(jnp.float32)
     if isinstance(weights, QuantArray):
-        return quant_product(rows, weights)
+        product = quant_product
+        for _ in rows.shape[:-2]:
+            product = jax.vmap(product)
+        return product(rows, weights)
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     return product_of_rows(rows, weights, precision=precision)
 

@@ -22,6 +22,14 @@ def dense_weight(rng, d_out, d_in, format):
     return weight, jax.tree.map(lambda array: array[0], weight.jax)
 
 
+def products_numpy(rows, gate, up, down):
+    """With the gate, and through the network."""
+    gated, upper = (np.stack([w.product(row, 0) for row in rows]) for w in (gate, up))
+    with np.errstate(over="ignore"):
+        hidden = (gated / (1 + np.exp(-gated)) * upper).astype(jnp.bfloat16)
+    return gated, np.stack([down.product(row, 0) for row in hidden])
+
+
 def rows_of(rng):
     return (rng.normal(size=(ROWS, D_IN)) / 16).astype(jnp.bfloat16)
 
@@ -43,13 +51,10 @@ def test_as_numpy(target, format):
 
     with use_target(TARGETS[target]):
         product, network = both(jnp.asarray(rows), gate_array, up_array, down_array)
-    gated = np.stack([gate.product(row, 0) for row in rows])
+    gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(
         np.asarray(product, np.float64), gated, 1e-2, 1e-2 * np.abs(gated).max() / 30
     )
-    with np.errstate(over="ignore"):
-        hidden = gated / (1 + np.exp(-gated)) * np.stack([up.product(row, 0) for row in rows])
-    expected = np.stack([down.product(row, 0) for row in hidden.astype(jnp.bfloat16)])
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 2e-2 * scale)
 
@@ -64,11 +69,8 @@ def test_without_kernels(format):
     product = dense_matmul(jnp.asarray(rows), arrays[0])
     network = dense_swiglu(jnp.asarray(rows), *arrays)
     assert product.dtype == network.dtype == jnp.float32
-    gated = np.stack([gate.product(row, 0) for row in rows])
+    gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
-    with np.errstate(over="ignore"):
-        hidden = gated / (1 + np.exp(-gated)) * np.stack([up.product(row, 0) for row in rows])
-    expected = np.stack([down.product(row, 0) for row in hidden.astype(jnp.bfloat16)])
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 5e-3 * scale)
 
