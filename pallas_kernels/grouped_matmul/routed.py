@@ -4,8 +4,8 @@ Called by the expert layer of a model. Knows groups, not ranks. Around the kerne
 both ways are gathers, of a token for each row of an expert, and of a row for each choice of a
 token. Adding rows up where their tokens are is the same sum, but TPUs do that one row at a time,
 and GPUs in another order each time. For Step-3's layer on v7x (2048 tokens of 3 choices, 7168
-wide): over 900 thousand bundles, and 150 thousand with gathers, of which memory takes 90 (no times;
-2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
+wide): over 900 thousand bundles, and 150 thousand with gathers, besides those back, which XLA gives
+to the SparseCores (no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
 
 import functools
