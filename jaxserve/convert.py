@@ -1,8 +1,8 @@
 """`python -m jaxserve.convert SRC DST [--weights fp8|int8|bf16]`: a Hugging Face folder becomes a
 checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
 
-A run that was interrupted goes on when it is started again. Exit codes: 1 a checkpoint that is
-verified is damaged, 2 something asked for is wrong, 130 Ctrl-C.
+An interrupted run resumes when it is started again. Exit codes: 1 the verified checkpoint is
+damaged, 2 wrong arguments, 130 Ctrl-C.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxserve.progress import Progress
 def main(arguments: Sequence[str] | None = None) -> int:
     """Converts or verifies; returns the exit code."""
     options = _parse(arguments)
-    # All happens on the host; an accelerator may be busy serving.
+    # Everything runs on the host; an accelerator may be busy serving.
     jax.config.update("jax_platforms", "cpu")
     conversion.quieten_libraries()
     try:

@@ -1,4 +1,4 @@
-"""The errors that users of jaxserve can meet.
+"""Every exception that jaxserve raises on purpose.
 
 The lowest module of the package: every layer may raise these, and the faces (`llm.py`, `serve.py`,
 `server/`) turn them into messages and status codes. It imports nothing.
@@ -40,7 +40,7 @@ class OverloadedError(JaxserveError):
 
 
 class DrainingError(JaxserveError):
-    """The server finishes what runs and takes nothing new."""
+    """The server is draining: it finishes what runs and takes no new requests."""
 
 
 class EngineFailedError(JaxserveError):

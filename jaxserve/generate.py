@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 
+from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
-from jaxserve.llm import LLM, read_deployment
+from jaxserve.llm import LLM
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 
@@ -103,23 +104,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.generate", description="Complete one prompt."
     )
-    parser.add_argument("--config", metavar="FILE", help="deployment file")
-    parser.add_argument(
-        "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
-    )
+    add_deployment_arguments(parser)
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
     parser.add_argument("--prompt", required=True, help="the text to complete; - reads it")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --config or --model: override a key of the deployment; may be repeated",
-    )
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
     parser.add_argument("--top-k", type=int, help="draw from the k most probable tokens (all)")

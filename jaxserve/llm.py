@@ -4,7 +4,6 @@ Builds an engine in this process and waits for it; no network, no event loop. Im
 starts no JAX backend, creating an `LLM` does.
 """
 
-import json
 import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +18,15 @@ import msgspec
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.server.chat import FILES, ChatTemplate
-from jaxserve.server.generation import Generation, Prompt, TextGenerator
-from jaxserve.server.output import GenerationOutput, merge
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.fleet.open import open_engine
+from jaxserve.text.chat import FILES, ChatTemplate
+from jaxserve.text.generation import Generation
+from jaxserve.text.generator import Prompt, TextGenerator
+from jaxserve.text.output import GenerationOutput, merge
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    pass
 
 Message = Mapping[str, Any]
 """One message of a conversation: `role`, `content`, and what chat templates read beside them."""
@@ -105,7 +106,9 @@ class LLM:
         for index, (prompt, own) in enumerate(zip(several, everyone, strict=True)):
             try:
                 own.validate()
-                requests.append((prompt, self._generator.encode(prompt), own))
+                token_ids = self._generator.encode(prompt)
+                self._engine.check(token_ids, own)
+                requests.append((prompt, token_ids, own))
             except InvalidRequestError as error:
                 if len(several) == 1:
                     raise
@@ -199,22 +202,24 @@ class LLM:
         )
 
     def _encode_chat(self, text: str, field: str) -> list[int]:
-        try:
-            return self._generator.encode(text, add_bos=False)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(field, error.message) from None
+        return self._generator.encode(text, add_bos=False, field=field)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[GenerationOutput]:
         """Completes one prompt, piece by piece; leaving the loop early cancels the request.
 
+        The request is submitted when the first piece is asked for.
+
         Raises:
-          InvalidRequestError, OverloadedError, EngineFailedError
+          InvalidRequestError: a field is out of range; at once.
+          OverloadedError, EngineFailedError: with the first piece, or a later one.
         """
-        pieces: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
-        generation = self._generator.submit(prompt, params or SamplingParams(), pieces.put)
-        return self._pieces(generation, pieces)
+        params = params or SamplingParams()
+        params.validate()
+        token_ids = self._generator.encode(prompt)
+        self._engine.check(token_ids, params)
+        return self._pieces(token_ids, params)
 
     def close(self) -> None:
         """Ends what runs and frees the devices; again is fine."""
@@ -232,9 +237,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _pieces(
-        self, generation: Generation, pieces: "queue.SimpleQueue[GenerationOutput]"
-    ) -> Iterator[GenerationOutput]:
+    def _pieces(self, token_ids: list[int], params: SamplingParams) -> Iterator[GenerationOutput]:
+        pieces: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+        generation = self._generator.submit(token_ids, params, pieces.put)
         try:
             while True:
                 try:
@@ -314,42 +319,6 @@ class _Batch:
             stop_string=whole.stop_string,
             stop_token_id=whole.stop_token_id,
         )
-
-
-def read_deployment(
-    config: str | None, model: str | None, overrides: Sequence[str] = ()
-) -> Deployment:
-    """The deployment of a command's `--config`, `--model` and `--set`; one of the first is given.
-
-    Raises:
-      ConfigError: as `load_deployment`, or `model` is no folder.
-    """
-    if model is None:
-        assert config is not None
-        return load_deployment(config, overrides)
-    folder = Path(model).resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"--model {model}: no such folder")
-    if config is None:
-        return load_deployment(folder, overrides)
-    return load_deployment(config, [*overrides, f"model={json.dumps(str(folder))}"])
-
-
-def open_engine(deployment: Deployment, **options: Any) -> "Engine":
-    """A running engine on the devices of this process; `options` as `build_engine` takes them.
-
-    Raises:
-      ConfigError, CheckpointError: the layout or the model does not fit.
-    """
-    # Only now: these imports load JAX.
-    from jaxserve.cluster.bootstrap import ProcessArguments, initialise
-    from jaxserve.engine.build import build_engine
-
-    initialise(ProcessArguments(), deployment)
-    engine = build_engine(deployment, **options)
-    if engine.status == "starting":
-        engine.start()
-    return engine
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,11 +1,13 @@
 """Submeshes from a deployment, and the one table that says how every dimension is sharded.
 
-Called by `model.py` and the layers above. It knows the names of dimensions and mesh axes, and
-nothing of the arrays that have them.
+Called by `model/` and the layers above. It knows the names of dimensions and mesh axes, not the
+arrays that have them.
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +35,23 @@ ATTENTION_RULES: Rules = {
 """Attention mesh. Low-rank queries and latents are replicated over tp, as are the weights of K and
 V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
 
-FFN_RULES: Rules = {"experts": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp")}
-"""ffn mesh. Routed experts over ep, every expert's d_ff over tp; dense FFN and shared expert over
-all devices."""
+FFN_RULES: Rules = {
+    "experts": "ep",
+    "expert_d_ff": "tp",
+    "d_ff": ("ep", "tp"),
+    "shared_d_ff": "tp",
+}
+"""ffn mesh. Routed experts over ep, every expert's d_ff over tp; dense FFN over all devices, and
+the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows (`shared_d_ff`, with
+`ffn.exchange` = alltoall)."""
 
-COLOCATED_FFN_RULES: Rules = {"experts": "dp", "expert_d_ff": "tp", "d_ff": ("dp", "tp")}
-"""The same on the one mesh of colocated mode: DP groups double as the expert-parallel axis."""
+COLOCATED_FFN_RULES: Rules = {
+    "experts": "dp",
+    "expert_d_ff": "tp",
+    "d_ff": ("dp", "tp"),
+    "shared_d_ff": "tp",
+}
+"""The ffn role's rules on the one mesh of colocated mode: `dp` is the expert-parallel axis too."""
 
 
 class Submeshes:
@@ -51,7 +64,7 @@ class Submeshes:
     """
 
     def __init__(self, deployment: Deployment, devices: Sequence[jax.Device] | None = None):
-        devices = list(jax.devices() if devices is None else devices)
+        devices = by_process(jax.devices() if devices is None else devices)
         need = deployment.devices
         if len(devices) < need:
             role_a, role_f = deployment.attention, deployment.ffn
@@ -71,6 +84,38 @@ class Submeshes:
             f = deployment.ffn
             self.ffn = Mesh(_grid(devices[a.devices : need], f.ep, f.tp), FFN_AXES)
             self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
+
+
+def by_process[D](devices: Sequence[D]) -> list[D]:
+    """Devices in the order of their processes, otherwise as they come.
+
+    Roles are divided over processes in this order, and device ids need not follow it: on a TPU
+    slice they may follow the chips' coordinates, which interleave hosts.
+    """
+    return sorted(devices, key=operator.attrgetter("process_index"))
+
+
+Role = Literal["attention", "ffn"]
+
+
+def role_mesh(
+    deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """The mesh of a role that has a runtime for itself.
+
+    Raises:
+      ConfigError: the runtime has too few devices.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    a, f = deployment.attention, deployment.ffn
+    sizes = {"attention": (a.dp, a.tp, ATTENTION_AXES), "ffn": (f.ep, f.tp, FFN_AXES)}
+    rows, columns, axes = sizes[role]
+    if len(there) < rows * columns:
+        raise ConfigError(
+            f"{role}.{axes[0]} {rows} x {role}.{axes[1]} {columns} = {rows * columns} devices, but "
+            f"this runtime has {len(there)}"
+        )
+    return Mesh(_grid(there[: rows * columns], rows, columns), axes)
 
 
 class AbstractSubmeshes:
@@ -119,7 +164,8 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
 
 @functools.lru_cache(maxsize=4096)
 def cached_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """One object a (mesh, spec): a fresh sharding each step would leave JAX's fast path."""
+    """The one `NamedSharding` object of a (mesh, spec); a new object every step would miss JAX's
+    fast dispatch path."""
     return NamedSharding(mesh, spec)
 
 
@@ -132,7 +178,7 @@ def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShard
 def _zeros_maker(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding
 ) -> jax.stages.Wrapped:
-    """Compiled once for all layers."""
+    """A compiled function that makes zeros, cached so that layers share it."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
@@ -143,5 +189,5 @@ def axis_product(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
 
 
 def shards(mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, int]:
-    """Into how many parts the mesh cuts each dimension that has a rule."""
+    """The number of shards of each dimension that has a rule, by its name."""
     return {name: axis_product(mesh, axes) for name, axes in rules.items()}

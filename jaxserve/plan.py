@@ -1,10 +1,10 @@
-"""`python -m jaxserve.plan`: what a deployment costs, before anything is rented.
+"""`python -m jaxserve.plan`: cost and speed of a deployment, before any hardware is rented.
 
 `tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's.
 `search` finds the cheapest layouts that meet a time per output token (TPOT). `simulate` runs a
-deployment in simulated time; `calibrate` and `verify` hold predictions against measurements;
+deployment in simulated time; `calibrate` and `verify` compare predictions with measurements;
 `compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
-something would fail on the pod; 2 something asked for is wrong.
+something would fail on the pod; 2 wrong arguments.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxserve.planner import report
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
-from jaxserve.planner.deployment_file import deployment_text
+from jaxserve.planner.deployment_file import deployment_text, write_deployment
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
@@ -87,7 +87,7 @@ def _tables(options: argparse.Namespace) -> int:
 
 
 class _Results(NamedTuple):
-    """What a search shows, by mode."""
+    """The results of a search that are shown, by mode."""
 
     best: dict[Mode, list[Plan]]
     rules: dict[Mode, list[Check]]
@@ -232,7 +232,7 @@ def _write(
         hardware,
         options.write.resolve().parent,
     )
-    options.write.write_text(text, encoding="utf-8")
+    write_deployment(options.write, text, config)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

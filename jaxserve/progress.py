@@ -1,8 +1,8 @@
-"""How far a long start-up activity is: loading weights (k of N, GB, GB/s) and compiling (k of N).
+"""Progress of long start-up activities: loading weights (k of N, GB, GB/s) and compiling (k of N).
 
-Used by whatever counts something long (checkpoint readers, the compilation of the executables). On
-the terminal of process 0 it is one line that updates in place; elsewhere plain log lines, at most
-one every two seconds and one at the end. It knows neither JAX nor what is being counted.
+Used by checkpoint readers and by the compilation of executables. On the terminal of process 0 it is
+one line that updates in place; elsewhere plain log lines, at most one every two seconds and one at
+the end. It knows neither JAX nor what is being counted.
 """
 
 import io
@@ -18,6 +18,15 @@ _LOGGER = logging.getLogger("jaxserve.progress")
 _TERMINAL_INTERVAL_S = 0.1
 _LOG_INTERVAL_S = 2.0
 _CLEAR_LINE = "\r\x1b[2K"
+
+_advances = 0
+_advances_lock = threading.Lock()
+
+
+def advances() -> int:
+    """How many times any activity of this process has advanced: a number that stands still tells
+    whoever waits for this process that it is stuck."""
+    return _advances
 
 
 class Progress:
@@ -63,6 +72,9 @@ class Progress:
 
     def advance(self, count: int = 1, *, size: int = 0, note: str = "") -> None:
         """Counts `count` more items of `size` bytes together; `note` names the latest."""
+        global _advances
+        with _advances_lock:
+            _advances += 1
         with self._lock:
             self._count += count
             self._bytes += size
@@ -74,7 +86,7 @@ class Progress:
                 self._show(now)
 
     def set(self, count: int, total: int, note: str = "") -> None:
-        """Says how many of how many items there are now, where that was not known before."""
+        """Sets both counts, where the total was not known before."""
         with self._lock:
             self._total = total
             count -= self._count

@@ -1,4 +1,4 @@
-"""How good the demo checkpoint is: held-out bits a byte next to xz, and samples to look at.
+"""Evaluates the demo checkpoint: held-out bits per byte beside xz's, and samples to look at.
 
 Called by `train_demo.py`. Computes in FP32 from the BF16 file.
 """

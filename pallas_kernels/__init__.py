@@ -1,6 +1,6 @@
-"""The operations that decide the speed of LLM serving, one folder each.
+"""The operations that dominate LLM serving, one folder each.
 
-`<op>/api.py` checks the arguments and picks a backend; `<op>/reference.py` is the definition in
-plain `jax.numpy`. Called by the model code of jaxserve, of which it knows and imports nothing.
-Every operation works inside `jax.jit` and inside `jax.shard_map`.
+`<op>/api.py` checks the arguments and picks a backend; `<op>/reference.py` defines the operation in
+plain `jax.numpy`. Called by jaxserve's model code, of which it imports nothing. Every operation
+works inside `jax.jit` and inside `jax.shard_map`.
 """

@@ -1,4 +1,4 @@
-"""Compiles kernels for TPUs that are not there: do they compile, what memory do they take.
+"""Compiles kernels ahead of time for TPUs that this machine lacks, and reports the memory they use.
 
 Called by `bundles.py` and by the tests. `python -m pallas_kernels.aot OP GENERATION [CASE ...]`
 compiles the cases that an op's `cases.py` names, and prints a line of JSON for each. It needs
@@ -27,14 +27,14 @@ class Generation(NamedTuple):
     topology: str
     device_kind: str
     hertz: float
-    """Bundles a second, at most."""
+    """Most bundles issued per second."""
     memory_bandwidth: float
-    """Bytes a second."""
+    """HBM bytes per second."""
     branch_delay: int
-    """Bundles after a branch that are issued before it takes place."""
+    """Delay slots: bundles that are still issued after a branch."""
 
     def bytes_per_bundle(self) -> float:
-        """What the memory delivers while one bundle is issued."""
+        """Bytes that HBM delivers in the time of one bundle."""
         return self.memory_bandwidth / self.hertz
 
 
@@ -48,25 +48,25 @@ divided by what the matrix units do in a cycle."""
 
 
 class Case(NamedTuple):
-    """A call of an op at one size, as `op/cases.py` has them: `cases(generation)`."""
+    """One op at one size; `cases(generation)` in `<op>/cases.py` lists them."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     """Trees of `jax.ShapeDtypeStruct`."""
     donated: tuple[int, ...] = ()
-    """Arguments whose memory the results take."""
+    """Donated arguments."""
     loop: "Loop | None" = None
-    """None: there is no kernel to look into."""
+    """The loop to analyse; None: the case has no kernel."""
 
 
 class Loop(NamedTuple):
-    """What a round of a kernel's inner loop does."""
+    """What one iteration of a kernel's inner loop does."""
 
     kernel: str
     """Name of the Pallas call."""
     unit: str
-    """What it walks over, for instance a KV token."""
+    """Unit of work, for instance a KV token."""
     units: int
     """In a round."""
     copies: int
@@ -86,7 +86,7 @@ def environment(flags: str = "") -> dict[str, str]:
 
 
 def cases(op: str, generation: str) -> list[Case]:
-    """What an op wants to have compiled for a generation."""
+    """The cases that an op lists for a generation."""
     module = importlib.import_module(f"pallas_kernels.{op}.cases")
     found: list[Case] = module.cases(generation)
     return found

@@ -1,4 +1,5 @@
-"""How fast TPU kernels can be at best: bundles a unit of work in the inner loop, and the DMA floor.
+"""Lower bounds for TPU kernels without a TPU: bundles per unit of work in the inner loop, and the
+DMA floor.
 
 `python -m pallas_kernels.bundles [--op OP] [--generation GENERATION] [--case NAME] [--json]`
 compiles the cases of every op (`aot.py`) with libtpu's dumps on and reads those (`llo.py`). No TPU
@@ -19,25 +20,25 @@ from pallas_kernels import aot, llo
 from pallas_kernels.tuned import Fields
 
 OPS = ("attention", "grouped_matmul")
-"""Those that have `cases.py`."""
+"""The ops that have a `cases.py`."""
 
 COMPILE_SECONDS = 600
 
 
 class Floor(NamedTuple):
-    """What one case can reach."""
+    """Bounds of one case."""
 
     op: str
     case: str
     generation: str
     unit: str
     bundles: float
-    """A unit of work, in the steady state of the inner loop."""
+    """Bundles per unit of work, in the steady state of the inner loop."""
     memory: float
-    """Bundles that pass while the memory delivers a unit."""
+    """Bundles that pass while HBM delivers one unit of work."""
 
     def ratio(self) -> float:
-        """Above 1 the core is what limits."""
+        """Bundles over the DMA floor; above 1 the core is the bottleneck."""
         return self.bundles / self.memory
 
 

@@ -1,8 +1,9 @@
-"""Compiles the Hopper kernels for an H200 that is not there: registers, spills, shared memory.
+"""Compiles the Hopper kernels for an H200, without one, and reports registers, spills and shared
+memory.
 
 `python -m pallas_kernels.gpu_resources [--op OP] [--case NAME] [--json]` compiles what an op's
 `gpu_cases.py` names, on any machine that has JAX's CUDA wheels (`pip install "jax[cuda13]"`).
-Nothing is timed: it shows that the kernels compile, and that nothing of theirs lies in slow memory.
+Nothing is timed: it shows that the kernels compile, and that none spills registers.
 Called by the tests, too. Knows nothing of the ops.
 """
 
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What one kernel of a case takes."""
+    """Resources of one kernel of a case."""
 
     case: str
     kernel: str
@@ -50,7 +51,7 @@ class Resources(NamedTuple):
     shared_memory: int
     """Bytes of a block of threads; 232448 are the most."""
     losses: list[str]
-    """What ptxas says costs time, such as tensor core instructions that wait for each other."""
+    """Performance warnings of ptxas, such as serialised tensor core instructions."""
 
 
 def plugin() -> Path | None:
@@ -66,7 +67,7 @@ def plugin() -> Path | None:
 
 
 def cases(op: str) -> list[Case]:
-    """What an op wants to have compiled."""
+    """The cases that an op lists."""
     found: list[Case] = importlib.import_module(f"pallas_kernels.{op}.gpu_cases").cases()
     return found
 

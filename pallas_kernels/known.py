@@ -1,4 +1,5 @@
-"""What is known when a call is compiled is computed then. Called by kernels' plans."""
+"""Computes a kernel's plan at compile time where its inputs are compile-time constants. Called by
+kernels' plans."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,8 @@ import numpy as np
 
 
 def when_known(plan: Callable[..., Any], sizes: jax.Array | np.ndarray, *rest: int) -> Any:
-    """`plan(sizes, *rest)`; of sizes in NumPy, its arrays are NumPy's, too: constants, that no
-    program computes again."""
+    """Calls `plan(sizes, *rest)`. For sizes in NumPy the result is in NumPy too: constants of the
+    program instead of computations at run time."""
     if not isinstance(sizes, np.ndarray):
         return plan(sizes, *rest)
     with jax.ensure_compile_time_eval():

@@ -1,11 +1,11 @@
-"""Reads the VLIW bundles of a TPU program from libtpu's dumps: how long is the way round a loop.
+"""Reads the VLIW bundles of a TPU program from libtpu's dumps and counts those of a loop iteration.
 
 Called by `bundles.py`. Knows the text of `*final_bundles.txt` and nothing of kernels.
 
-A bundle is what a core issues in one cycle at best, so that the bundles from the top of a loop to
-its end are a floor of what a round takes. Of the ways through a loop's branches the shortest one
-counts that does a whole round's work: it starts as many copies, and it multiplies as many matrices
-as the longest stretch without branches.
+A core issues at most one bundle per cycle, so the number of bundles of an iteration is a lower
+bound of its cycles. Of the paths through a loop's branches the shortest that does a full
+iteration's work counts: it starts the expected number of copies and has as many matrix products as
+the longest branch-free stretch.
 """
 
 import re
@@ -35,7 +35,7 @@ class Bundle(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The way round a loop."""
+    """The counted path of a loop iteration."""
 
     bundles: int
     matmuls: int
@@ -71,7 +71,7 @@ def parse(text: str) -> list[Bundle]:
 
 
 def shortest_round(bundles: list[Bundle], copies: int, delay: int) -> Round:
-    """The shortest way round a loop that multiplies and starts this many copies.
+    """The shortest path of a loop iteration that multiplies and starts this many copies.
 
     Args:
       delay: bundles after a branch that are issued before it takes place.

@@ -1,4 +1,4 @@
-"""What the Hopper kernels of all ops share. Imported by them only."""
+"""Helpers shared by the Hopper kernels of all ops. Imported by them only."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SHARED_MEMORY = 232_448
-"""Bytes that a block of threads may have."""
+"""Bytes of shared memory per thread block."""
 
 SMALLEST_SCALE = 2.0**-100
-"""Rows that would have a smaller one are zeros, with the scale 1."""
+"""Smallest scale; rows that would need a smaller one become zeros with the scale 1."""
 
 
 def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +32,7 @@ def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def store(target: Any, value: Any) -> None:
     """Write to a ref, in shared or global memory, whatever the layout of the value.
 
-    Where the layout does not allow the fastest way, JAX wants to be told that this is known.
+    JAX requires an explicit opt-in where the layout prevents the fastest store.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(target, value, optimized=False)

@@ -1,14 +1,15 @@
-"""Does XLA fuse the small ops around the kernels? What a compiled program moves, against the least.
+"""Does XLA fuse the small ops around the kernels? Compares the bytes that compiled programs move
+with the least possible.
 
-`python -m pallas_kernels.small_ops [--generation v6e]` compiles, without a TPU, what stands between
-attention and experts at Step-3's and DeepSeek-V3's sizes, and reads from the program what its
-instructions read from HBM and write to it; what they keep in VMEM costs next to nothing. An op that
-is near the least needs no kernel, unless it goes row by row, as scatters do: bytes do not tell.
-`--generation h200` does the same for a GPU (it takes JAX's CUDA wheels): there it is the number of
-instructions that counts, each a kernel that is launched.
+`python -m pallas_kernels.small_ops [--generation v6e]` compiles, without a TPU, the ops between
+attention and experts at Step-3's and DeepSeek-V3's sizes, and reads from the program the bytes that
+its instructions read from and write to HBM; traffic within VMEM is nearly free. An op near the
+minimum needs no kernel, unless it runs row by row, as scatters do, which bytes do not show.
+`--generation h200` does the same for a GPU (it needs JAX's CUDA wheels); there the number of
+instructions counts, each of which launches a kernel.
 
-What is between attention and the wire comes twice, as XLA does it and with `rms_norm_quantize`,
-which on TPUs is the same.
+The ops between attention and the wire are compiled twice, as XLA fuses them and with
+`rms_norm_quantize`, which on TPUs is the same.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What a kernel is compiled for. Every op's `api.py` asks here which backend it is to use.
+"""Selects the backend for which an op is compiled. Every op's `api.py` asks here.
 
-The mesh of the surrounding `shard_map` says what the devices are, so that no caller passes it on,
-and programs compiled ahead of time for devices that are not there (topologies) get their kernels,
-too. Outside of a mesh it is the default device. Imports no kernel.
+The mesh of the surrounding `shard_map` determines the devices, so that callers need not pass them,
+and programs compiled ahead of time for a topology get their kernels too. Outside a mesh it is the
+default device. Imports no kernel.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import jax
 Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-"""In the names of the GPUs that have what the GPU kernels use (sm_90a)."""
+"""Substrings of the names of GPUs that the kernels support (sm_90a)."""
 
 
 class Target(NamedTuple):
@@ -45,7 +45,7 @@ def target_of(platform: str, device_kind: str) -> Target:
 
 
 def current_target() -> Target:
-    """What the op that is being traced is for."""
+    """The target of the op that is being traced."""
     if (forced := _forced.get()) is not None:
         return forced
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -57,9 +57,10 @@ def current_target() -> Target:
 
 @contextlib.contextmanager
 def use_target(target: Target) -> Iterator[None]:
-    """Ops traced inside are for this target; what was traced before keeps its own.
+    """Context in which ops are traced for this target; earlier traces keep theirs.
 
-    JAX's caches of traces do not know of it: functions jitted inside should be made inside.
+    JAX's trace caches ignore the target, so functions that are jitted inside should be created
+    inside.
     """
     token = _forced.set(target)
     try:

@@ -1,9 +1,9 @@
-"""Tile sizes that a search found: a table of data an op, by kind of device and by call.
+"""Tile sizes found by a search: one table per op, by device kind and call.
 
 Read by the ops' `tiles.py`, written by `python -m pallas_kernels.bench --tune`. `OP/tuned.json` is
-`{device kind: {call: {"tiles": {field: size}, ...}}}`: what a call's tiles differ in from the
-default of the device's kind, and for people how and when that was found. A call is named by the
-kernel and by the sizes that decide about its tiles. Knows nothing of what the fields mean.
+`{device kind: {call: {"tiles": {field: size}, ...}}}`: the fields in which a call's tiles differ
+from the device kind's default, and a record of how and when they were found. A call is named by the
+kernel and the sizes that determine its tiles. Knows nothing of the meaning of the fields.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Fields = Mapping[str, Any]
 
 
 class Asked(NamedTuple):
-    """What a kernel asked for while `recording()` was on.
+    """A lookup of tiles by a kernel, as `recording()` notes it.
 
     Attributes:
       op: whose table it is in.
@@ -39,7 +39,7 @@ _record: ContextVar[dict[str, Asked]] = ContextVar("pallas_kernels calls")
 
 
 def table_path(op: str) -> Path:
-    """Where an op's table lies."""
+    """The path of an op's table."""
     return Path(__file__).parent / op / "tuned.json"
 
 
@@ -83,7 +83,7 @@ def as_size(value: Any) -> Any:
 
 @contextlib.contextmanager
 def use_tiles(tiles: Mapping[str, Fields]) -> Iterator[None]:
-    """Calls that are traced inside take these fields, by call, and not those of the table."""
+    """Context in which traced calls use these fields, by call, instead of the table's."""
     token = _forced.set(tiles)
     try:
         yield

@@ -49,7 +49,7 @@ LONGEST = (
     "jaxserve/test_convert.py",
     "jaxserve/checkpoint/test_store.py",
     "jaxserve/test_families_layouts.py",
-    "jaxserve/cluster/test_processes.py",
+    "jaxserve/fleet/test_processes.py",
     "pallas_kernels/test_bench.py",
 )
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),

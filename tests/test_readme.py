@@ -1,73 +1,114 @@
-"""The README names only what exists, and its configuration reference is the configuration."""
+"""Every README names only what exists: files, commands, make targets and keys."""
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from jaxserve.config.deployment import Deployment, known_keys
+from jaxserve.config.deployment import known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+ROOMS = ("jaxserve", "jaxserve/planner", "jaxserve/server", "pallas_kernels", "configs", "launch")
+"""Every room with a README of its own; `launch` may have none yet."""
+READMES = {
+    name: path.read_text(encoding="utf-8")
+    for name in ("README.md", *(f"{room}/README.md" for room in ROOMS))
+    if (path := ROOT / name).is_file()
+}
+CODE = re.compile(r"```.*?```", re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+(?:[\w.-]+\.[a-z]+)?|[\w.-]+\.toml|LICENSE|Makefile")
-PATHS = sorted({name for name in re.findall(r"`([^`\n]+)`", PROSE) if PATH.fullmatch(name)})
-CONFIG_ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*?) \| ", re.MULTILINE)
+MODULE = re.compile(r"python -m ((?:jaxserve|pallas_kernels|tests)[\w.]*)")
 
 
-def defaults(struct: type[msgspec.Struct] = Deployment, prefix: str = "") -> dict[str, str]:
-    """Dotted key → its default as the README writes it."""
-    found = {}
-    for field in msgspec.structs.fields(struct):
-        key = f"{prefix}{field.name}"
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            found |= defaults(field.type, f"{key}.")
-        elif field.required:
-            found[key] = "required"
-        else:
-            made = field.default_factory is not msgspec.NODEFAULT
-            value = field.default_factory() if made else field.default
-            found[key] = f"`{value}`" if isinstance(value, str) else f"`{value!r}`"
-    return found
+def prose(text: str) -> str:
+    return CODE.sub("", text)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path_in_backticks_exists(path: str) -> None:
-    assert (ROOT / path).exists()
+def commands(text: str) -> str:
+    return "\n".join(CODE.findall(text))
 
 
-def test_the_life_of_a_token_names_files() -> None:
-    life = PROSE.partition("## The life of a token")[2].partition("\n## ")[0]
-    assert len([path for path in PATHS if f"`{path}`" in life]) > 20
+def each(pattern: re.Pattern[str], part=lambda text: text) -> list[tuple[str, str]]:
+    """(README, what the pattern finds in this part of it), without repetitions."""
+    found = {(name, hit) for name, text in READMES.items() for hit in pattern.findall(part(text))}
+    return sorted(found)
+
+
+PATHS = [
+    (name, hit) for name, hit in each(re.compile(r"`([^`\n]+)`"), prose) if PATH.fullmatch(hit)
+]
+
+
+def test_the_rooms_have_readmes() -> None:
+    assert {"README.md", "jaxserve/README.md", "configs/README.md"} <= set(READMES)
+    assert len(READMES) >= 6
+
+
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_a_path_in_backticks_exists(name: str, path: str) -> None:
+    """From the repository's root, or from the README's folder."""
+    assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "jaxserve/README.md"])
+def test_the_life_of_a_token_names_files(name: str) -> None:
+    _, _, rest = READMES[name].partition("\n1. **Request.**")
+    life = rest.partition("\n## ")[0]
+    assert len(re.findall(r"^\d+\. \*\*", life, re.MULTILINE)) >= 8
+    assert len([path for readme, path in PATHS if readme == name and f"`{path}`" in life]) > 20
+
+
+def test_the_first_page_is_short_and_leads_to_the_others() -> None:
+    first = READMES["README.md"]
+    assert first.count("\n") <= 150
+    rooms = [name.removesuffix("README.md") for name in READMES if name != "README.md"]
+    assert [room for room in rooms if f"`{room}" not in first] == []
 
 
 def test_every_path_in_a_command_exists() -> None:
-    commands = "\n".join(re.findall(r"```.*?```", README, flags=re.DOTALL))
-    paths = set(re.findall(r"\b(?:configs|launch)/[\w./-]+", commands))
-    assert paths >= {"configs/demo.yaml", "launch/local.py"}
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    pattern = re.compile(r"(?<![\w/.])(?:configs|launch|tests)/[\w./-]+")
+    paths = each(pattern, commands)
+    assert {("README.md", "configs/demo.yaml"), ("README.md", "launch/local.py")} <= set(paths)
+    assert [hit for _, hit in paths if not (ROOT / hit).exists()] == []
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m (jaxserve\.\w+)", README))))
+@pytest.mark.parametrize("module", sorted({hit for _, hit in each(MODULE)}))
 def test_a_module_in_a_command_exists(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)\b[` ]", README))))
+TARGET = re.compile(r"`?make ([a-z]+)\b[` ]")
+
+
+@pytest.mark.parametrize("target", sorted({hit for _, hit in each(TARGET)}))
 def test_a_make_target_exists(target: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-def test_the_configuration_reference_has_every_key_with_its_default_and_no_other() -> None:
-    table = PROSE.partition("## Configuration")[2].partition("\n## ")[0]
-    assert dict(CONFIG_ROW.findall(table)) == defaults()
+def test_every_key_in_an_example_or_in_backticks_is_one() -> None:
+    examples = {hit for _, hit in each(re.compile(r"--set ([a-z_.]+)="), commands)}
+    first = READMES["README.md"]
+    examples |= set(re.findall(r'"([a-z_.]+)": ', first.partition("overrides={")[2].split("}")[0]))
+    assert examples >= {"attention.dp", "lanes"}
+    sections = {key.split(".")[0] for key in known_keys() if "." in key}
+    quoted = {
+        hit
+        for _, hit in each(re.compile(r"`([a-z]+\.[a-z_]+)`"), prose)
+        if hit.split(".")[0] in sections
+    }
+    assert quoted >= {"server.http_port", "attention.tp"}
+    assert sorted((examples | quoted) - set(known_keys())) == []
 
 
-def test_every_override_in_an_example_is_a_key() -> None:
-    used = set(re.findall(r"--set ([a-z_.]+)=", README.replace("--set key=value", "")))
-    used |= set(re.findall(r'"([a-z_.]+)": ', README.partition("overrides={")[2].partition("}")[0]))
-    assert used >= {"attention.dp", "lanes"}
-    assert used <= set(known_keys())
+def test_no_readme_is_forgotten() -> None:
+    """Text files of packages are READMEs that this test knows, or data of tests."""
+    run = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if run.returncode:
+        pytest.skip("not a git checkout")
+    known = {f"{room}/README.md" for room in ROOMS} | {"README.md"}
+    assert {name for name in run.stdout.split() if not name.startswith("tests/")} <= known

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, load, pipeline, quality, serving
+from jaxserve.bench import front, kills, load, pipeline, quality, serving, step_host
 from jaxserve.bench import options as sampling_options
+from jaxserve.bench.tokens import CONFIG
 from jaxserve.errors import JaxserveError
 
 
@@ -36,6 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_front = benches.add_parser("front", help="the network faces, over an engine stub")
     of_front.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_front.add_argument("--quick", action="store_true", help="few tokens: a smoke test")
+    of_host = benches.add_parser("host", help="the leader's Python a lane and step")
+    of_host.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_host.add_argument("--quick", action="store_true", help="few sequences: a smoke test")
+    of_kills = benches.add_parser("kills", help="ffn workers are killed while requests run")
+    of_kills.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_kills.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="deployment")
+    of_kills.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    of_kills.add_argument("--kills", type=int, default=100, help="how many (100)")
+    of_kills.add_argument("--standbys", type=int, default=0, help="further ffn workers (0)")
     serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
     options = parser.parse_args(arguments)
     if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
@@ -43,8 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.bench == "serve":
             return serving.run(options)
+        if options.bench == "kills":
+            return kills.run(
+                options.config, options.kills, options.standbys, options.set, options.json
+            )
         if options.bench == "front":
             return front.run_bench(options.quick, options.json)
+        if options.bench == "host":
+            return step_host.run(options.quick, options.json)
         if options.bench == "load":
             return load.run(options.quick, options.json)
         if options.bench == "engine":

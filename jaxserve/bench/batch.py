@@ -1,7 +1,7 @@
-"""The same batch over HTTP and through `LLM.generate`: what the face and its clients take.
+"""The same batch over HTTP and through `LLM.generate`: the cost of the server and its clients.
 
-The demo model in one process, which also serves; the clients of the batch in another, on the same
-cores. Both ways take turns. Run by `front.py`: `python -m jaxserve.bench.batch …`.
+The demo model runs in one process, which also serves; the clients run in another, on the same
+cores. Both ways alternate. Run by `front.py`: `python -m jaxserve.bench.batch …`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _SECONDS = 300.0
 
 
 def measure(quick: bool) -> Part:
-    """Runs the worker; starts no JAX in this process."""
+    """Runs the measurement in a process of its own; starts no JAX in this one."""
     deployment = load_deployment(CONFIG)
     arguments = ["--rounds", str(1 if quick else ROUNDS)]
     environment = {"JAX_NUM_CPU_DEVICES": str(deployment.devices)}
@@ -44,7 +44,7 @@ def measure(quick: bool) -> Part:
 
 
 def part_of(found: dict[str, list[float]]) -> Part:
-    """Seconds of every round, in words."""
+    """A report of the seconds of every round."""
     tokens = SEQUENCES * OUTPUT_TOKENS
     direct, over_http = (tokens / min(found[way]) for way in ("generate", "http"))
     ratios = [a / b for a, b in zip(found["generate"], found["http"], strict=True)]
@@ -66,7 +66,7 @@ def part_of(found: dict[str, list[float]]) -> Part:
 
 
 def _prompts(number: int, vocab: int) -> list[list[int]]:
-    """Those of a round; no two rounds share prefixes."""
+    """The prompts of a round; no two rounds share prefixes."""
     draw = random.Random(number)
     return [[draw.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(SEQUENCES)]
 
@@ -98,7 +98,8 @@ def _measure(rounds: int) -> dict[str, list[float]]:
 
 @contextmanager
 def _clients(address: str) -> Iterator[Any]:
-    """A process that sends batches; gives what has it send one and returns its seconds."""
+    """Starts a process that sends batches; yields a function that sends one and returns its
+    seconds."""
     command = [sys.executable, "-m", "jaxserve.bench.batch", "--clients", address]
     # In the session of the model's process: schedulers share the cores between sessions.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -124,7 +125,7 @@ def _clients(address: str) -> Iterator[Any]:
 
 
 async def _batch(client: Client, prompts: list[list[int]]) -> float | str:
-    """Seconds until all of them were answered, or what went wrong."""
+    """Seconds until all requests were answered, or the error."""
     fields: dict[str, Any] = {
         "max_tokens": OUTPUT_TOKENS,
         "temperature": 0,
@@ -143,7 +144,7 @@ async def _batch(client: Client, prompts: list[list[int]]) -> float | str:
 
 
 async def _serve_batches(address: str) -> None:
-    """Sends a batch for every line of standard input, and writes a line of what it took."""
+    """Sends a batch for every line of standard input, and prints the seconds that it took."""
     client = Client(address)
     while line := await asyncio.to_thread(sys.stdin.readline):
         answer = await _batch(client, msgspec.json.decode(line))

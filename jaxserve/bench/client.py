@@ -1,6 +1,7 @@
-"""A client of OpenAI's completions for load: one streamed request, with the times of its tokens.
+"""A load-generating client of OpenAI's completions: streamed requests with the times of their
+tokens.
 
-Speaks HTTP/1.1 itself, because a client that is slower than the server would be what is measured.
+Implements HTTP/1.1 itself, since otherwise a slow client would be measured instead of the server.
 Called by `serving.py` and `front.py`; works against any server of that API.
 """
 
@@ -13,25 +14,27 @@ from urllib.parse import urlsplit
 import msgspec
 
 LIMIT = 2**22
-"""Bytes that wait to be read of one answer."""
+"""Read buffer of one answer, in bytes."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What became of a request; times are seconds after its start.
+    """The outcome of a request; times are seconds after its start.
 
     Attributes:
-      start: seconds of `time.perf_counter`.
-      arrivals: of every event that had text, its time.
-      tokens: of the completion, as the server counts them; else the number of events.
-      prompt_tokens: as the server counts them.
-      end: of the answer.
-      error: why it failed; empty if it did not.
+      start: start time, by `time.perf_counter`.
+      arrivals: times of the events that had text.
+      tokens: tokens of the completion, as the server counts them; else the number of events.
+      prompt_tokens: tokens of the prompt, as the server counts them.
+      text: text of the completion.
+      end: time of the end of the answer.
+      error: why it failed; empty if it succeeded.
     """
 
     start: float
     arrivals: list[float] = []
     tokens: int = 0
     prompt_tokens: int = 0
+    text: str = ""
     end: float = 0.0
     error: str = ""
 
@@ -52,12 +55,12 @@ class _Chunk(msgspec.Struct):
 
 
 class Client:
-    """Sends requests to one server; each has a connection that the next one may use again.
+    """Sends requests to one server over a pool of connections.
 
     Args:
-      url: of the server, as in http://127.0.0.1:8000.
+      url: URL of the server, as in http://127.0.0.1:8000.
       key: API key, or empty.
-      seconds: after which a request counts as failed.
+      seconds: deadline of a request.
     """
 
     def __init__(self, url: str, key: str = "", seconds: float = 600.0):
@@ -72,7 +75,7 @@ class Client:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def complete(self, body: bytes) -> Outcome:
-        """One streamed completion; `body` is JSON and asks for usage."""
+        """Sends one streamed completion; `body` is JSON that requests usage."""
         outcome = Outcome(start=time.perf_counter())
         try:
             async with asyncio.timeout(self._seconds):
@@ -83,7 +86,7 @@ class Client:
         return outcome
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
@@ -117,10 +120,10 @@ class Client:
                 writer.close()
 
     async def _events(self, reader: asyncio.StreamReader, outcome: Outcome) -> None:
-        """Reads chunks of the transfer, and the events in them."""
+        """Reads the chunks of the body and the events in them."""
         waiting, rest = b"", b""
         while True:
-            # Whatever is there at once: a read a line would cost more than what the lines say.
+            # Take all available data at once: one read per line would dominate the cost.
             if not (news := await reader.read(LIMIT)):
                 raise EOFError("the answer ended in the middle")
             waiting += news
@@ -145,6 +148,7 @@ class Client:
             raise ValueError(f"the server says {chunk.error}")
         if chunk.choices:
             outcome.arrivals.append(time.perf_counter() - outcome.start)
+            outcome.text += chunk.choices[0].text
         if chunk.usage is not None:
             outcome.tokens = chunk.usage.completion_tokens
             outcome.prompt_tokens = chunk.usage.prompt_tokens

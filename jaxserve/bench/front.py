@@ -1,8 +1,9 @@
-"""`python -m jaxserve.bench front`: how fast the network faces are, without a model behind them.
+"""`python -m jaxserve.bench front`: the speed of gRPC and HTTP without a model behind them.
 
-The server of this process gets its tokens from a stub that has them at once; clients in another
-process read streams over HTTP and gRPC. Tokens a second over 64 streams, and what a face adds to
-the time of a request of one token at a time. Then, with the demo model, `batch.py`.
+The server in this process gets its tokens from a stub that produces them at once; clients in
+another process read streams over HTTP and gRPC. Measures tokens per second over 64 streams, and the
+time added to a request of a single token. Then `streams.py` measures what thousands of streams cost
+the engine's process, and `batch.py` runs with the demo model.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.bench import batch
+from jaxserve.bench import batch, streams
 from jaxserve.bench.client import Client
 from jaxserve.bench.report import (
     Measure,
@@ -31,86 +32,27 @@ from jaxserve.bench.report import (
     this_machine,
     write_json,
 )
+from jaxserve.bench.stub_engine import StubEngine
 from jaxserve.bench.workers import Worker, run_worker, writing
-from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.view import PipelineView
-from jaxserve.errors import EngineFailedError
+from jaxserve.engine.request import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.output import GenerationOutput
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.output import GenerationOutput
+from jaxserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 STREAMS = 64
 TOKENS = 4096
 """A stream, of the throughput."""
-PORTION = 1
-"""Tokens that the stub hands out at a time."""
 PROBES = 300
 TURN = 50
 WARM_UP = 5
 """Requests of a turn before those that count."""
 SECONDS = 120.0
-
-
-class StubEngine:
-    """A `TokenEngine` that has every token at once, `PORTION` a callback."""
-
-    status = "ready"
-    failure: EngineFailedError | None = None
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._info = {"model": "stub", "vocab_size": tokenizer.vocab_size, "max_length": 2**20}
-        self._info |= {"dtype": "", "mode": "", "attention": "", "ffn": "", "lanes": 1}
-        text = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1)\n" * 200
-        self._script = tokenizer.encode(text)[1:]
-
-    @property
-    def last_turn(self) -> float:
-        return time.monotonic()
-
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        on_output: Callable[[TokenOutput], None],
-        *,
-        request_id: str | None = None,
-        deadline: float | None = None,
-    ) -> str:
-        assert request_id is not None
-        script = (self._script * (params.max_tokens // len(self._script) + 1))[: params.max_tokens]
-        for start in range(0, len(script), PORTION):
-            token_ids = script[start : start + PORTION]
-            last = start + PORTION >= len(script)
-            on_output(
-                TokenOutput(
-                    request_id=request_id,
-                    token_ids=token_ids,
-                    finish_reason="length" if last else None,
-                )
-            )
-        return request_id
-
-    def cancel(self, request_id: str) -> None:
-        return
-
-    def load(self) -> EngineLoad:
-        return EngineLoad()
-
-    def pipeline(self) -> PipelineView:
-        return PipelineView()
-
-    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
-        return
-
-    def model_info(self) -> dict[str, Any]:
-        return self._info
 
 
 def run_bench(quick: bool, json_path: Path | None) -> int:
@@ -138,7 +80,7 @@ def run_bench(quick: bool, json_path: Path | None) -> int:
         for face in faces:
             face.stop(1.0)
         generator.close()
-    parts = [_part(found, bare), batch.measure(quick)]
+    parts = [_part(found, bare), streams.measure(quick), batch.measure(quick)]
     print("\n\n".join(map(table, parts)))
     if json_path is not None:
         write_json(json_path, Report("front", quick, machine, parts))

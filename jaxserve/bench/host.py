@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.bench.random_model import RandomModel, build, deployment_of
+from jaxserve.bench.random_model import RandomModel, build, decode_plan, deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, run_worker, writing
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
-from jaxserve.link.message import Message
-from jaxserve.pipeline.driver import AFDDriver, GroupPut
-from jaxserve.pipeline.executables import AFDExecutables
-from jaxserve.pipeline.weights import layer_pages
-from jaxserve.programs import AFDPrograms, Program
-from jaxserve.quant.rows import decode_rows, encode_rows
+from jaxserve.model.message import Message
+from jaxserve.model.quant.rows import decode_rows, encode_rows
+from jaxserve.roles.attention import AttentionExecutables
+from jaxserve.roles.cell import Cell
+from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.program import Program
+from jaxserve.roles.weights import zeroed
 
 LAYERS = 16
 """A quarter of a real model's, and fewer than the CPU backend allows in flight on a device (32)."""
@@ -92,21 +93,21 @@ class NaivePrograms(NamedTuple):
 
 def compile_naive(model: RandomModel) -> NaivePrograms:
     """The driver's programs with the packing undone: the same blocks, another message."""
-    programs, bucket = model.programs, model.bucket
+    bucket, attention = model.bucket, model.attention
     return NaivePrograms(
-        _unpacked(programs, programs.enter(bucket, KIND)).compile(),
-        _unpacked(programs, programs.attend(bucket, KIND)).compile(),
-        _fed_unpacked(programs, programs.ffn(bucket, "moe")).compile(),
+        _unpacked(model, attention.enter(bucket, KIND)).compile(),
+        _unpacked(model, attention.attend(bucket, KIND)).compile(),
+        _fed_unpacked(model, model.ffn.ffn(bucket.tokens, "moe")).compile(),
     )
 
 
-def _unpacked(programs: AFDPrograms, program: Program) -> Program:
+def _unpacked(model: RandomModel, program: Program) -> Program:
     """The program with (values, scales, expert ids, gate weights) in place of the message."""
-    message = programs.formats["moe"]
+    message, dtype = model.ffn.formats["moe"], model.ffn.dtype
 
     def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         x, packed, k, v = program.body(*arguments)
-        rows = message.unpack(packed, programs.dtype)
+        rows = message.unpack(packed, dtype)
         values, scales = encode_rows(rows.tokens, message.rows)
         assert scales is not None
         assert rows.experts is not None
@@ -117,15 +118,15 @@ def _unpacked(programs: AFDPrograms, program: Program) -> Program:
     return program._replace(body=body, out_specs=(x, *[pieces] * 4, k, v))
 
 
-def _fed_unpacked(programs: AFDPrograms, program: Program) -> Program:
+def _fed_unpacked(model: RandomModel, program: Program) -> Program:
     """The ffn program that takes the four arrays."""
-    message = programs.formats["moe"]
+    message, dtype = model.ffn.formats["moe"], model.ffn.dtype
     packed, *leaves = program.arguments
     rows, top_k = packed.shape[0], message.top_k
 
     def body(*arguments: jax.Array) -> Any:
         values, scales, experts, gates, *rest = arguments
-        tokens = decode_rows(values, scales, programs.dtype)
+        tokens = decode_rows(values, scales, dtype)
         return program.body(message.pack(Message(tokens, experts, gates)), *rest)
 
     four = (
@@ -155,13 +156,12 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     """The cheapest loop over the driver's own calls."""
     executables, weights = model.executables, model.weights
     enter, leave = executables.enter, executables.leave
-    assert enter is not None
-    assert leave is not None
+    tokens, link = model.bucket.tokens, model.link.attention
     attend = wrap("attend", executables.attend[KIND])
-    ffn = wrap("ffn", executables.ffn["moe"])
-    dispatch = wrap("dispatch", executables.dispatch["moe"].bind())
-    combine = wrap("combine", executables.combine.bind())
-    attention, experts = weights.attention, weights.ffn
+    ffn = wrap("ffn", model.ffn_executables["moe", tokens])
+    dispatch = wrap("dispatch", link.dispatch(0, tokens).copy)
+    combine = wrap("combine", link.combine(tokens).copy)
+    attention, experts = weights.layers, model.ffn_weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
@@ -183,13 +183,13 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
 def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is) -> Step:
     """The loop that one would write first."""
     weights, leave = model.weights, model.executables.leave
-    assert leave is not None
     attend, ffn = wrap("attend", naive.attend), wrap("ffn", naive.ffn)
-    here = model.executables.combine.destination_sharding
-    there = model.executables.dispatch["moe"].destination_sharding
+    tokens, link = model.bucket.tokens, model.link.attention
+    here = link.combine(tokens).destination_sharding
+    there = link.dispatch(0, tokens).destination_sharding
     dispatch = wrap("dispatch", lambda message: jax.device_put(message, there))
     combine = wrap("combine", lambda result: jax.device_put(result, here))
-    attention, experts = weights.attention, weights.ffn
+    attention, experts = weights.layers, model.ffn_weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
@@ -218,16 +218,16 @@ class _Timed(NamedTuple):
 Run = Callable[[], _Timed]
 
 
-def timed_driver(model: RandomModel, driver: AFDDriver) -> Run:
+def timed_driver(model: RandomModel, driver: Cell) -> Run:
     """Runs one step through a driver and times `advance`."""
-    plan = model.decode_plan(lane=0, number=0, kv_length=KV_LENGTH)
+    plan = decode_plan(model.deployment, 0, KV_LENGTH)
 
     def run() -> _Timed:
         driver.begin(plan)
         wall, cpu = time.perf_counter(), time.thread_time()
         finished = driver.advance()
         cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-        jax.block_until_ready(finished.logits)
+        finished.last.block_until_ready()
         return _Timed(wall, cpu)
 
     return run
@@ -235,9 +235,11 @@ def timed_driver(model: RandomModel, driver: AFDDriver) -> Run:
 
 def timed_loop(model: RandomModel, step: Step) -> Run:
     """Runs one step through a loop with pages and last tokens of its own."""
-    plan = model.decode_plan(lane=0, number=0, kv_length=KV_LENGTH)
-    put = GroupPut(model.programs)
-    pages, last = layer_pages(model.programs), put.last_tokens()
+    plan = decode_plan(model.deployment, 0, KV_LENGTH)
+    programs = model.attention
+    put = GroupPut(programs)
+    pages: Pages = [zeroed(programs.page_arrays, programs.mesh) for _ in range(LAYERS)]
+    last = put.last_tokens()
 
     def run() -> _Timed:
         nonlocal last
@@ -252,26 +254,31 @@ def timed_loop(model: RandomModel, step: Step) -> Run:
 
 
 class _Nowhere:
-    """A transport that hands on what it gets."""
+    """A link whose ends do nothing."""
 
-    def bind(self) -> Callable[[Any], Any]:
-        return lambda pieces: pieces
+    def __init__(self, nothing: jax.Array):
+        self.attention = self.ffn = self
+        self._nothing = nothing
+
+    def sender(self, *_: int) -> Callable[..., None]:
+        return lambda *_: None
+
+    def receiver(self, layer: int, tokens: int) -> Callable[..., Any]:
+        return lambda *_: (self._nothing,)
 
 
-def without_calls(model: RandomModel) -> AFDDriver:
-    """A driver whose programs and copies do nothing: what is left is its own Python."""
+def without_calls(model: RandomModel) -> Cell:
+    """Workers whose programs and copies do nothing: what is left is their own Python."""
     nothing = jax.numpy.zeros(())
-    four, three = (nothing,) * 4, (nothing,) * 3
     hollow: Any = {
-        "enter": lambda *arguments: four,
-        "attend": {KIND: lambda *arguments: four},
-        "ffn": {"moe": lambda *arguments: (nothing,)},
-        "leave": lambda *arguments: three,
-        "dispatch": {"moe": _Nowhere()},
-        "combine": _Nowhere(),
+        "enter": lambda *arguments: (nothing,) * 4,
+        "attend": {KIND: lambda *arguments: (nothing,) * 4},
+        "leave": lambda *arguments: (nothing,) * 3,
         "sampling": None,
+        "load": None,
     }
-    return model.driver(AFDExecutables(**hollow))
+    ffn: Any = {("moe", model.bucket.tokens): lambda *arguments: (nothing,)}
+    return model.cell(AttentionExecutables(**hollow), ffn, _Nowhere(nothing))
 
 
 class _Stopwatch:
@@ -317,7 +324,7 @@ def compare(model: RandomModel, rounds: int) -> dict[str, Any]:
     naive = compile_naive(model)
     taken = _take_turns(
         {
-            "driver": timed_driver(model, model.driver()),
+            "driver": timed_driver(model, model.cell()),
             "bare": timed_loop(model, bare_step(model)),
             "naive": timed_loop(model, naive_step(model, naive)),
         },

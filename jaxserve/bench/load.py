@@ -1,8 +1,7 @@
-"""`python -m jaxserve.bench load`: how fast a checkpoint comes in, next to `cat` on its files, and
-how fast it is converted.
+"""`python -m jaxserve.bench load`: the time to load and to convert a checkpoint, relative to `cat`.
 
-Writes a random BF16 checkpoint of Step-3's kind, loads it a few times in each way and converts it,
-and gives times as multiples of what `cat FILES > /dev/null` and loading took: page cache warm, the
+Writes a random BF16 checkpoint with Step-3's proportions, loads it a few times in each layout and
+converts it. Reports times as multiples of `cat FILES > /dev/null` and of loading: page cache warm,
 best round of each.
 """
 
@@ -36,9 +35,11 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
-from jaxserve.model import ModelTemplates
-from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights
-from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.weights import AttentionWeights, ColocatedWeights, FFNWeights
 
 LOAD_LIMIT = 2.5
 CONVERSION_LIMIT = 2.0
@@ -75,8 +76,8 @@ def config_tree(quick: bool) -> dict[str, Any]:
 def write_checkpoint(folder: Path, tree: Mapping[str, Any], file_bytes: int = 500 << 20) -> int:
     """Writes random weights for a config.json; returns their bytes.
 
-    The values are parts of one block of normal numbers: making 2 GB of them would take longer than
-    everything else.
+    The values are slices of one block of normal numbers; drawing 2 GB would take longer than all
+    the rest.
     """
     (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
     _, names = read_config(folder)
@@ -116,8 +117,8 @@ def measure(quick: bool) -> Part:
         ways["convert"] = lambda: convert(folder, converted)
         ways["converted, 1A1F"] = loader(converted, LAYOUTS["1A1F"])
         seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
-        # One way after the other: memory that was just given back is had again for less, on
-        # virtual machines for much less, and `cat` needs none.
+        # Not interleaved: memory that was just freed is allocated faster, on virtual machines much
+        # faster.
         for way, run in ways.items():
             for _ in range(rounds):
                 seconds["cat"].append(cat_seconds(folder))
@@ -141,7 +142,7 @@ def measure(quick: bool) -> Part:
 
 
 def cat_seconds(folder: Path) -> float:
-    """What `cat` takes for the weights."""
+    """Seconds of `cat` on the weight files."""
     files = sorted(str(path) for path in folder.glob("*.safetensors"))
     begin = time.perf_counter()
     subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
@@ -149,7 +150,7 @@ def cat_seconds(folder: Path) -> float:
 
 
 def copy_seconds(folder: Path) -> float:
-    """What `cp` and `sync` take for them: what is converted is on the disk in the end, too."""
+    """Seconds of `cp` and `sync` on the weight files; a conversion ends on the disk, too."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as target:
         files = sorted(str(path) for path in folder.glob("*.safetensors"))
         begin = time.perf_counter()
@@ -165,18 +166,21 @@ def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     if deployment.mode == "colocated":
-        colocated = ColocatedPrograms(templates, deployment, meshes)
+        colocated = ColocatedPrograms(templates, deployment, meshes.attention)
 
         def load_colocated() -> None:
             checkpoint = open_checkpoint(folder, names)
             jax.block_until_ready(ColocatedWeights(checkpoint, names, colocated).flat)
 
         return load_colocated
-    afd = AFDPrograms(templates, deployment, meshes)
+    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    ffn = FFNPrograms(templates, deployment, meshes.ffn)
 
     def load_afd() -> None:
-        weights = AFDWeights(open_checkpoint(folder, names), names, afd)
-        jax.block_until_ready([weights.embedding, weights.head, weights.attention, weights.ffn])
+        checkpoint = open_checkpoint(folder, names)
+        weights = AttentionWeights(checkpoint, names, attention)
+        experts = FFNWeights(checkpoint, names, ffn)
+        jax.block_until_ready([weights.embedding, weights.head, weights.layers, experts.layers])
 
     return load_afd
 

@@ -1,9 +1,9 @@
-"""`python -m jaxserve.bench engine`: what a cached prefix saves, and what options cost who asks.
+"""`python -m jaxserve.bench engine`: the gain of cached prefixes, and the cost of options.
 
-The demo model in two layouts, each in a process of its own: time to the first token of a prompt of
-which 90 % is in the prefix cache, and throughput of requests with grammars, penalties and
-log-probabilities, as a part of that of requests without. Grammars are of the bench's own and their
-masks cost nothing: what is measured is the engine's share.
+The demo model in two layouts, each in its own process: time to the first token of a prompt of which
+90 % is in the prefix cache, and throughput of requests with grammars, penalties and
+log-probabilities relative to requests without. The grammars' masks are precomputed, so that only
+the engine's share of the cost is measured.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _OUTPUT_SECONDS = 60.0
 
 
 class EveryOther:
-    """A grammar: even and odd token ids by turns. Its masks are made once."""
+    """A grammar that alternates even and odd token ids, with precomputed masks."""
 
     finished = False
 
@@ -57,11 +57,11 @@ class EveryOther:
         self._turn = 0
 
     def mask(self) -> np.ndarray:
-        """Of this turn."""
+        """The mask of the current turn."""
         return self._masks[self._turn]
 
     def accept(self, token_id: int) -> None:
-        """The other turn is next."""
+        """Switches to the other turn."""
         if token_id % 2 != self._turn:
             raise ValueError(f"token {token_id} is not allowed")
         self._turn = 1 - self._turn
@@ -79,7 +79,7 @@ MIXES: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 def time_to_first_token(engine: Engine, prompt: Sequence[int]) -> float:
-    """Seconds from submitting one request to its token, with nothing else to do."""
+    """Seconds from submitting a single request to its first token on an idle engine."""
     outputs: queue.SimpleQueue[float] = queue.SimpleQueue()
     start = time.perf_counter()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -109,7 +109,7 @@ def throughput(engine: Engine, mix: str) -> float:
 
 
 def measure_layout(settings: Sequence[str], rounds: int) -> dict[str, Any]:
-    """All samples of one layout; the mixes take turns, so that noise meets all of them."""
+    """All samples of one layout; the mixes alternate, so that noise affects them alike."""
     engine = build_engine(load_deployment(CONFIG, settings))
     draw, vocab = random.Random(1), engine.model_info()["vocab_size"]
 

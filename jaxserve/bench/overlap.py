@@ -21,21 +21,31 @@ import numpy as np
 
 from jaxserve.bench.random_model import (
     RandomModel,
-    afd_programs,
     bucket_of,
     build,
+    build_local_cell,
+    decode_plan,
     deployment_of,
+    templates_of,
 )
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker, run_workers, writing
-from jaxserve.cluster.bootstrap import ProcessArguments, free_port, initialise
+from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
-from jaxserve.link.transport import TransportKind
-from jaxserve.mesh import cached_sharding
-from jaxserve.pipeline.driver import AFDDriver, GroupPut
-from jaxserve.pipeline.sampling import Finished
-from jaxserve.pipeline.weights import layer_pages
+from jaxserve.fleet.addresses import free_port
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.attention_runtime import attention_cell
+from jaxserve.fleet.bootstrap import initialise
+from jaxserve.fleet.ffn_runtime import message_server
+from jaxserve.fleet.role_runtime import RoleRuntime
+from jaxserve.mesh import FFN_RULES, Role, cached_sharding
+from jaxserve.roles.cell import Cell
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.weights import RandomLeaves, zeroed
+from jaxserve.roles.worker import Passed
 
 MODULE = "jaxserve.bench.overlap"
 LAYERS = 8
@@ -47,8 +57,9 @@ LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
 TOLERANCE = 0.05
-LIMIT = 1.7
-TRANSPORTS: tuple[TransportKind, ...] = ("device_put", "ppermute")
+TRANSPORTS = ("device_put", "ppermute", "pull")
+LIMITS = {"device_put": 1.7, "pull": 1.4}
+"""Of three lanes over one."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
 _BARRIER_SECONDS, _LEADER_STAYS_SECONDS = 60.0, 3.0
 
@@ -83,7 +94,7 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
         ideal = ideal_gains(attend, ffn, link)
         for lanes in (3, 2):
             gain = layer[1] / layer[lanes]
-            limit = LIMIT if lanes == 3 and transport == "device_put" else None
+            limit = LIMITS.get(transport) if lanes == 3 else None
             measures += [
                 Measure(f"{transport}: {lanes} lanes ÷ 1 lane", gain, "", limit, "more"),
                 Measure(f"  share of the ideal, {ideal[lanes]:.2f}", gain / ideal[lanes]),
@@ -93,8 +104,10 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
             Measure("  of it neither attend nor ffn", link, "ms"),
             Measure("  3 lanes, a layer of one lane", layer[3], "ms"),
             Measure("  core time of it, attention", attention_side["3"]["core_ms"], "ms"),
-            Measure("  core time of it, ffn", ffn_side["3"]["core_ms"], "ms"),
         ]
+        if "3" in ffn_side:
+            core = ffn_side["3"]["core_ms"]
+            measures.append(Measure("  core time of it, ffn", core, "ms"))
     measures += [Measure("attend alone", attend, "ms"), Measure("ffn alone", ffn, "ms")]
     notes = [
         f"{ROWS} decode tokens a lane, {CONTEXT} tokens of context, {LAYERS} MoE layers, FP32.",
@@ -137,9 +150,11 @@ def model_config(width: int) -> ModelConfig:
     )
 
 
-def deployment(lanes: int, transport: TransportKind) -> Deployment:
-    """1A1F."""
+def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
+    """1A1F; over `pull` with the ffn worker at an address."""
     settings: dict[str, Any] = {"lanes": lanes, "link.transport": transport}
+    if transport == "pull":
+        settings |= {"ffn.runtime": "ffn", "link.addresses": [address]}
     return deployment_of(slots=ROWS, max_length=CONTEXT, page_size=16, **settings)
 
 
@@ -168,11 +183,10 @@ def calibrate(calls: int) -> dict[str, Any]:
 def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     """Milliseconds of one attend, and a message that it sends, on the ffn device."""
     enter, attend = model.executables.enter, model.executables.attend[LayerKind("moe")]
-    assert enter is not None
-    assert attend is not None
-    put, leaves = GroupPut(model.programs), model.weights.attention[0]
-    batch, table = put(model.decode_plan(0, 0, CONTEXT))
-    k, v = layer_pages(model.programs)[0]
+    programs, leaves = model.attention, model.weights.layers[0]
+    put = GroupPut(programs)
+    batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
+    k, v = zeroed(programs.page_arrays, programs.mesh)
     x, message, k, v = enter(
         put.last_tokens(), batch, table, k, v, *model.weights.embedding, *leaves
     )
@@ -184,20 +198,19 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
         return message
 
     spent = _milliseconds(call, calls)
-    (arrived,) = model.executables.dispatch["moe"]([message])
+    (arrived,) = model.link.attention.dispatch(0, model.bucket.tokens).copy([message])
     return spent, arrived
 
 
 def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     """Milliseconds of one ffn of this width."""
-    programs = afd_programs(deployment(1, "device_put"), model_config(width))
-    template, mesh = programs.templates.ffn["moe"], programs.meshes.ffn
-    compiled = programs.ffn(bucket_of(programs.deployment), "moe").compile()
+    templates, settings, meshes = templates_of(deployment(1, "device_put"), model_config(width))
+    template, mesh = templates.ffn["moe"], meshes.ffn
+    programs = FFNPrograms(templates, settings, mesh)
+    compiled = programs.ffn(bucket_of(settings).tokens, "moe").compile()
     leaves = [
         jax.device_put(leaf, cached_sharding(mesh, spec))
-        for leaf, spec in zip(
-            template.random(0), template.specs(programs.meshes.ffn_rules), strict=True
-        )
+        for leaf, spec in zip(template.random(0), template.specs(FFN_RULES), strict=True)
     ]
     return _milliseconds(lambda: compiled(message, *leaves), calls)
 
@@ -227,55 +240,87 @@ class _Window(NamedTuple):
     """Of all lanes together."""
 
 
-def run_lanes(model: RandomModel, driver: AFDDriver, lanes: int, steps: int) -> _Window:
+def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> _Window:
     """`steps` steps on each of the first `lanes` lanes, in the order of the engine's loop."""
     left = dict.fromkeys(range(lanes), steps)
-    unread: dict[int, Finished] = {}
+    unread: dict[int, Finished | Passed] = {}
     wall, core = time.perf_counter(), time.process_time()
     for lane in left:
-        driver.begin(model.decode_plan(lane, 0, CONTEXT))
+        driver.begin(decode_plan(settings, lane, CONTEXT))
     while driver.active:
         finished = driver.advance()
-        lane = finished.plan.lane
+        at = driver.at
+        assert at is not None
+        lane = at.lane
         if lane in unread:
             _read(unread.pop(lane))
         unread[lane] = finished
         left[lane] -= 1
         if left[lane]:
-            driver.begin(model.decode_plan(lane, 0, CONTEXT))
+            driver.begin(decode_plan(settings, lane, CONTEXT))
     for finished in unread.values():
         _read(finished)
     return _Window(time.perf_counter() - wall, time.process_time() - core, lanes * steps)
 
 
-def _read(finished: Finished) -> None:
+def _read(finished: Finished | Passed) -> None:
     """What the leader does with a step's tokens, and a follower with the end of its part."""
-    if finished.sampled is not None:
-        np.asarray(finished.sampled.addressable_data(0)).tolist()
-    else:
-        finished.last.block_until_ready()
+    np.asarray(finished.last.addressable_data(0))
+
+
+def run_apart(options: argparse.Namespace) -> dict[str, Any]:
+    """One of two runtimes: the attention side measures, the ffn side answers until it has gone."""
+    address, token = options.coordinator, "bench"
+    settings = deployment(max(LANES), "pull", address)
+    config = model_config(options.width)
+    role: Role = "ffn" if options.process else "attention"
+    initialise(ProcessArguments(role=role, token=token), settings)
+    runtime = RoleRuntime.of(config, step3_names(config), settings, role)
+    if role == "ffn":
+        server = message_server(runtime, settings, RandomLeaves(), token, address)
+        server.start()
+        deadline = time.monotonic() + _RUN_SECONDS
+        while not server.domains and time.monotonic() < deadline:
+            time.sleep(0.1)
+        while server.domains and time.monotonic() < deadline:
+            time.sleep(0.1)
+        server.close()
+        return {}
+    driver, client = attention_cell(runtime, settings, RandomLeaves(), token)
+    measured = measure_lanes(settings, driver, options)
+    client.close()
+    return measured
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """One of the two processes: all numbers of lanes in turn, several rounds."""
+    if options.transport == "pull":
+        return run_apart(options)
     settings = deployment(max(LANES), options.transport)
     initialise(
         ProcessArguments(process_id=options.process, processes=2, coordinator=options.coordinator),
         settings,
     )
-    model = build(settings, model_config(options.width))
-    driver = model.driver()
-    for lanes in LANES:
-        run_lanes(model, driver, lanes, 2)
-    windows: dict[int, list[_Window]] = {lanes: [] for lanes in LANES}
-    for _ in range(options.rounds):
-        for lanes in LANES:
-            windows[lanes].append(run_lanes(model, driver, lanes, options.steps))
+    driver = build_local_cell(settings, model_config(options.width))
+    measured = measure_lanes(settings, driver, options)
     # The leader goes last: JAX aborts a process whose coordination service is gone.
     _barrier("measured")
     if options.process == 0:
         time.sleep(_LEADER_STAYS_SECONDS)
     jax.distributed.shutdown()
+    return measured
+
+
+def measure_lanes(
+    settings: Deployment, driver: Cell, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All numbers of lanes in turn, several rounds."""
+    for lanes in LANES:
+        run_lanes(settings, driver, lanes, 2)
+    windows: dict[int, list[_Window]] = {lanes: [] for lanes in LANES}
+    for _ in range(options.rounds):
+        for lanes in LANES:
+            windows[lanes].append(run_lanes(settings, driver, lanes, options.steps))
     return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
 
 

@@ -1,10 +1,10 @@
-"""`python -m jaxserve.bench pipeline`: what AFD costs the host and what it gains, in four parts."""
+"""`python -m jaxserve.bench pipeline`: what AFD costs the host and what it gains, in five parts."""
 
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.bench import host, overlap, startup, tokens
+from jaxserve.bench import host, link, overlap, startup, tokens
 from jaxserve.bench.report import (
     Part,
     Report,
@@ -20,6 +20,7 @@ PARTS: dict[str, Callable[[bool], Part]] = {
     "overlap": overlap.measure,
     "tokens": tokens.measure,
     "startup": startup.measure,
+    "link": link.measure,
 }
 
 

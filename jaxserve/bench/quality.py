@@ -1,9 +1,9 @@
-"""`python -m jaxserve.bench quality`: what the number formats cost in quality.
+"""`python -m jaxserve.bench quality`: the quality loss of the number formats.
 
-Held-out bits a byte of the demo model for every format of weights, KV cache and wire, next to BF16,
-and how often each chooses the token that BF16 chooses. What is measured are the programs that
-serve: a step takes 128 tokens of a file, a slot each, all on the pages of the same sequence, so
-that the logits of all of them come out.
+Held-out bits per byte of the demo model for every format of weights, KV cache and wire relative to
+BF16, and how often each format's most likely token is BF16's. It measures the serving programs
+themselves: a step takes 128 tokens of a file, one per slot, all on the pages of one sequence, so
+that the logits of all of them are returned.
 """
 
 import itertools
@@ -30,8 +30,9 @@ from jaxserve.bench.report import (
 from jaxserve.bench.workers import BenchError
 from jaxserve.config.deployment import load_deployment
 from jaxserve.engine.build import Runtime, build_runtime
-from jaxserve.pipeline.plan import SequenceRow, StepPlan
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 FORMATS = ("bfloat16", "fp8", "int8")
@@ -75,7 +76,7 @@ class Text(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a model made of all texts."""
+    """The scores of a model on all texts."""
 
     bits: float
     """A byte."""
@@ -199,6 +200,8 @@ def _logits(runtime: Runtime, token_ids: list[int]) -> Iterator[tuple[int, np.nd
             )
             for slot, token_id in enumerate(piece)
         ]
-        driver.begin(StepPlan(0, start, bucket, [rows]))
-        logits = driver.advance().logits
-        yield start, np.asarray(jax.block_until_ready(logits))[: len(piece)]
+        slots = runtime.deployment.scheduler.slots
+        driver.begin(plan_of_rows(0, start, bucket, [rows], slots=slots))
+        finished = driver.advance()
+        assert isinstance(finished, Finished)
+        yield start, np.asarray(jax.block_until_ready(finished.logits))[: len(piece)]

@@ -1,7 +1,7 @@
-"""AFD with random weights and one bucket: what `host.py` and `overlap.py` measure on.
+"""AFD with random weights and one bucket: what `host.py`, `link.py` and `overlap.py` measure on.
 
-No checkpoint, no engine, no control plane: programs, weights and a driver, the same in every
-process that calls it.
+No checkpoint, no engine, no control plane: programs, weights and workers, the same in every process
+that calls it.
 """
 
 from typing import Any, NamedTuple
@@ -9,49 +9,78 @@ from typing import Any, NamedTuple
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.build import use_compilation_cache
+from jaxserve.engine.build import build_cell, use_compilation_cache
+from jaxserve.link.contract import Contract
+from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes
-from jaxserve.model import ModelTemplates
-from jaxserve.pipeline.driver import AFDDriver
-from jaxserve.pipeline.executables import AFDExecutables, afd_executables
-from jaxserve.pipeline.plan import FROM_DEVICE, Bucket, SequenceRow, StepPlan
-from jaxserve.pipeline.weights import AFDWeights, RandomLeaves
-from jaxserve.programs import AFDPrograms
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention import (
+    AttentionExecutables,
+    AttentionWorker,
+    attention_executables,
+    attention_programs,
+)
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.ffn import FFNExecutables, FFNWorker, ffn_executables, ffn_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.schedule import Rotation
+from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
+from jaxserve.roles.weights import AttentionWeights, FFNWeights, RandomLeaves
 
 
 class RandomModel(NamedTuple):
-    """A deployment of a random model, compiled and loaded."""
+    """Both roles of a randomly initialised model in this process, compiled and loaded."""
 
     deployment: Deployment
     config: ModelConfig
-    programs: AFDPrograms
     bucket: Bucket
-    executables: AFDExecutables
-    weights: AFDWeights
+    attention: AttentionPrograms
+    ffn: FFNPrograms
+    executables: AttentionExecutables
+    ffn_executables: FFNExecutables
+    weights: AttentionWeights
+    ffn_weights: FFNWeights
+    link: RuntimeLink
 
-    def driver(self, executables: AFDExecutables | None = None) -> AFDDriver:
-        """A driver over these programs, or over others in their place."""
+    def cell(
+        self,
+        executables: AttentionExecutables | None = None,
+        ffn: FFNExecutables | None = None,
+        link: Any = None,
+    ) -> Cell:
+        """Workers over these programs, or over others in their place."""
+        link = link or self.link
         bound = {self.bucket: executables or self.executables}
-        return AFDDriver(self.programs, bound, self.weights)
+        worker = AttentionWorker(self.attention, bound, self.weights, link.attention)
+        ffn_worker = FFNWorker(self.ffn, ffn or self.ffn_executables, self.ffn_weights)
+        ffn_worker.attach(link.ffn)
+        lanes = self.deployment.lanes
+        workers = Workers((worker,), (ffn_worker,))
+        return Cell(workers, Rotation(self.config.layers, lanes), lanes)
 
-    def decode_plan(self, lane: int, number: int, kv_length: int) -> StepPlan:
-        """A decode step with every slot taken; all tokens come from the device.
 
-        The sequences of all lanes use the same pages: nobody reads the text.
-        """
-        page_size = self.deployment.cache.page_size
-        pages = -(-kv_length // page_size)
-        rows = [
-            SequenceRow(
-                slot=slot,
-                token_ids=[FROM_DEVICE],
-                kv_length=kv_length,
-                page_ids=list(range(slot * pages, (slot + 1) * pages)),
-                sample=True,
-            )
-            for slot in range(self.programs.slots)
-        ]
-        return StepPlan(lane, number, self.bucket, [rows])
+def decode_plan(deployment: Deployment, lane: int, kv_length: int) -> StepPlan:
+    """A decode step with every slot taken; all tokens come from the device.
+
+    The sequences of all lanes use the same pages: nobody reads the text.
+    """
+    page_size = deployment.cache.page_size
+    pages = -(-kv_length // page_size)
+    rows = [
+        SequenceRow(
+            slot=slot,
+            token_ids=[FROM_DEVICE],
+            kv_length=kv_length,
+            page_ids=list(range(slot * pages, (slot + 1) * pages)),
+            sample=True,
+        )
+        for slot in range(deployment.scheduler.slots)
+    ]
+    groups, slots = [rows] * deployment.attention.dp, deployment.scheduler.slots
+    return plan_of_rows(lane, 0, bucket_of(deployment), groups, slots=slots)
 
 
 def deployment_of(*, slots: int, max_length: int, page_size: int, **overrides: Any) -> Deployment:
@@ -79,16 +108,46 @@ def bucket_of(deployment: Deployment) -> Bucket:
     return Bucket(limits.token_buckets[0], limits.page_buckets[0])
 
 
-def afd_programs(deployment: Deployment, config: ModelConfig) -> AFDPrograms:
-    """The programs, not compiled."""
+def templates_of(
+    deployment: Deployment, config: ModelConfig
+) -> tuple[ModelTemplates, Deployment, Submeshes]:
+    """What programs are made of, on the devices of this runtime."""
     meshes = Submeshes(deployment)
-    return AFDPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes)
+    return ModelTemplates(config, deployment, meshes), deployment, meshes
 
 
 def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
-    """Compiles and fills it, on the devices that this process has."""
+    """Compiles and fills both roles on the devices of this process."""
     use_compilation_cache()
-    programs, bucket = afd_programs(deployment, config), bucket_of(deployment)
-    compiled = afd_executables(programs, [bucket], deployment.link.transport)
-    weights = AFDWeights(RandomLeaves(), step3_names(config), programs)
-    return RandomModel(deployment, config, programs, bucket, compiled[bucket], weights)
+    templates, _, meshes = templates_of(deployment, config)
+    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    ffn = FFNPrograms(templates, deployment, meshes.ffn)
+    bucket, names, source = bucket_of(deployment), step3_names(config), RandomLeaves()
+    compiled = compile_all(
+        attention_programs(attention, [bucket]) | ffn_programs(ffn, [bucket.tokens])
+    )
+    return RandomModel(
+        deployment,
+        config,
+        bucket,
+        attention,
+        ffn,
+        attention_executables(attention, [bucket], compiled)[bucket],
+        ffn_executables(ffn, [bucket.tokens], compiled),
+        AttentionWeights(source, names, attention),
+        FFNWeights(source, names, ffn),
+        RuntimeLink(
+            deployment.link.transport,
+            Contract.of(config, deployment),
+            meshes.attention,
+            meshes.ffn,
+            [bucket.tokens],
+        ),
+    )
+
+
+def build_local_cell(deployment: Deployment, config: ModelConfig) -> Cell:
+    """The workers of the roles that this process has devices of."""
+    use_compilation_cache()
+    templates, _, meshes = templates_of(deployment, config)
+    return build_cell(templates, deployment, meshes, RandomLeaves(), step3_names(config), None)

@@ -1,6 +1,6 @@
-"""What a bench has to say: measures with their targets, the machine, a table, a JSON file.
+"""The report of a bench: measures with targets, the machine, a table, a JSON file.
 
-Used by all parts; knows none of them and starts no JAX backend.
+Used by all benches; knows none of them and starts no JAX backend.
 """
 
 import datetime
@@ -21,7 +21,7 @@ class Measure(msgspec.Struct, frozen=True):
     value: float
     unit: str = ""
     limit: float | None = None
-    """What `value` should not exceed, or not fall below; None: no target."""
+    """Upper or lower limit of `value`; None: no target."""
     better: Literal["less", "more"] = "less"
 
     @property
@@ -33,7 +33,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one part of a bench measured."""
+    """The results of one part of a bench."""
 
     name: str
     title: str
@@ -130,6 +130,6 @@ def _target(measure: Measure) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, and no exponent."""
+    """Three significant digits, without an exponent."""
     size = abs(value)
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3}f}"

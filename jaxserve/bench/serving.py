@@ -1,9 +1,9 @@
 """`python -m jaxserve.bench serve --url …`: load on a server that speaks OpenAI's completions.
 
-Open loop (requests come when they come, at a Poisson rate or as a trace says) or closed loop (so
-many at a time); prompts and outputs of fixed lengths or of a mix like ShareGPT's conversations.
-Prints and writes latencies (time to first token, between tokens, per output token, end to end),
-throughput, and goodput: the requests that met an agreement on both latencies.
+Open loop (requests arrive at a Poisson rate or as in a trace) or closed loop (a fixed number in
+flight); prompts and outputs of fixed lengths or with lengths like ShareGPT's conversations. Prints
+and writes latencies (time to first token, between tokens, per output token, end to end),
+throughput, and goodput: the requests that met all latency targets (SLA).
 """
 
 import argparse
@@ -161,7 +161,7 @@ def parse_sla(text: str) -> dict[str, float]:
 
 
 def body(request: Planned, options: argparse.Namespace, number: int) -> bytes:
-    """The request as JSON: random ids, the beginning shared with all others if so wished."""
+    """The request as JSON: random token ids, optionally with a prefix shared by all requests."""
     shared = random.Random(options.seed)
     own = random.Random(f"{options.seed} {number}")
     common = round(request.prompt * options.shared)
@@ -225,7 +225,7 @@ def latencies(outcomes: Sequence[Outcome]) -> Latencies:
 
 
 def meets(outcome: Outcome, sla: dict[str, float]) -> bool:
-    """Whether a request met every time that was agreed."""
+    """Whether a request met every latency target."""
     times = latencies([outcome])
     measured = {"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e}
     return bool(times.ttft) and all(

@@ -37,7 +37,7 @@ def measure(quick: bool) -> Part:
 
 
 def start(cache: str) -> dict[str, float]:
-    """Seconds from exec until `serve` is ready, and of its parts; ends it with SIGTERM.
+    """Seconds from exec until `serve` is ready, in total and by part; ends it with SIGTERM.
 
     Raises:
       BenchError: it ended before it was ready, or is late.

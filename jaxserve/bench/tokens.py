@@ -1,6 +1,6 @@
-"""Tokens a second of the demo model through the engine, by layout and number of sequences (part c).
+"""Tokens per second of the demo model through the engine, by layout and number of sequences.
 
-The layouts differ in nothing but the layout: limits, lanes and buckets are the deployment file's.
+Only the layout varies: limits, lanes and buckets are the deployment file's.
 Each runs in a process of its own, run by `pipeline.py`: `python -m jaxserve.bench.tokens …`.
 """
 

@@ -1,6 +1,6 @@
-"""Runs the workers of a bench: processes that measure and leave their result in a file.
+"""Runs the workers of a bench: processes that measure and write their result to a file.
 
-JAX counts its devices once a process, so every setting gets a process of its own. No worker
+JAX fixes the number of devices once per process, so every setting gets its own process. No worker
 outlives its deadline or the bench.
 """
 
@@ -40,7 +40,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 def run_worker(worker: Worker, seconds: float) -> Any:
-    """Runs one worker and returns what it left.
+    """Runs one worker and returns its result.
 
     Raises:
       BenchError: it failed, or did not end within `seconds`.
@@ -49,7 +49,7 @@ def run_worker(worker: Worker, seconds: float) -> Any:
 
 
 def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
-    """Runs workers side by side; what each left, or None where it left nothing.
+    """Runs workers concurrently; returns each one's result, or None where it wrote none.
 
     Raises:
       BenchError: one failed, or they did not all end within `seconds`. None is left running.
@@ -76,7 +76,7 @@ def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
 
 
 class _Group:
-    """Processes that end with this block, whatever happens."""
+    """Starts processes that are ended when the block is left."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -107,7 +107,7 @@ class _Group:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ends a process that leads its own session, and all its children, now."""
+    """Kills a process that leads its own session, and all its children."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def prepare(core: int | None = None) -> Callable[[], None]:
-    """What a child does before it becomes another program: be pinned, die with its parent."""
+    """Run by a child before exec: pins it to its core, and has it die with its parent."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -133,7 +133,7 @@ def prepare(core: int | None = None) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[dict[str, Any]]:
-    """For the worker: a dictionary that is written to the result file at the end."""
+    """For workers: yields a dictionary that is written to the result file at the end."""
     result: dict[str, Any] = {}
     yield result
     Path(path).write_bytes(msgspec.json.encode(result))

@@ -1,6 +1,7 @@
-"""Leaves as JAX arrays: every device's part is made on the host once and put on the device.
+"""Assembles sharded JAX arrays: every distinct shard is made on the host once and copied to the
+devices that hold it.
 
-Called by the checkpoints (`hf.py`, `store.py`), which know how a part is made.
+Called by the checkpoints (`hf.py`, `store.py`), which know how to read a shard.
 """
 
 import functools
@@ -16,20 +17,20 @@ from jax.typing import DTypeLike
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import sharded_zeros
-from jaxserve.module import Template
+from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
 
 class Leaf(NamedTuple):
-    """A leaf to be made, of one block or of several behind each other (`layers`)."""
+    """A parameter array to be made, of one block or of several blocks stacked along a new axis."""
 
     shape: tuple[int, ...]
-    """Of one block."""
+    """Shape within one block."""
     dtype: jnp.dtype
     sharding: NamedSharding
-    """Of the whole array."""
+    """Sharding of the whole array, stacking axis included."""
     layers: int | None = None
-    """None: one block, and no axis for it."""
+    """Length of the stacking axis; None: one block, without such an axis."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -62,11 +63,11 @@ def make_leaves(
     plain: Callable[[str, Leaf], jax.Array],
     quantised: Callable[[str, Leaf, Leaf], tuple[jax.Array, jax.Array]],
 ) -> Iterator[jax.Array]:
-    """The leaves in their order, made one by one, those of a matrix in 8 bits two by two.
+    """Makes the leaves one at a time, in order; the two leaves of an 8-bit matrix together.
 
     Args:
-      names: what the block is made of: leaves, and matrices that may be two leaves.
-      plain: makes a leaf of this name.
+      names: parameters of the block; an 8-bit matrix is one name and two leaves.
+      plain: makes the leaf of this name.
       quantised: makes the values and the scales of the matrix of this name.
     """
     ready: dict[str, jax.Array] = {}
@@ -82,11 +83,11 @@ def make_leaves(
 
 
 def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> jax.Array:
-    """An array of parts.
+    """Makes the addressable shards of an array.
 
     Args:
-      make: gets the parts' ranges, no two of them equal, and gives their values, which nobody
-        changes afterwards: on CPU devices they are the array.
+      make: called with the distinct ranges of the shards, returns their values. These must not be
+        changed afterwards: CPU devices use the same memory.
     """
     shape = leaf.full_shape
     ranges: dict[jax.Device, Ranges] = {
@@ -97,15 +98,16 @@ def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> 
     parts = dict(zip(unique, make(unique), strict=True))
     arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
     array = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
-    # Else parts of the next leaves would wait on the host for their turn to be copied.
+    # Without waiting, shards of later leaves would pile up in host memory until copied.
     return jax.block_until_ready(array)
 
 
 def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
-    """(block_out, block_in) of a quantised matrix, by its leaves' shapes; 0: the whole axis.
+    """(block_out, block_in) that share a scale, from the shapes of values and scales; 0: the whole
+    axis.
 
     Raises:
-      CheckpointError: the shapes do not fit each other.
+      CheckpointError: no block size explains both shapes.
     """
     (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
     if columns == 1 and rows == d_out:
@@ -134,12 +136,12 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
 def quantised_here(
     values: Leaf, scales: Leaf, floats: DTypeLike, plain: Callable[[int | None, Leaf], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The two leaves of a matrix in 8 bits, quantised on the devices; of a stack layer by layer, so
-    that no more than one layer is there as floats.
+    """Quantises a matrix on the devices, returning values and scales. A stack is quantised layer by
+    layer, so that at most one layer exists as floats.
 
     Args:
-      floats: dtype of the matrix before.
-      plain: makes it, of one layer of a stack or (None) of the one block.
+      floats: dtype of the matrix before quantisation.
+      plain: makes the float matrix of this layer of a stack, or (None) of the only block.
     """
     if values.layers is None:
         return quantiser(values, scales)(plain(None, values.of(floats)))
@@ -159,5 +161,5 @@ def zeroed(leaf: Leaf) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def fill(stack: jax.Array, layer: jax.Array, index: int | jax.Array) -> jax.Array:
-    """The stack, changed in place, with this layer at its place."""
+    """Writes one layer into the stack, which is donated."""
     return stack.at[index].set(layer)

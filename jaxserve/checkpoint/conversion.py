@@ -1,11 +1,11 @@
-"""From a Hugging Face folder to a checkpoint of Orbax arrays, a block at a time.
+"""Converts a Hugging Face folder to Orbax checkpoints, one block at a time.
 
-Called by `jaxserve/convert.py`. Every block is read as the engine would (`hf.py`), on one CPU
-device, and written as an Orbax PyTree checkpoint in a folder of its own, which appears all at once;
-a record with the arrays' checksums follows. Another run finds what is done and goes on. At the end
-there is `manifest.json`, without which nobody opens the folder.
+Called by `jaxserve/convert.py`. Every block is read as the engine would read it (`hf.py`), on one
+CPU device, and written as an Orbax PyTree checkpoint in its own folder, atomically; a record with
+the arrays' checksums follows. An interrupted conversion resumes after the blocks that are complete.
+`manifest.json` is written last; without it the folder is not a checkpoint.
 
-While a block is written the next one is read: two blocks are in memory, the largest being the
+While a block is written the next one is read, so two blocks are in memory; the largest are the
 routed experts of a layer.
 """
 
@@ -39,15 +39,15 @@ from jaxserve.checkpoint.manifest import (
     write_record,
 )
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.zarr import open_array, read_array
+from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
-from jaxserve.model import ModelTemplates, weight_format
-from jaxserve.module import Template
+from jaxserve.model.blocks import ModelTemplates, weight_format
+from jaxserve.model.module import Template
 
-Weights = Literal["bf16", "fp8", "int8"]
+TargetFormat = Literal["bf16", "fp8", "int8"]
 
 COPIED = (
     "*config*.json",
@@ -61,7 +61,7 @@ COPIED = (
     "chat_template*",
     "LICENSE*",
 )
-"""What is copied beside the weights: configuration, tokenizer, chat template, licence."""
+"""Files that are copied beside the weights: configuration, tokenizer, chat template, licence."""
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
@@ -69,7 +69,7 @@ Records = dict[str, StoredLeaf]
 
 
 class _Model(NamedTuple):
-    """What a block's leaves are made of."""
+    """Everything needed to make a block's leaves."""
 
     config: ModelConfig
     names: CheckpointNames
@@ -90,26 +90,26 @@ class _Model(NamedTuple):
 def convert(
     source: str | Path,
     target: str | Path,
-    weights: Weights | None = None,
+    weights: TargetFormat | None = None,
     *,
     ignored: Collection[str] = (),
     on_block: Callable[[int, int, str], None] = lambda done, blocks, note: None,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Converts a folder, or goes on where another run stopped.
+    """Converts a folder, resuming an interrupted conversion.
 
     Args:
       source: a Hugging Face folder.
-      target: where the checkpoint goes; empty, not there, or of an earlier run.
-      weights: format of the matrices: 16-bit floats, or 8 bits with a scale a column (FP8 blocks
-        stay blocks); None: as the source has them.
-      ignored: entries of config.json that mean nothing.
-      on_block: called with the blocks that are done, all blocks, and a word on the latest.
-      on_read: called with a number of bytes whenever so many were read.
+      target: folder for the result: missing, empty, or left by an interrupted run.
+      weights: format of the matrices: 16-bit floats, or 8 bits with a scale per output channel
+        (FP8 blocks stay blocks); None: as in the source.
+      ignored: entries of config.json that the user declares irrelevant.
+      on_block: called with the number of finished blocks, of all blocks, and a note on the latest.
+      on_read: called with the number of bytes of every read.
 
     Raises:
-      CheckpointError: the source is no model folder, or the target is something else or of
-        another source or other weights.
+      CheckpointError: the source is not a model folder, or the target holds something else or the
+        conversion of another source or to other weights.
     """
     source, target = Path(source), Path(target)
     config, names = read_config(source, ignored)
@@ -135,8 +135,8 @@ def convert(
     (target / CONVERSION).unlink(missing_ok=True)
 
 
-def _dtype(checkpoint: HFCheckpoint, names: CheckpointNames, weights: Weights | None) -> str:
-    """Of what is not quantised."""
+def _dtype(checkpoint: HFCheckpoint, names: CheckpointNames, weights: TargetFormat | None) -> str:
+    """The dtype of everything that is not quantised."""
     kind = checkpoint.kind(names.embedding["table"].names[0])
     return "bfloat16" if weights == "bf16" or kind == "BF16" else "float32"
 
@@ -152,7 +152,7 @@ def _model(
             "dtype": dtype,
             "attention.weights": weights,
             "ffn.weights": weights,
-            # Nothing runs.
+            # The model is only loaded, never run.
             "scheduler.slots": 1,
             "scheduler.max_length": 2,
             "scheduler.token_budget": 1,
@@ -163,7 +163,7 @@ def _model(
 
 
 def _prepare(target: Path, conversion: Conversion) -> None:
-    """Makes the folder, or finds that it has the blocks of the same conversion."""
+    """Creates the folder, or checks that it belongs to the same conversion."""
     if (target / MANIFEST).exists():
         known: Conversion | None = read_record(target / MANIFEST, Manifest).conversion
     elif (target / CONVERSION).exists():
@@ -191,7 +191,7 @@ def _convert_blocks(
     target: Path,
     on_block: Callable[[int, int, str], None],
 ) -> dict[str, Records]:
-    """Makes and writes every block that is not there in good order."""
+    """Makes and writes every block that is missing or damaged."""
     blocks = blocks_of(model.names)
     records: dict[str, Records] = {}
     with ThreadPoolExecutor(1, "jaxserve-write") as writer:
@@ -224,8 +224,8 @@ def _leaves(model: _Model, checkpoint: HFCheckpoint, block: Block) -> dict[str, 
 def _write(
     folder: Path, name: str, leaves: dict[str, jax.Array], records: dict[str, Records]
 ) -> None:
-    """The block's checkpoint, then its record."""
-    import orbax.checkpoint as ocp  # takes a while, and only conversions need it
+    """Writes a block's checkpoint, then its record."""
+    import orbax.checkpoint as ocp  # slow to import, and only conversions need it
 
     record = {
         leaf: StoredLeaf(array.shape, str(array.dtype), checksum(np.asarray(array)))
@@ -234,8 +234,7 @@ def _write(
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     arguments = ocp.args.PyTreeSave(
         leaves,
-        # A file an expert, and an array: ours is not the only program that may read them, and
-        # others read whole files.
+        # One file per expert or array, because readers read whole chunks.
         save_args={
             leaf: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ())
             for leaf, array in leaves.items()
@@ -248,7 +247,7 @@ def _write(
 
 
 def _finished(target: Path, name: str) -> Records | None:
-    """A block's record if the block is there and has the checksums that it says."""
+    """A block's record if the block is complete and its checksums match, else None."""
     path = target / BLOCKS / f"{name}.json"
     if not path.exists():
         return None
@@ -260,7 +259,7 @@ def _finished(target: Path, name: str) -> Records | None:
 
 
 def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
-    """Every array that is not what its record says."""
+    """Describes every array that differs from its record."""
     for name, record in blocks.items():
         for leaf, entry in record.items():
             try:
@@ -276,7 +275,7 @@ def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
 
 
 def _changed(folder: Path, files: dict[str, str]) -> Iterator[str]:
-    """Every copied file that is not what was copied."""
+    """Describes every copied file that is missing or was changed."""
     for name, digest in files.items():
         path = folder / name
         if not path.is_file():
@@ -292,7 +291,7 @@ def _digest(path: Path) -> str:
 def verify(
     folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
 ) -> list[str]:
-    """Reads all of a converted checkpoint; gives what is wrong with it.
+    """Reads a whole converted checkpoint and returns the problems found.
 
     Raises:
       CheckpointError: it has no manifest.
@@ -309,7 +308,8 @@ def verify(
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a folder's config.json and weights: sizes, headers, and samples of every file."""
+    """A digest of a folder's config.json and of the size, header and samples of every weight
+    file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -328,5 +328,5 @@ def _copied(source: Path) -> list[Path]:
 
 
 def quieten_libraries() -> None:
-    """Orbax reports every file at level warning."""
+    """Silences Orbax, which logs every file as a warning."""
     logging.getLogger("absl").setLevel(logging.ERROR)

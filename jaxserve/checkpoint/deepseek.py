@@ -65,7 +65,7 @@ def deepseek_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> M
     entries.only("hidden_act", "silu")
     entries.only("topk_method", "noaux_tc")
     entries.only("mlp_bias", False)
-    # Said of the attention by the other numbers.
+    # Implied by the other attention entries.
     entries.meaningless("num_key_value_heads", "head_dim", "qk_head_dim")
     entries.refuse_unread()
     entries.raise_problems()
@@ -93,8 +93,7 @@ def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
 
 def _router(entries: Entries, experts: int) -> Router:
     entries.only("scoring_func", "sigmoid")
-    # Tools do not agree what a missing one means, and no tensor's shape tells. A model without
-    # experts need not say.
+    # Required for models with experts: tools disagree on its default, and no tensor shape tells.
     none, one = (None, None) if experts else (0, 1)
     return Router(
         experts=experts,
@@ -111,7 +110,7 @@ def _router(entries: Entries, experts: int) -> Router:
 
 def deepseek_names(config: ModelConfig) -> CheckpointNames:
     """DeepSeek-V3's tensors."""
-    # Files of older tools hold frequencies that follow from the configuration.
+    # Older tools saved the RoPE frequencies, which follow from the configuration.
     frequencies = {
         f"{layer}self_attn.rotary_emb.inv_freq": (_mla(config).rope_dim // 2,)
         for layer in [*layer_prefixes(config), *mtp_prefixes(config)]

@@ -1,8 +1,7 @@
 """Typed, strict reading of a config.json. Used by the families; knows none of them.
 
-What is wrong is gathered, and said all at once. Every entry has to be read, or to be known to mean
-nothing for the text model's mathematics: an unknown one might change what the model computes, and a
-model that computes something else gives wrong tokens in silence.
+Problems are collected and reported together. Every entry must be read, or be known to be irrelevant
+to the text model's mathematics: ignoring an unknown entry could silently produce wrong tokens.
 """
 
 import math
@@ -31,17 +30,17 @@ HARMLESS = frozenset(
     num_return_sequences remove_invalid_values exponential_decay_length_penalty
     """.split()  # noqa: SIM905  (a list of them is three pages long)
 )
-"""Entries of every model that say nothing of its mathematics while it serves: its history, its
-training, its tokens, and how old tools drew samples."""
+"""Entries that do not affect inference: provenance, training, token ids, and the generation
+defaults that old tools stored here."""
 
 
 class Entries:
-    """The entries of a config.json, each read once by somebody.
+    """The entries of a config.json; keeps track of which ones were read.
 
     Args:
-      tree: the entries. A null is as good as a missing one.
-      ignored: names that the user says mean nothing, with a section's name before a dot.
-      section: which section of the file these are; empty: the file itself.
+      tree: the entries; null counts as missing.
+      ignored: names that the user declares irrelevant, as `section.name` within a section.
+      section: name of the section that `tree` is; empty: the top level.
     """
 
     def __init__(self, tree: Mapping[str, Any], ignored: Collection[str] = (), section: str = ""):
@@ -54,35 +53,35 @@ class Entries:
         self.problems: list[str] = []
 
     def size(self, *names: str, least: int = 1, default: int | None = None) -> int:
-        """The first of these that is there, a whole number."""
+        """The first of these entries that is present, as an integer."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             return self._wrong(name, value, f"a whole number from {least}", least)
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """Likewise, a number above 0."""
+        """The first of these entries that is present, as a positive number."""
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             return self._wrong(name, value, "a number above 0", 1.0)
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A truth value."""
+        """A boolean entry."""
         _, value = self._first((name,), default)
         if not isinstance(value, bool):
             return self._wrong(name, value, "true or false", False)
         return value
 
     def section(self, name: str) -> dict[str, Any]:
-        """An object, empty where it is missing."""
+        """An entry that is a JSON object; empty where it is missing."""
         _, value = self._first((name,), {})
         if not isinstance(value, Mapping):
             return self._wrong(name, value, "an object", {})
         return dict(value)
 
     def layers(self, name: str, default: Collection[int]) -> frozenset[int]:
-        """Layer numbers: a list, or a string with commas."""
+        """Layer indices, from a list or a comma-separated string."""
         _, value = self._first((name,), default)
         items = value.split(",") if isinstance(value, str) else value
         try:
@@ -93,11 +92,11 @@ class Entries:
             return self._wrong(name, value, "a list of layers", frozenset())
 
     def any(self, name: str) -> Any:
-        """The entry as it is, or None."""
+        """The raw entry, or None."""
         return self._first((name,), None)[1]
 
     def only(self, name: str, *values: Any) -> None:
-        """Refuses an entry that is there and is none of these: nothing else is supported."""
+        """Reports a problem if the entry is present with a value other than the supported ones."""
         _, value = self._first((name,), values[0])
         if not any(value == known and type(value) is type(known) for known in values):
             known = " or ".join(map(repr, values))
@@ -106,14 +105,14 @@ class Entries:
             )
 
     def meaningless(self, *names: str) -> None:
-        """Entries that mean nothing in this family."""
+        """Marks entries as irrelevant in this family."""
         self._unread -= set(names)
 
     def rope(self, name: str, dimensions: int, *, interleaved: bool = False) -> Rope:
         """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
         Args:
-          name, dimensions: the entry that says how many of a head's dimensions are turned.
+          name, dimensions: the entry that gives the number of rotated dimensions, and its value.
         """
         parameters, scaling = self.section("rope_parameters"), self.section("rope_scaling")
         section = "rope_scaling" if scaling else "rope_parameters"
@@ -159,7 +158,8 @@ class Entries:
         return 0.0 if value in (None, 0) else self.number(name)
 
     def router(self, rule: Router, experts: str, top_k: str) -> Router:
-        """Checks a router's numbers against each other; `experts` and `top_k` are their names."""
+        """Checks that a router's sizes are consistent; `experts` and `top_k` are the entries'
+        names."""
         if not 1 <= rule.top_k <= rule.experts:
             self.problems.append(f"{top_k} = {rule.top_k} of {experts} = {rule.experts}")
         size = rule.experts // rule.groups
@@ -182,13 +182,13 @@ class Entries:
             return False
         inner = Entries(section, self._ignored, "quantization_config")
         for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128])):
-            # Without a block size other tools mean one scale a matrix.
+            # Without a block size, other tools mean one scale per matrix.
             if inner.any(name) is None:
                 inner.problems.append(f"quantization_config.{name} is missing")
             inner.only(name, supported)
         inner.only("fmt", "e4m3")
-        # Activations are not rounded here, whatever the file's authors did: that is more exact.
-        # Scales are read as the file has them, so that it does not matter which it may hold.
+        # Activations are not quantised, whatever scheme the file states: more exact.
+        # Scales are read in whatever dtype the file has.
         inner.meaningless(
             "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers"
         )
@@ -197,7 +197,7 @@ class Entries:
         return True
 
     def refuse_unread(self) -> None:
-        """Notes every entry that nobody read, but what is switched off."""
+        """Reports every entry that was never read, except features that are switched off."""
         for name in sorted(self._unread):
             value = self._tree[name]
             if value is not False and value not in ({}, [], ""):
@@ -219,14 +219,14 @@ class Entries:
         return " or ".join(names), default
 
     def _wrong[Value](self, name: str, value: Any, wanted: str, instead: Value) -> Value:
-        """Notes a problem; reading goes on with `instead`."""
+        """Records a problem and returns `instead`, so that reading can continue."""
         said = "is missing" if value is None else f"= {_short(value)} is not {wanted}"
         self.problems.append(f"{self._prefix}{name} {said}")
         return instead
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """How much longer queries and keys get (YaRN §3.4, DeepSeek's `mscale`)."""
+    """The factor that YaRN applies to queries and keys (§3.4; DeepSeek's `mscale`)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,5 +1,5 @@
-"""The model families, by `model_type` of config.json. A family is data: how to read its config, and
-what its checkpoints call things."""
+"""The model families, by `model_type` of config.json. A family is data: a reader of its config and
+the names of its tensors."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Family(NamedTuple):
     """How to read one family."""
 
     config: Callable[[Mapping[str, Any], Collection[str]], ModelConfig]
-    """Of config.json's entries and of those that the user says mean nothing."""
+    """Called with the entries of config.json and the names that the user declares irrelevant."""
     names: Callable[[ModelConfig], CheckpointNames]
 
 

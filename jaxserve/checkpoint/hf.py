@@ -1,12 +1,12 @@
 """Hugging Face folders: config.json and safetensors, streamed into each role's shards.
 
-`read_config` reads the architecture, `HFCheckpoint` hands out leaves: for every device it reads the
-bytes that this device owns (`regions.py`, `reading.py`). The whole folder is checked against the
-architecture before the first byte is loaded. Knows families only through their table.
+`read_config` reads the architecture, `HFCheckpoint` returns leaves: for every device it reads the
+bytes of that device's shards (`regions.py`, `reading.py`). The whole folder is checked against the
+architecture before anything is loaded. Families are known only through their table.
 
-Matrices that the files have in FP8 with a scale a block come out as the template asks: kept as they
-are, as the leaves `X.values` and `X.scales`, or multiplied out as the leaf `X`. What the template
-wants in 8 bits and the files have not is quantised on the devices.
+FP8 matrices with block scales are delivered as the template asks: unchanged, as the leaves
+`X.values` and `X.scales`, or dequantised, as the leaf `X`. Matrices that the template wants in
+8 bits and the files hold as floats are quantised on the devices.
 """
 
 import json
@@ -34,14 +34,14 @@ from jaxserve.checkpoint.source import CheckpointNames, Source, Sources
 from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.module import Template
+from jaxserve.model.module import Template
 
 READABLE = ("F64", "F32", "F16", "BF16")
-"""Types of tensors that are taken as they are."""
+"""Tensor dtypes that need no dequantisation."""
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
-"""What the name of a tensor of scales adds to the name of its matrix."""
+"""Suffix that turns the name of a matrix into that of its scales."""
 
 
 def read_config(
@@ -52,7 +52,7 @@ def read_config(
     A converted folder (`store.py`) has one too, and its manifest says how the matrices are stored.
 
     Args:
-      ignored: entries of config.json that the user says mean nothing.
+      ignored: entries of config.json that the user declares irrelevant.
 
     Raises:
       CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
@@ -93,7 +93,7 @@ class HFCheckpoint:
       names: what the architecture expects.
 
     Attributes:
-      on_read: called with a number of bytes whenever so many were read, on any thread.
+      on_read: called with the number of bytes of every read, from any thread.
 
     Raises:
       CheckpointError: unreadable or truncated files; missing, unexpected and misshaped tensors,
@@ -115,7 +115,7 @@ class HFCheckpoint:
         return sum(path.stat().st_size for path in self._files)
 
     def kind(self, name: str) -> str:
-        """The dtype of a tensor, as the file calls it."""
+        """The dtype of a tensor, by its safetensors name."""
         return self._tensors[name].kind
 
     def leaves(
@@ -124,7 +124,7 @@ class HFCheckpoint:
         sources: Sources,
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of one block, one after another, each device's part read for itself."""
+        """The leaves of one block, one at a time; each shard is read separately."""
         return self._block(wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
@@ -133,11 +133,11 @@ class HFCheckpoint:
         tables: Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of several blocks of one kind, behind each other in a new first axis.
+        """The leaves of several blocks of one kind, stacked along a new first axis.
 
         Args:
-          tables: one a block.
-          shardings: of the stacks.
+          tables: the sources of each block.
+          shardings: the shardings of the stacked arrays.
         """
         return self._block(wanted_leaves(template, shardings, len(tables)), tables)
 
@@ -150,13 +150,13 @@ class HFCheckpoint:
         )
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
-        """A leaf of floats; FP8 matrices are multiplied out."""
+        """A leaf of floats; FP8 matrices are dequantised."""
         return self._array(sources, leaf, dequantise=True)
 
     def _quantised(
         self, sources: Sequence[Source], values: Leaf, scales: Leaf
     ) -> tuple[jax.Array, jax.Array]:
-        """The two leaves of a matrix in 8 bits: as they are in the files, or quantised here."""
+        """Values and scales of an 8-bit matrix, as stored in the files or quantised here."""
         block = block_of(values, scales)
         kinds = {self._tensors[name].kind for source in sources for name in source.names}
         views = any(source.view for source in sources)
@@ -221,7 +221,7 @@ class HFCheckpoint:
         return make_array(leaf, make)
 
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
-        """The scales of the source's FP8 tensors, FP32: small, and read as a whole."""
+        """The FP32 scales of the source's FP8 tensors, read whole because they are small."""
         grids, regions = {}, []
         for name in source.names:
             if self._tensors[name].kind == FP8:
@@ -234,8 +234,9 @@ class HFCheckpoint:
 
 
 def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
-    """All that is wrong with a folder's tensors."""
-    # transformers saves models without their MTP modules; a part of one is a broken file.
+    """The problems of a folder's tensors: missing, unexpected or of the wrong shape or dtype."""
+    # transformers drops the MTP modules when it saves: all or none of their tensors must be
+    # present.
     some = not names.unloaded.keys().isdisjoint(listing.tensors.keys() | listing.lost)
     expected = dict(names.unloaded) if some else {}
     matrices = set()
@@ -265,7 +266,7 @@ def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
 
 
 def _is_blocked(tensor: Tensor) -> bool:
-    """Whether it is a matrix whose scales are a tensor of their own."""
+    """Whether this is an FP8 matrix whose scales are a separate tensor."""
     return tensor.kind == FP8 and len(tensor.shape) > 1
 
 

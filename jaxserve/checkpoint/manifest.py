@@ -1,5 +1,5 @@
-"""What a converted checkpoint says of itself: `manifest.json`, written last, and the record of a
-conversion that is under way.
+"""Metadata of a converted checkpoint: `manifest.json`, written last, and the record of a conversion
+in progress.
 
 Written by `convert.py`, read by `hf.read_config` and `store.py`. Knows neither JAX nor models.
 """
@@ -16,19 +16,19 @@ from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.errors import CheckpointError
 
 FORMAT = 2
-"""Of the folder; another one is refused."""
+"""Version of the folder's layout; others are refused."""
 
 MANIFEST = "manifest.json"
 CONVERSION = "conversion.json"
-"""There while a conversion is under way."""
+"""File that exists while a conversion is in progress."""
 BLOCKS = "blocks"
-"""Folder with one Orbax checkpoint a block, and the record of its leaves as `NAME.json`."""
+"""Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
 
 Stored = Literal["plain", "fp8", "fp8_block", "int8"]
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One array."""
+    """Shape, dtype and checksum of a stored array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,13 +36,13 @@ class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A block that is written."""
+    """The arrays of a block that was written completely."""
 
     leaves: dict[str, StoredLeaf]
 
 
 class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is converted, and into what; a folder holds the blocks of one."""
+    """Source and target format of a conversion; a folder holds the blocks of exactly one."""
 
     format: int
     source: str
@@ -50,7 +50,7 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: Stored
     """Format of the matrices."""
     dtype: str
-    """Of what is not quantised."""
+    """Dtype of everything that is not quantised."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,14 +58,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     conversion: Conversion
     config: dict[str, Any]
-    """What config.json held."""
+    """The source's config.json."""
     files: dict[str, str]
-    """What was copied beside the weights, and each file's SHA-256."""
+    """SHA-256 of every file copied beside the weights, by name."""
     blocks: dict[str, dict[str, StoredLeaf]]
 
 
 class Block(NamedTuple):
-    """A part of a model that is stored, and made, at once."""
+    """The unit of storage and loading: one role's part of a layer, the embedding, or the head."""
 
     name: str
     sources: Sources
@@ -83,10 +83,11 @@ def blocks_of(names: CheckpointNames) -> list[Block]:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a converted checkpoint; None where the folder is none.
+    """The manifest of a converted checkpoint; None for other folders.
 
     Raises:
-      CheckpointError: the conversion never ended, or the manifest is of another format or damaged.
+      CheckpointError: the conversion is incomplete, or the manifest has another version or is
+        damaged.
     """
     path = folder / MANIFEST
     if not (folder / BLOCKS).is_dir():
@@ -120,7 +121,7 @@ def read_record[Record](path: Path, kind: type[Record]) -> Record:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Writes a record, all of it or nothing."""
+    """Writes a record atomically."""
     temporary = path.with_name(path.name + ".new")
     with open(temporary, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
@@ -134,11 +135,11 @@ _ROWS_AT_ONCE = 32
 
 
 def checksum(values: np.ndarray) -> str:
-    """A checksum of an array's bytes, at a fifth of what `zlib.crc32` over all of them takes.
+    """A checksum of an array's bytes that takes a fifth of the time of `zlib.crc32`.
 
-    The bytes as little-endian words of 64 bits, in rows of 4096 (zeros fill the last), have a sum a
-    row and a sum a column, modulo 2^64; the result is the CRC-32 of the column sums, then that of
-    the row sums, in hexadecimal digits. Any changed word, and any two that changed places, show.
+    The bytes are read as little-endian 64-bit words in rows of 4096, zero-padded. The result is the
+    CRC-32 of the column sums followed by that of the row sums (both modulo 2^64), in hexadecimal.
+    It detects any changed word and any two swapped words.
     """
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     columns = np.zeros(_ROW, np.uint64)

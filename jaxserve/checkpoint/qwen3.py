@@ -27,7 +27,7 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     layers, d_model = entries.size("num_hidden_layers"), entries.size("hidden_size")
     q_heads = entries.size("num_attention_heads")
     moe = tree.get("model_type") == "qwen3_moe"
-    # Where it is not said: as transformers has it, whose two classes differ.
+    # The defaults of transformers, whose dense and MoE classes differ.
     head_dim = entries.size("head_dim", least=2, default=d_model // q_heads if moe else 128)
     bias = entries.flag("attention_bias")
     attention = GQA(
@@ -43,7 +43,7 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     window, window_layers = _window(entries, layers, all_layers=moe)
     rope, positions = entries.rope("head_dim", head_dim), entries.size("max_position_embeddings")
     if rope.yarn:
-        # For long contexts users add `rope_scaling` to the released file, and nothing else.
+        # For long contexts, users add `rope_scaling` to the released file and change nothing else.
         positions = max(positions, int(rope.yarn.factor * rope.yarn.original_positions))
     config = ModelConfig(
         vocab=entries.size("vocab_size"),
@@ -66,7 +66,7 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     if router:
         entries.router(router, "num_experts", "num_experts_per_tok")
     entries.only("hidden_act", "silu")
-    # Said in some files, and always so.
+    # Present in some files, always with this value.
     entries.only("use_qk_norm", True)
     entries.only("qkv_bias", bias)
     entries.only("shared_expert_intermediate_size", 0)
@@ -93,7 +93,7 @@ def _router(entries: Entries) -> Router | None:
 
 
 def _moe_layers(entries: Entries, layers: int) -> frozenset[int]:
-    """Every `decoder_sparse_step`-th layer, but `mlp_only_layers`."""
+    """The MoE layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = entries.size("decoder_sparse_step", default=1)
     dense = entries.layers("mlp_only_layers", ())
     return frozenset(
@@ -102,8 +102,8 @@ def _moe_layers(entries: Entries, layers: int) -> frozenset[int]:
 
 
 def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, frozenset[int]]:
-    """The sliding window and its layers: what `layer_types` says, or all from `max_window_layers`
-    on (all layers of a model with experts)."""
+    """The sliding window and the layers that have it: those named by `layer_types`, or all from
+    `max_window_layers` on (all layers of a model with experts)."""
     used = entries.flag("use_sliding_window")
     window = entries.size("sliding_window") if used else 0
     first = entries.size("max_window_layers", least=0, default=28)

@@ -1,14 +1,13 @@
-"""Rectangles of matrices in files, read into memory: converted and dequantised on the way.
+"""Reads rectangles of matrices from files into memory, converting and dequantising on the way.
 
-`hf.py` says which rectangle goes where; this reads them on a few threads. Knows neither JAX nor
-what a tensor is for.
+`hf.py` decides which rectangle goes where; this module reads them on a few threads. Knows neither
+JAX nor the meaning of a tensor.
 
-What needs no conversion is read straight into the memory that becomes the array: leaves have their
-axes in the order of the files. (Matrices that were turned on the way, in the best way found, came
-in at 1.3 GB/s a core.)
+Data that needs no conversion is read directly into the memory of the array: leaves keep the axis
+order of the files. (Transposing on the way reached at most 1.3 GB/s per core.)
 
-`pread` and not a memory map: pages of a map count as the process's memory while it lasts, and a
-file that shrinks is an error and not a signal.
+`pread` rather than a memory map: mapped pages count as the process's memory, and reading past the
+end of a file that shrank is an error, not a signal.
 """
 
 import contextlib
@@ -32,11 +31,11 @@ SCALE_BLOCK = 128
 THREADS = max(2, min(os.cpu_count() or 1, 16))
 
 _TASK_BYTES = 2 << 20
-"""What a thread does at once."""
+"""Bytes that a thread reads per task."""
 _MOST_BUFFERS = 1024
-"""That one `preadv` takes (IOV_MAX)."""
+"""Most buffers of one `preadv` (IOV_MAX)."""
 _MOST_KEPT = 64
-"""Shapes of rows whose buffers a thread remembers."""
+"""Most row shapes whose buffers a thread caches."""
 
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -57,11 +56,11 @@ class Scales(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A rectangle of a row-major matrix in a file, and where it goes."""
+    """A rectangle of a row-major matrix in a file, and its destination."""
 
     tensor: Tensor
     first: int
-    """Elements before it."""
+    """Index of its first element in the tensor."""
     stride: int
     """Elements from one of its rows to the next."""
     rows: int
@@ -69,7 +68,7 @@ class Region(NamedTuple):
     target: np.ndarray
     """[rows, columns], of any strides."""
     scales: Scales | None = None
-    """What FP8 values are multiplied by; None: they are taken as they are."""
+    """Scales that FP8 values are multiplied by; None: no dequantisation."""
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +77,7 @@ class Region(NamedTuple):
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Memory that JAX takes over as it is on CPU: it wants 64 bytes' alignment."""
+    """Uninitialised memory aligned to 64 bytes, which JAX uses on CPU without copying."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -86,7 +85,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def read_regions(regions: Sequence[Region], on_read: Counter) -> None:
-    """Fills the targets of all regions, which do not overlap.
+    """Reads all regions into their targets, which must not overlap.
 
     Raises:
       CheckpointError: a file is gone or shorter than it was.
@@ -123,7 +122,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _tasks(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """The regions, cut and put together to pieces of about the same size."""
+    """The regions, split and grouped into tasks of about equal size."""
     task: list[Region] = []
     size = 0
     for region in regions:
@@ -140,7 +139,7 @@ def _tasks(regions: Sequence[Region]) -> Iterator[list[Region]]:
 
 
 def _cut(region: Region, start: int, stop: int) -> Region:
-    """Some of its rows."""
+    """The sub-region of some of its rows."""
     scales = region.scales and region.scales._replace(row=region.scales.row + start)
     first = region.first + start * region.stride
     target = region.target[start:stop]
@@ -154,7 +153,7 @@ def _run(files: dict[Path, int], on_read: Counter, task: list[Region]) -> None:
 
 
 def _read(file: int, region: Region) -> None:
-    """One piece, which fits the buffers."""
+    """Reads a region that is small enough for the thread's buffers."""
     stored, target = region.tensor.dtype, region.target
     same = stored == target.dtype and region.scales is None
     if same and target.strides[-1] == stored.itemsize:
@@ -170,12 +169,16 @@ def _read(file: int, region: Region) -> None:
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """As unsigned integers: NumPy moves only its own types fast."""
+    """A view as unsigned integers, since NumPy copies only its own dtypes fast."""
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))
 
 
 def _fill(file: int, region: Region, rows: np.ndarray, views: list[memoryview]) -> None:
-    """Reads the region's rows into these, whose elements are contiguous and which `views` are."""
+    """Reads the region's rows into `rows`, whose elements are contiguous.
+
+    Args:
+      views: the same rows as memory views, where they are read one by one.
+    """
     item = region.tensor.dtype.itemsize
     offset, pitch = region.tensor.offset + region.first * item, region.stride * item
     width = region.columns * item
@@ -192,7 +195,7 @@ def _fill(file: int, region: Region, rows: np.ndarray, views: list[memoryview]) 
 
 
 def _pread(file: int, region: Region, buffers: list[memoryview], size: int, offset: int) -> None:
-    """Fills buffers of `size` bytes together."""
+    """Fills the buffers, `size` bytes in total, from one place in the file."""
     path = region.tensor.path
     try:
         got = os.preadv(file, buffers, offset)
@@ -203,7 +206,7 @@ def _pread(file: int, region: Region, buffers: list[memoryview], size: int, offs
 
 
 class _Buffers(threading.local):
-    """Of one thread."""
+    """Buffers of one thread, reused from read to read."""
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}
@@ -214,9 +217,9 @@ _buffers = _Buffers()
 
 
 def _row_buffer(rows: int, columns: int, dtype: np.dtype) -> tuple[np.ndarray, list[memoryview]]:
-    """Memory for rows that are read, and every row for itself.
+    """A buffer for rows, and a memory view of each row.
 
-    These objects are kept: to make them takes longer than to read the rows.
+    Cached, because making the views takes longer than reading the rows.
     """
     key = rows, columns * dtype.itemsize
     memory = _buffer(0, rows, key[1], np.dtype(np.uint8))
@@ -233,7 +236,7 @@ def _views(rows: np.ndarray) -> list[memoryview]:
 
 
 def _buffer(which: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
-    """[rows, columns] of this thread's memory, with rows a bit further apart than they are long."""
+    """A [rows, columns] view of this thread's memory, with padded rows to avoid cache conflicts."""
     pitch = -(-columns * dtype.itemsize // 64) * 64 + 64
     memory = _buffers.memory.get(which)
     if memory is None or memory.size < rows * pitch:
@@ -242,7 +245,7 @@ def _buffer(which: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _converted(rows: np.ndarray, dtype: np.dtype, scales: Scales | None) -> np.ndarray:
-    """In another dtype; times the scales, in FP32, if there are some."""
+    """The rows in another dtype, dequantised in FP32 if there are scales."""
     height, width = rows.shape
     if scales is None:
         result = _buffer(1, height, width, dtype)

@@ -1,4 +1,4 @@
-"""Which rectangles of which tensors make a device's part of a leaf, by the leaf's `Source`.
+"""Maps a device's shard of a leaf to rectangles of tensors in files, by the leaf's `Source`.
 
 Called by `hf.py`; `reading.py` reads the rectangles. Pure arithmetic on shapes; knows neither
 families nor JAX.
@@ -16,7 +16,7 @@ from jaxserve.checkpoint.tensors import Tensor
 from jaxserve.errors import CheckpointError
 
 Ranges = tuple[tuple[int, int], ...]
-"""(start, stop) along every axis of a leaf: a device's part."""
+"""(start, stop) along every axis of a leaf: one shard."""
 
 Grids = Mapping[str, np.ndarray]
 """Scales of FP8 tensors, FP32 [..., ceil(out / 128), ceil(in / 128)], by the tensors' names."""
@@ -29,12 +29,12 @@ def source_regions(
     ranges: Ranges,
     target: np.ndarray,
 ) -> Iterator[Region]:
-    """What fills a part of a leaf; beyond the tensors there is nothing.
+    """The regions that fill one shard of a leaf; padding is not among them.
 
     Args:
-      grids: of the tensors that are to be dequantised.
-      ranges: of the leaf, all of them inside the leaf's padded shape.
-      target: of the ranges' sizes.
+      grids: scales of the tensors that are to be dequantised.
+      ranges: the shard, within the leaf's padded shape.
+      target: destination, of the ranges' sizes.
     """
     for index, own, part in _parts(source, ranges, target):
         name = source.names[index]
@@ -42,7 +42,7 @@ def source_regions(
 
 
 def seen_shape(source: Source, index: int) -> Shape:
-    """The shape of one tensor, or of the part of it that is used."""
+    """The shape of the used part of one tensor."""
     view = source.view
     if view is None:
         return source.shapes[index]
@@ -54,7 +54,7 @@ def seen_shape(source: Source, index: int) -> Shape:
 def _parts(
     source: Source, ranges: Ranges, target: np.ndarray
 ) -> Iterator[tuple[int, Ranges, np.ndarray]]:
-    """(index of a tensor, ranges of what is used of it, their part of the target)."""
+    """Yields (index of a tensor, ranges within its used part, the matching part of the target)."""
     if source.stacked:
         low, high = ranges[0]
         for index in range(low, min(high, len(source.names))):
@@ -80,7 +80,7 @@ def _clipped(ranges: Ranges, shape: Shape) -> Ranges:
 
 
 def _corner(target: np.ndarray, own: Ranges, ranges: Ranges) -> np.ndarray:
-    """The part of the target that is no padding."""
+    """The part of the target that is not padding."""
     sizes = zip(own, ranges, strict=True)
     return target[tuple(slice(0, max(stop - low, 0)) for (_, stop), (low, _) in sizes)]
 
@@ -88,7 +88,7 @@ def _corner(target: np.ndarray, own: Ranges, ranges: Ranges) -> np.ndarray:
 def _rectangles(
     source: Source, tensor: Tensor, grid: np.ndarray | None, own: Ranges, target: np.ndarray
 ) -> Iterator[Region]:
-    """One a matrix of the last two axes."""
+    """One region per matrix of the last two axes."""
     if target.size == 0:
         return
     shape, stored = tensor.shape, list(own)
@@ -130,16 +130,16 @@ def _scales(grid: np.ndarray, tensor: Tensor, first: int, stride: int) -> Scales
 def scale_leaf(
     source: Source, grids: Grids, ranges: Ranges, block: tuple[int, int], target: np.ndarray
 ) -> None:
-    """A part of the leaf of scales that belongs to a leaf of FP8 values kept as they are.
+    """Fills one shard of the scales that belong to FP8 values kept unchanged.
 
     Entry (o, i) is the file's scale of the element (o·block_out, i·block_in); 1 in the padding.
 
     Args:
-      ranges: of the scales' leaf [..., d_out / block_out, d_in / block_in].
+      ranges: the shard of the scales [..., d_out / block_out, d_in / block_in].
       block: (block_out, block_in) of the leaf, both divisors of 128.
 
     Raises:
-      CheckpointError: tensors that stand side by side would share a block.
+      CheckpointError: concatenated tensors would share a block.
     """
     target[...] = 1.0
     block_out, block_in = block
@@ -171,12 +171,12 @@ def scale_leaf(
 
 
 def scale_block(d: int, count: int) -> int:
-    """The size of the blocks of which `count` cover `d` elements: a divisor of 128.
+    """The block size, a divisor of 128, for which `count` blocks cover `d` elements.
 
-    Where several would do, they all give the same scales.
+    Where several sizes fit, they are equivalent.
 
     Raises:
-      CheckpointError: none does.
+      CheckpointError: no size fits.
     """
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
         if -(-d // size) == count:

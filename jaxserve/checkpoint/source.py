@@ -1,8 +1,8 @@
-"""Where the leaves of a model come from: tensor names, shapes, and how a leaf is made of them.
+"""Where the leaves of a model come from: tensor names and shapes, and how they form a leaf.
 
 Written by the families (`step3.py`, …), read by `hf.py`. A leaf of a template (`module.Template`)
-is made of one or several tensors as they are, matrices [d_out, d_in]: each is cut (`view`), then
-all stand side by side in d_out, or behind each other in a new first axis (`stacked`).
+is made of one or more tensors, matrices [d_out, d_in]: a slice of each (`view`), concatenated along
+d_out or stacked along a new first axis (`stacked`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class View(NamedTuple):
-    """A part of a tensor: the tensor in another shape, and of one axis only some."""
+    """A part of a tensor: the tensor reshaped, then sliced along one axis."""
 
     shape: Shape
     axis: int
@@ -24,7 +24,7 @@ class View(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a leaf comes from."""
+    """The tensors of which a leaf is made."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -49,12 +49,12 @@ class CheckpointNames(NamedTuple):
     embedding: Sources
     head: Sources
     attention: list[Sources]
-    """One a layer, as are `ffn`'s."""
+    """One entry per layer, as in `ffn`."""
     ffn: list[Sources]
     unloaded: dict[str, Shape]
     """Tensors that belong to the model and have no leaf yet (multi-token prediction)."""
     optional: dict[str, Shape]
-    """Tensors that repeat others and may be missing."""
+    """Tensors that duplicate others and may be missing."""
     ignored: tuple[str, ...]
     """Prefixes of tensors of other parts (a vision tower)."""
 
@@ -79,7 +79,7 @@ def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
 
 
 def per_expert(config: ModelConfig, prefix: str) -> Sources:
-    """The leaves of the routed experts, a tensor an expert."""
+    """The leaves of the routed experts, one tensor per expert."""
     shapes = {
         "gate": (config.expert_d_ff, config.d_model),
         "up": (config.expert_d_ff, config.d_model),
@@ -110,7 +110,7 @@ def decoder_names(
     """The tensors of a decoder whose embedding, norm and head have Hugging Face's usual names.
 
     Args:
-      optional, ignored: further ones, see `CheckpointNames`.
+      optional, ignored: as in `CheckpointNames`.
     """
     d, table = config.d_model, "model.embed_tokens.weight"
     prefixes = layer_prefixes(config)
@@ -130,17 +130,18 @@ def decoder_names(
 
 
 def layer_prefixes(config: ModelConfig) -> list[str]:
-    """What the names of each layer's tensors begin with."""
+    """The prefix of each layer's tensor names."""
     return [f"model.layers.{layer}." for layer in range(config.layers)]
 
 
 def mtp_prefixes(config: ModelConfig) -> list[str]:
-    """Multi-token-prediction modules stand behind the layers, as further ones."""
+    """The prefixes of the multi-token-prediction modules, numbered after the layers."""
     return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
 
 
 def mtp_tensors(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, Shape]:
-    """The tensors of the modules (DeepSeek-V3 §2.2), each of which has a layer with experts."""
+    """The tensors of the multi-token-prediction modules (DeepSeek-V3 §2.2); each has a MoE
+    layer."""
     tensors: dict[str, Shape] = {}
     d = config.d_model
     for layer in mtp_prefixes(config):
@@ -157,7 +158,7 @@ def mtp_tensors(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, 
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, Shape]:
-    """Embedding and head once more, as the modules of some checkpoints have them."""
+    """The copies of embedding and head that some checkpoints store with each module."""
     shape = (config.vocab, config.d_model)
     names = ("embed_tokens.weight", "shared_head.head.weight")
     return {f"{layer}{name}": shape for layer in mtp_prefixes(config) for name in names}

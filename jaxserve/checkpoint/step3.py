@@ -26,13 +26,13 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     text = tree if tree.get("text_config") is None else tree["text_config"]
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config = {text!r} is not an object")
-    # Quantisation is said of the whole model.
+    # `quantization_config` is an entry of the whole model, not of its text_config.
     outer = {name: tree[name] for name in ("quantization_config",) if name in tree}
     entries = Entries({**outer, **text}, ignored)
     layers = entries.size("num_hidden_layers")
     mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
     moe_layers = entries.layers("moe_layers_enum", range(1, layers))
-    # A model without experts need not say how large they are.
+    # A model without experts may leave out their sizes.
     none = None if moe_layers or mtp_layers else 0
     head_dim = entries.size("head_dim", least=2)
     attention = MFA(
@@ -71,7 +71,7 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     entries.only("hidden_act", "silu")
     entries.only("attention_bias", False)
     entries.meaningless("text_config", "vision_config", "image_token_id")
-    # Names of one thing, of which the first was read.
+    # Synonyms of entries read above.
     entries.meaningless("max_position_embedding", "max_seq_len")
     if attention.q_heads % attention.kv_heads:
         entries.problems.append(

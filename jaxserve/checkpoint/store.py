@@ -1,13 +1,9 @@
-"""Converted checkpoints: Orbax's arrays in a folder a block, restored into any layout.
+"""Converted checkpoints: one Orbax checkpoint per block of the model, restored into any layout.
 
-`convert.py` writes them, `open_checkpoint` opens whichever kind of folder it is given. Every array
-is whole and as one device would have it; a device's part is read from the chunks it overlaps, and
-what a layout pads is zero.
-
-The arrays are Zarr 3 without compression, so a chunk is a row-major matrix somewhere in a file:
-`reading.py` reads from it just the bytes that a device owns, straight into the memory that becomes
-the array. Orbax's own restore reads whole chunks and takes twice as long. Checksums are of whole
-arrays; `convert --verify` checks them, and loading, which may see a part of each, does not.
+`convert.py` writes them; `open_checkpoint` opens a converted or a Hugging Face folder. Arrays are
+stored unsharded and unpadded: each device's part is read from the chunks that it overlaps
+(`stored_array.py`), and the padding that a layout adds is zero. Checksums cover whole arrays:
+`convert --verify` checks them; loading, which may read only a part of each, does not.
 """
 
 import functools
@@ -38,13 +34,12 @@ from jaxserve.checkpoint.manifest import (
     blocks_of,
     read_manifest,
 )
-from jaxserve.checkpoint.reading import aligned_empty, read_regions
+from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.checkpoint.source import CheckpointNames, Sources
-from jaxserve.checkpoint.tensors import DTYPES
-from jaxserve.checkpoint.zarr import StoredArray, open_array, read_array
+from jaxserve.checkpoint.stored_array import StoredArray, open_array, read_array
 from jaxserve.errors import CheckpointError
-from jaxserve.module import Template
+from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
 
@@ -55,19 +50,16 @@ def _read(
     dtype: np.dtype,
     on_read: Callable[[int], None],
 ) -> np.ndarray:
-    """A part of an array, or of a stack of several."""
+    """The part of an array, or of a stack of one array a layer, that lies in `ranges`."""
     target = aligned_empty([stop - start for start, stop in ranges], dtype)
+    inside = ranges if layers is None else ranges[1:]
+    if any(stop > size for (_, stop), size in zip(inside, arrays[0].shape, strict=True)):
+        target[...] = 0  # the padding
     if layers is None:
-        regions = list(arrays[0].regions(ranges, target))
+        on_read(arrays[0].read_into(ranges, target))
     else:
-        regions = [
-            region
-            for place, index in enumerate(range(*ranges[0]))
-            for region in arrays[index].regions(ranges[1:], target[place])
-        ]
-    if sum(region.rows * region.columns for region in regions) < target.size:
-        target[...] = 0
-    read_regions(regions, on_read)
+        for part, array in zip(target, arrays[slice(*ranges[0])], strict=True):
+            on_read(array.read_into(inside, part))
     return target
 
 
@@ -75,15 +67,15 @@ class StoreCheckpoint:
     """A converted checkpoint, with the interface of `HFCheckpoint`.
 
     Args:
-      folder: that `convert.py` wrote.
+      folder: written by `convert.py`.
       names: what the architecture expects.
 
     Attributes:
-      on_read: called with a number of bytes whenever so many were read, on any thread.
+      on_read: called with the number of bytes of every read, from any thread.
 
     Raises:
-      CheckpointError: there is no manifest; blocks, leaves or arrays that are missing, unexpected
-        or not of the manifest's shapes and dtypes, all of them in one message.
+      CheckpointError: there is no manifest; or blocks, leaves or arrays are missing, unexpected, or
+        differ from the manifest in shape or dtype (all of them in one message).
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
@@ -109,7 +101,7 @@ class StoreCheckpoint:
         sources: Sources,
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of the block that these sources make in the original, one after another."""
+        """The leaves of the block that has these sources in the original folder, one at a time."""
         return self._block(wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
@@ -118,7 +110,7 @@ class StoreCheckpoint:
         tables: Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of several blocks, behind each other in a new first axis."""
+        """The leaves of several blocks, stacked along a new first axis."""
         return self._block(wanted_leaves(template, shardings, len(tables)), tables)
 
     def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
@@ -131,7 +123,7 @@ class StoreCheckpoint:
         )
 
     def _plain(self, blocks: Sequence[dict[str, StoredArray]], name: str, leaf: Leaf) -> jax.Array:
-        """A leaf of floats; matrices in 8 bits are multiplied out, layer by layer."""
+        """A leaf of floats; 8-bit matrices are dequantised, layer by layer."""
         if name in blocks[0]:
             return self._array([block[name] for block in blocks], leaf)
         if leaf.layers is None:
@@ -153,23 +145,23 @@ class StoreCheckpoint:
         )
         multiply = _multiplier(leaf, sizes)
         return multiply(
-            self._array([values], leaf.of(DTYPES[values.kind])), self._array([scales], of_scales)
+            self._array([values], leaf.of(values.dtype)), self._array([scales], of_scales)
         )
 
     def _quantised(
         self, blocks: Sequence[dict[str, StoredArray]], name: str, values: Leaf, scales: Leaf
     ) -> tuple[jax.Array, jax.Array]:
-        """The two leaves of a matrix in 8 bits: as they are stored, or quantised here."""
+        """Values and scales of an 8-bit matrix, as stored or quantised here."""
         if f"{name}.values" in blocks[0]:
             of_values = [block[f"{name}.values"] for block in blocks]
             of_scales = [block[f"{name}.scales"] for block in blocks]
             places = _scale_places(of_values[0], of_scales[0], values, scales)
-            if places is not None and DTYPES[of_values[0].kind] == values.dtype:
+            if places is not None and of_values[0].dtype == values.dtype:
                 stored = self._array(of_values, values)
                 return stored, self._scales(of_scales, scales, places)
             floats: np.dtype = np.dtype(np.float32)
         else:
-            floats = DTYPES[blocks[0][name].kind]
+            floats = blocks[0][name].dtype
         return quantised_here(
             values,
             scales,
@@ -189,7 +181,7 @@ class StoreCheckpoint:
     def _scales(
         self, arrays: Sequence[StoredArray], leaf: Leaf, places: tuple[np.ndarray, np.ndarray]
     ) -> jax.Array:
-        """Scales of other blocks than the stored ones, which they are parts of."""
+        """Scales for smaller blocks than the stored ones, of which they are parts."""
         rows, columns = places
         grids = [read_array(array) for array in arrays]
         self.on_read(sum(grid.nbytes for grid in grids))
@@ -210,12 +202,12 @@ class StoreCheckpoint:
 
 
 def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """What tells the blocks of a model apart."""
+    """A hashable key that identifies a block by its sources."""
     return tuple((leaf, source.names) for leaf, source in sources.items())
 
 
 def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
-    """(block_out, block_in), (1, 0) for a scale a row."""
+    """(block_out, block_in) that share a scale; (1, 0): one scale per row."""
     (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
     if columns == 1 and rows == d_out:
         return 1, 0
@@ -225,8 +217,8 @@ def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
 def _scale_places(
     values: StoredArray, scales: StoredArray, wanted: Leaf, wanted_scales: Leaf
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows and columns of the stored scales that the wanted blocks have; None if a wanted block is
-    not inside a stored one."""
+    """Rows and columns of the stored scales for the wanted blocks; None if a wanted block spans
+    several stored ones."""
     places = []
     sizes = zip(
         _stored_block(values, scales),
@@ -246,7 +238,7 @@ def _scale_places(
 
 @functools.lru_cache(maxsize=256)
 def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A compiled function from values and scales to the leaf."""
+    """A compiled function that dequantises values and scales to the leaf."""
 
     def multiply(values: jax.Array, scales: jax.Array) -> jax.Array:
         return dequantize_weight(QuantArray(values, scales, block), leaf.dtype)
@@ -257,7 +249,7 @@ def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[[jax.Array, jax.
 def open_blocks(
     folder: Path, manifest: Manifest, names: CheckpointNames
 ) -> tuple[dict[str, dict[str, StoredArray]], list[str]]:
-    """Every array by block and leaf, and what is wrong with them."""
+    """Opens every array; returns them by block and leaf, and the problems found."""
     arrays: dict[str, dict[str, StoredArray]] = {}
     problems = []
     expected = {block.name: block.sources.keys() for block in blocks_of(names)}
@@ -286,7 +278,7 @@ def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
     is_, says = (
         f"{kind} {list(shape)}"
         for kind, shape in (
-            (str(DTYPES[array.kind]), array.shape),
+            (str(array.dtype), array.shape),
             (entry.dtype, entry.shape),
         )
     )
@@ -294,10 +286,10 @@ def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
 
 
 def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
-    """A folder's weights, in whichever of the two forms they are.
+    """Opens a folder's weights, converted or not.
 
     Raises:
-      CheckpointError: as the two classes do.
+      CheckpointError: as `HFCheckpoint` and `StoreCheckpoint` do.
     """
     converted = read_manifest(Path(folder)) is not None
     return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)

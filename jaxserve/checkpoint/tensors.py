@@ -1,8 +1,7 @@
-"""The tensors in a folder's safetensors files: names, dtypes, shapes and where their bytes lie.
+"""The tensors in a folder's safetensors files: names, dtypes, shapes and byte offsets.
 
-Read by `hf.py`. Knows the file format, and neither models nor JAX. The headers are parsed here and
-not by the safetensors library because that one keeps the places of the bytes to itself, and
-`reading.py` reads straight from there.
+Read by `hf.py`. Knows the file format, but neither models nor JAX. The headers are parsed here
+because the safetensors library does not expose byte offsets, which `reading.py` needs.
 """
 
 import json
@@ -19,7 +18,7 @@ from jaxserve.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library has the same limit."""
+"""Largest header in bytes; the safetensors library has the same limit."""
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -39,7 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
     "F64": np.dtype(np.float64),
 }
-"""By their names in the header."""
+"""Dtypes by their names in the header."""
 
 
 class Tensor(NamedTuple):
@@ -47,7 +46,7 @@ class Tensor(NamedTuple):
 
     path: Path
     kind: str
-    """Its dtype, as the file calls it."""
+    """Its dtype, by the safetensors name."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -58,22 +57,22 @@ class Tensor(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a folder has."""
+    """The tensors of a folder, and the problems of its index."""
 
     tensors: dict[str, Tensor]
     files: list[Path]
     problems: list[str]
-    """What the index and the files say differently, and tensors that several files have."""
+    """Contradictions between the index and the files, and tensors that several files have."""
     lost: set[str]
-    """Tensors that are said to be in a file that is not there."""
+    """Tensors that the index places in a missing file."""
 
 
 def list_tensors(folder: Path) -> Listing:
-    """Every tensor of a folder's files: those that its index names, or all if it has none.
+    """Reads the headers of a folder's files: those that its index names, or all if it has none.
 
     Raises:
-      CheckpointError: there is no file, one is no safetensors file or truncated, or the index is
-        not one.
+      CheckpointError: there is no file, a file is truncated or not in safetensors format, or the
+        index is malformed.
     """
     index = _index(folder)
     names = {path.name for path in folder.glob("*.safetensors")}
@@ -122,16 +121,16 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it names a safetensors file in the folder itself."""
+    """Whether this names a safetensors file directly in the folder."""
     return name.endswith(".safetensors") and Path(name).name == name and "\0" not in name
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file.
+    """Reads the header of one file.
 
     Raises:
-      CheckpointError: it is truncated, or no safetensors file: tensors have to fill it without
-        gaps, overlaps or a rest.
+      CheckpointError: the file is truncated or malformed: tensors must fill it without gaps or
+        overlaps.
     """
     try:
         with open(path, "rb") as file:
@@ -159,7 +158,8 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, tree: Any, start: int, size: int) -> dict[str, Tensor]:
-    """Checked against the file's size; ValueError if one is wrong."""
+    """Converts an entry of the header, checked against the file's size; ValueError if it is
+    wrong."""
     if not isinstance(tree, dict):
         raise ValueError("the header is not an object")
     tensors, places = {}, []
@@ -189,5 +189,5 @@ def _entries(path: Path, tree: Any, start: int, size: int) -> dict[str, Tensor]:
 
 
 def _sizes(values: Any) -> bool:
-    """Whether it is a list of whole numbers from 0 that an offset can be."""
+    """Whether this is a list of non-negative integers within the range of offsets."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**62 for v in values)

@@ -1,7 +1,7 @@
-"""The architecture of a model, in the project's words, whatever the checkpoint calls things.
+"""The architecture of a model, in one vocabulary for all families.
 
 `checkpoint/families` reads a family's config.json into a `ModelConfig`; everything above works from
-it and never asks for a model's name.
+it and never checks a model's name.
 """
 
 from typing import Literal, NamedTuple
@@ -12,11 +12,11 @@ FFNKind = Literal["dense", "moe"]
 
 
 class LayerKind(NamedTuple):
-    """What tells layers apart: layers of one kind run the same programs."""
+    """The kind of a layer; layers of one kind run the same programs."""
 
     ffn: FFNKind
     window: int = 0
-    """Tokens that a token attends to, itself included; 0: all before it."""
+    """Size of the attention window, the token itself included; 0: unlimited."""
 
     def __str__(self) -> str:
         return f"{self.ffn}_window" if self.window else self.ffn
@@ -32,7 +32,7 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     """Whether the borders of the ramp are rounded to whole dimensions."""
     magnitude: float = 1.0
-    """Factor of cosine and sine."""
+    """Factor applied to cosine and sine."""
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,15 +74,15 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     """Width of the low-rank query; 0: the query has one matrix."""
     kv_latent: int
     nope_dim: int
-    """Dimensions of a head without RoPE."""
+    """Dimensions of a head that are not rotated."""
     rope_dim: int
     v_dim: int
     scale: float
-    """Of the scores, YaRN's factor included."""
+    """Softmax scale of the scores, YaRN's factor included."""
     bias: bool = False
-    """Whether the first maps of query and latent, and the output, have a bias."""
+    """Whether the down projections of query and latent, and the output projection, have a bias."""
     latent_epsilon: float = 1e-6
-    """Of the norms of the query's and the keys' latents."""
+    """Epsilon of the norms of the query latent and the KV latent."""
 
     @property
     def kv_heads(self) -> int:
@@ -101,11 +101,11 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     renormalise: bool = False
     """Whether the chosen experts' scores are divided by their sum."""
     scaling: float = 1.0
-    """Factor of the gate weights."""
+    """Factor applied to the gate weights."""
     bias: bool = False
-    """Whether a bias is added to the scores for the choice (and not to the gate weights)."""
+    """Whether a bias is added to the scores for the selection, but not to the gate weights."""
     groups: int = 1
-    """Groups of experts, of which only `top_groups` are chosen from."""
+    """Number of expert groups; a token chooses experts from its `top_groups` best groups only."""
     top_groups: int = 1
 
 
@@ -125,16 +125,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_d_ff: int = 0
     """Hidden width of the shared expert (of all of them together); 0: none."""
     window: int = 0
-    """Tokens that a token of the `window_layers` attends to."""
+    """Attention window of the `window_layers`, in tokens."""
     window_layers: frozenset[int] = frozenset()
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
     stored: Literal["plain", "fp8", "fp8_block", "int8"] = "plain"
-    """How the checkpoint holds its matrices: as numbers, or in 8 bits (`fp8_block`: blocks of
-    128 × 128 with a scale each; the others a scale a column, which only converted ones have)."""
+    """How the checkpoint stores its matrices: `plain` floats, or 8 bits. `fp8_block` has a scale
+    per block of 128 × 128; `fp8` and `int8` a scale per output channel (converted checkpoints
+    only)."""
     mtp_layers: int = 0
-    """Multi-token-prediction modules in the checkpoint (kept for speculative decoding)."""
+    """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
 
     @property
     def experts(self) -> int:
@@ -147,18 +148,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.router.top_k if self.router else 0
 
     def kind(self, layer: int) -> LayerKind:
-        """What `layer` runs."""
+        """The kind of a layer."""
         return LayerKind(
             "moe" if layer in self.moe_layers else "dense",
             self.window if layer in self.window_layers else 0,
         )
 
     def kinds(self) -> list[LayerKind]:
-        """The kinds that occur, in the order in which they do."""
+        """The distinct kinds, in order of first occurrence."""
         return list(dict.fromkeys(self.kind(layer) for layer in range(self.layers)))
 
     def runs(self) -> list[tuple[LayerKind, int, int]]:
-        """Maximal runs of equal layers as (kind, first layer, one past the last)."""
+        """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer)."""
         runs: list[tuple[LayerKind, int, int]] = []
         for layer in range(self.layers):
             kind = self.kind(layer)

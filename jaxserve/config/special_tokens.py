@@ -1,6 +1,6 @@
 """The special tokens of a model folder: ids that begin, end and pad a text, and their spelling.
 
-The one place that knows where checkpoints say so: config.json (and its `text_config`),
+The one place that knows which files define them: config.json (and its `text_config`),
 generation_config.json, tokenizer_config.json, special_tokens_map.json, and for the ids of spelt
 tokens tokenizer.json. Called by the engine (end ids) and by `server` (tokenizer, chat templates).
 Knows nothing of tokenizers' libraries.
@@ -20,11 +20,11 @@ KINDS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token that stands outside the vocabulary that text is cut into.
+    """A token that is not part of the tokenizer's ordinary vocabulary.
 
     Attributes:
-      content: its spelling, which a prompt may use.
-      special: whether it has no text: decoding leaves it out.
+      content: its spelling, which a prompt may contain.
+      special: whether decoding leaves it out.
     """
 
     content: str
@@ -32,17 +32,17 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder says about its special tokens.
+    """The special tokens that a model folder defines.
 
     Attributes:
       bos: the id that begins a text, if there is one.
       eos: every id that ends a text.
       pad: the padding id, if there is one.
       texts: `bos_token`, `eos_token`, ... → spelling, for chat templates.
-      add_bos: whether prompts get bos in front; None: not said.
+      add_bos: whether prompts are prefixed with bos; None: not specified.
       added: `added_tokens_decoder` of tokenizer_config.json: id → token.
-      tokenizer_class: of tokenizer_config.json, if it says.
-      vocab_size: rows of the model's embedding, if config.json says.
+      tokenizer_class: of tokenizer_config.json, if given.
+      vocab_size: rows of the model's embedding, if config.json gives it.
     """
 
     bos: int | None = None
@@ -56,10 +56,10 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_special_tokens(folder: str | Path) -> SpecialTokens:
-    """Reads a folder's files; missing ones are as empty.
+    """Reads a folder's files; a missing file counts as empty.
 
     Raises:
-      CheckpointError: lists every file that is broken and every id or token that is none.
+      CheckpointError: lists every malformed file and every invalid id or token.
     """
     problems: list[str] = []
     special = collect_special_tokens(Path(folder), problems)
@@ -85,7 +85,7 @@ def collect_special_tokens(folder: Path, problems: list[str]) -> SpecialTokens:
         token_id = None if token is None else spelt.find(token)
         if token_id is not None:
             ids[kind].insert(0, token_id)
-        elif token is not None and kind != "pad":  # a padding token is often named, never made
+        elif token is not None and kind != "pad":  # pad is often named, never added
             problems.append(f"{kind}_token {token!r} of tokenizer_config.json is no token")
     add_bos = names.get("add_bos_token")
     tokenizer_class = names.get("tokenizer_class")
@@ -111,7 +111,7 @@ def special_token_texts(
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The object in a JSON file; a missing file is an empty one."""
+    """The JSON object in a file; {} if the file is missing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def _added_tokens(names: Mapping[str, Any], problems: list[str]) -> dict[int, Ad
 def _numbered(
     kind: str, configs: tuple[Mapping[str, Any], ...], problems: list[str]
 ) -> Iterator[int]:
-    """The ids of one kind, the most particular file first."""
+    """The ids of one kind, from the most specific file that defines them."""
     for config in configs:
         value = config.get(f"{kind}_token_id")
         for token_id in value if isinstance(value, list) else [value]:
@@ -167,13 +167,13 @@ class _FileToken(AddedToken, frozen=True, kw_only=True):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that is read first; the rest is skipped over."""
+    """The part of tokenizer.json that is needed here; the rest is skipped."""
 
     added_tokens: list[_FileToken] = []
 
 
 class _Spellings:
-    """Spelling → id, from the smallest file that knows."""
+    """Spelling → id, from the smallest file that contains it."""
 
     def __init__(self, folder: Path, added: Mapping[int, AddedToken]):
         self._path = folder / "tokenizer.json"
@@ -181,12 +181,12 @@ class _Spellings:
         self._read = 0
 
     def find(self, token: str) -> int | None:
-        """The token's id; a tokenizer.json that cannot be read knows none."""
+        """The token's id; None if tokenizer.json cannot be read or lacks it."""
         for read in (self._read_added, self._read_vocabulary)[self._read :]:
             if token in self._ids:
                 break
             self._read += 1
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # its reader complains
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # its reader reports it
                 self._ids = {**read(self._path.read_bytes()), **self._ids}
         return self._ids.get(token)
 

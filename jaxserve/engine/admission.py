@@ -1,11 +1,16 @@
-"""Who is let in first, and where to: the two judgements behind admission.
+"""Admission: which requests are valid, which is next, and to which DP group it goes.
 
-Called by `scheduler.py`. Plain arithmetic over requests and pages.
+Called by `scheduler.py`, whose docstring has the policy. Plain arithmetic over requests and pages.
 """
 
+import bisect
+from collections.abc import Sequence as Items
+
+from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.prefix_cache import PageNode
-from jaxserve.engine.request import Request
-from jaxserve.engine.sequence import DPGroup
+from jaxserve.engine.request import MAX_BANNED_IDS, Request
+from jaxserve.engine.sequence import Sequence, pages_for
+from jaxserve.errors import InvalidRequestError
 
 PATIENCE = 10.0
 """Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
@@ -17,24 +22,70 @@ def due(request: Request) -> float:
     return patient if request.deadline is None else min(patient, request.deadline)
 
 
-class Place:
-    """A DP group with a free slot, and what it has: noted once, asked for all who wait."""
+class RequestLimits:
+    """What a request may ask for.
+
+    Args:
+      max_length: longest sequence, prompt and output together, in tokens.
+      pages: pages a DP group.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, *, max_length: int, pages: int, page_size: int):
+        self._max_length, self._pages, self._page_size = max_length, pages, page_size
+
+    def max_generated(self, request: Request) -> int:
+        """Generated tokens at which the request ends: max_tokens, or what max_length leaves."""
+        return min(request.params.max_tokens, self._max_length - len(request.prompt))
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError if the request could never run; from any thread."""
+        prompt_length = len(request.prompt)
+        if prompt_length == 0:
+            raise InvalidRequestError("prompt", "is empty")
+        if min(request.prompt) < 0:
+            raise InvalidRequestError("prompt", f"{min(request.prompt)} is no token id")
+        if prompt_length + 1 > self._max_length:
+            raise InvalidRequestError(
+                "prompt",
+                f"{prompt_length} tokens leave no room for an output: prompt and output together "
+                f"have at most {self._max_length} tokens",
+            )
+        if request.params.min_tokens and len(request.end_ids) > MAX_BANNED_IDS:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"{len(request.end_ids)} ids would end the request, and at most {MAX_BANNED_IDS} "
+                "can be kept away",
+            )
+        max_generated = self.max_generated(request)
+        # The last token is never fed back, so the cache never holds it.
+        pages = pages_for(prompt_length + max_generated - 1, self._page_size)
+        if pages > self._pages:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{prompt_length} prompt tokens and up to {max_generated} generated ones take "
+                f"{pages} pages of {self._page_size} tokens, and a DP group has {self._pages}",
+            )
+
+
+class GroupLoad:
+    """How full a DP group with a free slot is: looked up once for all requests that wait."""
 
     def __init__(self, group: DPGroup):
         self.group = group
-        self.note()
+        self.refresh()
 
-    def note(self) -> None:
+    def refresh(self) -> None:
         """Looks at the group again."""
         free = self.group.free_pages
-        self._burden = self.group.pool.pages - free + self.group.promised
-        self._room = free - self.group.residents_count  # a page to spare for each of them
+        self._used = self.group.pool.pages - free + self.group.promised
+        self._available = free - self.group.residents_count  # a page to spare for each of them
 
     def cost(self, pages: int, prefix: list[PageNode]) -> int | None:
-        """What letting a sequence in would cost, in pages; None if there are too few (xDeepServe
+        """What admitting a sequence would cost, in pages; None if there are too few (xDeepServe
         §4.3).
 
-        The group's KV cache afterwards, with the room that its sequences will need to come to
+        The group's KV cache afterwards, with the pages that its sequences will need to come to
         their full length, and once more the pages that have to be computed.
 
         Args:
@@ -42,7 +93,80 @@ class Place:
           prefix: those that the group's prefix cache has.
         """
         computed = pages - len(prefix)
-        awakened = sum(not node.users for node in prefix) if prefix else 0
-        if computed > self._room - awakened:
+        unused = sum(not node.users for node in prefix)  # they count as free until now
+        if computed > self._available - unused:
             return None
-        return self._burden + awakened + 2 * computed
+        return self._used + unused + 2 * computed
+
+
+class AdmissionQueue:
+    """The sequences that wait for pages and a slot, the first due first.
+
+    Args:
+      groups: where they are admitted to.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, groups: Items[DPGroup], page_size: int):
+        self._groups, self._page_size = groups, page_size
+        self.waiting: list[Sequence] = []
+        self.prompt_tokens = 0
+        """Prompt tokens that were looked up in the prefix cache, since the start."""
+        self.prompt_tokens_found = 0
+        """Those of them that were there."""
+        self._admitted: list[Sequence] = []
+
+    def push(self, sequence: Sequence) -> None:
+        """Queues a sequence in the order of ranks."""
+        bisect.insort(self.waiting, sequence, key=rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out that will not be admitted."""
+        self.waiting.remove(sequence)
+
+    def take_admitted(self) -> list[Sequence]:
+        """The sequences that were admitted for the first time since this was called last."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def admit(self) -> None:
+        """Admits from the head of the queue, as long as the first one fits a group."""
+        if not self.waiting:
+            return
+        loads = [GroupLoad(group) for group in self._groups if not group.full]
+        while self.waiting and not self.waiting[0].home:  # else preempted, with a step in flight
+            sequence = self.waiting[0]
+            tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
+            pages = pages_for(tokens, self._page_size)
+            best = _cheapest(loads, sequence, pages)
+            if best is None:
+                return
+            load, prefix = best
+            del self.waiting[0]
+            if sequence.found is None:
+                self._admitted.append(sequence)
+                self.prompt_tokens += len(sequence.request.prompt)
+                self.prompt_tokens_found += len(prefix) * self._page_size
+            group = load.group
+            group.admit(sequence, group.lane_for(sequence), pages, prefix)
+            load.refresh()
+            if group.full:
+                loads.remove(load)
+
+
+def rank(sequence: Sequence) -> tuple[float, int]:
+    """The key by which sequences are ordered."""
+    return sequence.rank
+
+
+def _cheapest(
+    loads: Items[GroupLoad], sequence: Sequence, pages: int
+) -> tuple[GroupLoad, list[PageNode]] | None:
+    """The group that takes the sequence at the least cost, and what its prefix cache has of it."""
+    best: tuple[int, GroupLoad, list[PageNode]] | None = None
+    for load in loads:
+        prefix = load.group.match(sequence)
+        cost = load.cost(pages, prefix)
+        if cost is not None and (best is None or cost < best[0]):
+            best = cost, load, prefix
+    return None if best is None else best[1:]

@@ -1,6 +1,6 @@
 """From a deployment to an engine that is warm: discover, mesh, load, compile, warm up.
 
-Called by `llm.py`, `serve.py` and the bench on the leader, and by `cluster` on followers, which get
+Called by `llm.py`, `serve.py` and the bench on the leader, and by `fleet` on followers, which get
 the same driver without an engine around it.
 """
 
@@ -9,33 +9,50 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
-import numpy as np
 
-from jaxserve.capacity import Role, check_capacity, memory_of
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
-from jaxserve.engine.engine import Broadcast, Engine, Explain
+from jaxserve.engine.engine import Broadcast, Driver, Engine, Explain
 from jaxserve.engine.garbage import freeze
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.watch import Collect, Watch
-from jaxserve.mesh import Submeshes
-from jaxserve.model import ModelTemplates
-from jaxserve.module import Template
-from jaxserve.pipeline.driver import AFDDriver, ColocatedDriver, Observer
-from jaxserve.pipeline.executables import afd_executables, colocated_executables
-from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, SlotRules, StepPlan
-from jaxserve.pipeline.probe import Probe
-from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights, LeafSource
-from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.link.contract import Contract
+from jaxserve.link.runtime_link import RuntimeLink
+from jaxserve.mesh import Submeshes, has_local_devices
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.module import Template
+from jaxserve.observe.probe import Probe
+from jaxserve.observe.watch import Collect, Watch
 from jaxserve.progress import Progress
-from jaxserve.step import Bucket
+from jaxserve.roles.attention import (
+    AttentionWorker,
+    attention_executables,
+    attention_programs,
+)
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.capacity import Role, check_capacity, deployment_buckets, memory_of
+from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.colocated import (
+    ColocatedWorker,
+    colocated_executables,
+    colocated_programs,
+)
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.compilation import ProgramKey, compile_all
+from jaxserve.roles.ffn import FFNWorker, ffn_executables, ffn_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.program import Program
+from jaxserve.roles.schedule import Rotation
+from jaxserve.roles.step_plan import SequenceRow, SlotRules, StepPlan, plan_of_rows
+from jaxserve.roles.weights import AttentionWeights, ColocatedWeights, FFNWeights, LeafSource
+from jaxserve.roles.worker import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +62,7 @@ class Runtime(NamedTuple):
 
     deployment: Deployment
     config: ModelConfig
-    driver: AFDDriver | ColocatedDriver
+    driver: Cell | ColocatedWorker
     buckets: list[Bucket]
     """All buckets that a step may use, ascending."""
 
@@ -72,19 +89,68 @@ def build_runtime(
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
     source = source or open_checkpoint(deployment.model, names)
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes)
-        buckets = _buckets(deployment, programs.row_multiple)
-        with load_progress(source, 2 + 2 * config.layers) as counted:
-            weights = ColocatedWeights(counted, names, programs)
-        executables = colocated_executables(programs, buckets)
-        return Runtime(deployment, config, ColocatedDriver(programs, executables, weights), buckets)
-    afd = AFDPrograms(templates, deployment, meshes)
-    buckets = _buckets(deployment, afd.row_multiple)
-    with load_progress(source, 2 + 2 * config.layers) as counted:
-        afd_weights = AFDWeights(counted, names, afd)
-    compiled = afd_executables(afd, buckets, deployment.link.transport)
-    return Runtime(deployment, config, AFDDriver(afd, compiled, afd_weights, observer), buckets)
+    build = build_colocated if deployment.mode == "colocated" else build_cell
+    driver = build(templates, deployment, meshes, source, names, observer)
+    return Runtime(deployment, config, driver, deployment_buckets(deployment))
+
+
+def build_colocated(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    meshes: Submeshes,
+    source: LeafSource,
+    names: CheckpointNames,
+    observer: Observer | None,
+) -> ColocatedWorker:
+    """The one worker of a colocated deployment."""
+    programs = ColocatedPrograms(templates, deployment, meshes.attention)
+    with load_progress(source, 2 + 2 * templates.config.layers) as counted:
+        weights = ColocatedWeights(counted, names, programs)
+    buckets = deployment_buckets(deployment)
+    compiled = compile_all(colocated_programs(programs, buckets))
+    worker = ColocatedWorker(programs, colocated_executables(programs, buckets, compiled), weights)
+    worker.observer = observer
+    return worker
+
+
+def build_cell(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    meshes: Submeshes,
+    source: LeafSource,
+    names: CheckpointNames,
+    observer: Observer | None,
+) -> Cell:
+    """The workers of the roles that this process has devices of, and the link between them."""
+    buckets = deployment_buckets(deployment)
+    token_sizes = sorted({bucket.tokens for bucket in buckets})
+    contract = Contract.of(templates.config, deployment)
+    link = RuntimeLink(
+        deployment.link.transport, contract, meshes.attention, meshes.ffn, token_sizes
+    )
+    wanted: dict[ProgramKey, Program] = {}
+    if has_local_devices(meshes.attention):
+        attention = AttentionPrograms(templates, deployment, meshes.attention)
+        with load_progress(source, 2 + templates.config.layers) as counted:
+            attention_weights = AttentionWeights(counted, names, attention)
+        wanted |= attention_programs(attention, buckets)
+    if has_local_devices(meshes.ffn):
+        ffn = FFNPrograms(templates, deployment, meshes.ffn)
+        with load_progress(source, templates.config.layers) as counted:
+            ffn_weights = FFNWeights(counted, names, ffn)
+        wanted |= ffn_programs(ffn, token_sizes)
+    compiled = compile_all(wanted)
+    workers = Workers()
+    if has_local_devices(meshes.attention):
+        programs = attention_executables(attention, buckets, compiled)
+        worker = AttentionWorker(attention, programs, attention_weights, link.attention)
+        workers = workers._replace(attention=(worker,))
+    if has_local_devices(meshes.ffn):
+        ffn_worker = FFNWorker(ffn, ffn_executables(ffn, token_sizes, compiled), ffn_weights)
+        ffn_worker.attach(link.ffn)
+        workers = workers._replace(ffn=(ffn_worker,))
+    rotation = Rotation(templates.config.layers, deployment.lanes)
+    return Cell(workers, rotation, deployment.lanes, observer)
 
 
 def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
@@ -93,13 +159,14 @@ def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
     reported: dict[Role, int | None] = {}
     meshes_of: dict[Role, jax.sharding.Mesh] = {"attention": meshes.attention, "ffn": meshes.ffn}
     for role, mesh in meshes_of.items():
-        sizes = [_memory_limit(device) for device in mesh.local_devices]
+        sizes = [memory_limit(device) for device in mesh.local_devices]
         known = [size for size in sizes if size is not None]
         reported[role] = min(known, default=None)
     return reported
 
 
-def _memory_limit(device: jax.Device) -> int | None:
+def memory_limit(device: jax.Device) -> int | None:
+    """Bytes that JAX may use of a device; None: it does not say (CPU)."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:  # not implemented on this platform
@@ -195,7 +262,7 @@ def make_engine(
     return Engine(
         deployment,
         scheduler,
-        runtime.driver,
+        cast(Driver, runtime.driver),  # The leader plays the attention role.
         vocab=runtime.config.vocab,
         eos_token_ids=eos_token_ids,
         broadcast=broadcast,
@@ -224,7 +291,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
                 targets=[0],
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
-            plans.append(StepPlan(lane, -1, bucket, groups))
+            slots = deployment.scheduler.slots
+            plans.append(plan_of_rows(lane, -1, bucket, groups, slots=slots))
     return plans
 
 
@@ -238,9 +306,7 @@ def warm_up(runtime: Runtime) -> None:
     probe.turn(True)
     for plan in warm_up_plans(runtime):
         runtime.driver.begin(plan)
-        sampled = runtime.driver.advance().sampled
-        if sampled is not None:
-            np.asarray(sampled.addressable_data(0))
+        runtime.driver.advance().last.block_until_ready()
     probe.take(0.0)
     probe.close()
     freeze()
@@ -265,13 +331,6 @@ def use_compilation_cache() -> None:
     if not given:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _buckets(deployment: Deployment, multiple: int) -> list[Bucket]:
-    """All buckets; token sizes are rounded up so that both meshes get equal shares of the rows."""
-    limits = deployment.scheduler
-    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
-    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
 
 
 def _info(runtime: Runtime) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""The step loop: requests in, tokens out, one thread, one step ahead of what it has read.
+"""The thread around the loop: takes requests from any thread, runs steps, delivers outputs.
 
-`submit` and `cancel` may be called from any thread; everything else happens on the engine's own.
-Each turn of the loop plans the idle lanes, tells the followers, and has the driver enqueue stages
-until a lane has left its step. A step's sampled tokens are read while the lane's next step is
-already under way (design, decision 8). Knows nothing of text or networks.
+What is done next is decided by `loop.py`. The engine's thread feeds it events and carries its
+actions out: it tells the followers the plans of a boundary, has the driver enqueue stages until a
+lane has left its step, and waits for results, with a deadline. Knows nothing of text or networks.
 """
 
+import atexit
+import gc
 import logging
 import operator
 import random
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -21,20 +23,21 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import IdleCollection, thaw
 from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.view import PipelineView
-from jaxserve.engine.watch import Watch
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
     InvalidRequestError,
     OverloadedError,
 )
-from jaxserve.pipeline.compilation import CompilationCounter
-from jaxserve.pipeline.plan import StepPlan
-from jaxserve.pipeline.sampling import Finished
+from jaxserve.observe.compilation import CompilationCounter
+from jaxserve.observe.view import PipelineView
+from jaxserve.observe.watch import Watch
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,10 @@ Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
 """How long the idle loop sleeps before it looks around again; a submit wakes it."""
+FAILED_SECONDS = 1.0
+"""How long `close` waits for a device read after a failure."""
+EXIT_SECONDS = 10.0
+"""How long the end of the interpreter waits for the step loop of an engine that was not closed."""
 
 
 class Driver(Protocol):
@@ -71,7 +78,7 @@ class Engine:
       broadcast: tells the followers the plans of each boundary, before the driver runs them.
       explain: finds who is behind a step's error; with several processes it is often a peer.
       info: what `model_info` reports.
-      watch: measures the pipeline; None: nobody does.
+      watch: measures the pipeline; None: it is not measured.
     """
 
     def __init__(
@@ -99,7 +106,6 @@ class Engine:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
-        self._deadlines: dict[str, float] = {}
         self._grammars: dict[str, Grammar] = {}
         self._queued = 0
         self._status = "starting"
@@ -108,7 +114,7 @@ class Engine:
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._results = ResultReader()
         self._garbage = IdleCollection()
-        self._in_flight: deque[StepPlan] = deque()
+        self._loop = Loop([scheduler], deployment.lanes, time.monotonic)
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -144,6 +150,7 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prompt_tokens,
             prefix_hits=scheduler.prompt_tokens_found,
+            invalid_logits=scheduler.invalid_logits,
             compilations=self.compilations_after_ready,
         )
 
@@ -175,6 +182,7 @@ class Engine:
                 return
             self._status = "ready"
         self._compilations = CompilationCounter(self._thread)
+        _running.add(self)
         self._thread.start()
 
     def submit(
@@ -200,19 +208,7 @@ class Engine:
           OverloadedError: the waiting queue is full.
           DrainingError, EngineFailedError: nothing new is taken.
         """
-        params.validate()
-        token_ids = self._token_ids(prompt)
-        request = Request(
-            request_id=request_id or uuid.uuid4().hex,
-            prompt=token_ids,
-            params=params,
-            eos_token_ids=self._eos_token_ids,
-            seed=params.seed if params.seed is not None else random.getrandbits(32),
-            arrival=time.monotonic(),
-            deadline=deadline,
-        )
-        self.scheduler.check(request)
-        self._check_tokens(params)
+        request = self._request(prompt, params, request_id or uuid.uuid4().hex, deadline)
         with self._wake:
             self._raise_unless_ready()
             if request.request_id in self._open:
@@ -225,8 +221,6 @@ class Engine:
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
             self._open[request.request_id] = on_output
-            if deadline is not None:
-                self._deadlines[request.request_id] = deadline
             if params.grammar is not None:
                 self._grammars[request.request_id] = params.grammar
             self._queued += 1
@@ -234,10 +228,14 @@ class Engine:
             self._wake.notify()
         return request.request_id
 
+    def check(self, prompt: Sequence[SupportsIndex], params: SamplingParams) -> None:
+        """Raises InvalidRequestError where `submit` would for this prompt and these parameters."""
+        self._request(prompt, params, "", None)
+
     def cancel(self, request_id: str) -> None:
         """Ends a request; unknown and ended ones are fine."""
         with self._wake:
-            self._commands.append(lambda: self.scheduler.cancel(request_id))
+            self._commands.append(lambda: self._loop.cancel(request_id))
             self._wake.notify()
 
     def drain(self, timeout: float) -> bool:
@@ -247,22 +245,38 @@ class Engine:
                 self._status = "draining"
             return self._wake.wait_for(lambda: not self._open, timeout)
 
-    def close(self) -> None:
-        """Ends the loop; open requests end as cancelled. Once is enough, more does no harm."""
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the loop and lets go of the devices; open requests end as cancelled.
+
+        Once is enough, more does no harm.
+
+        Args:
+          timeout: seconds to wait for the step under way; None: `cluster.step_seconds`.
+        """
         with self._wake:
             if self._status != "failed":
                 self._status = "closed"
             self._wake.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(self.deployment.cluster.step_seconds)
+            self._thread.join(self.deployment.cluster.step_seconds if timeout is None else timeout)
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
-        self._results.close()
+        # What a failed step would have given may never come.
+        self._results.close(EXIT_SECONDS if self._failure is None else FAILED_SECONDS)
         if self._watch is not None:
             self._watch.close()
         thaw()
         if self._compilations is not None:
             self._compilations.stop()
+        self._release_devices()
+
+    def _release_devices(self) -> None:
+        """Drops the weights and the KV cache, which belong to the driver, once the loop is over."""
+        if self._thread.is_alive():
+            return
+        self._watch = None
+        if self.__dict__.pop("driver", None) is not None:
+            gc.collect()  # programs and weights refer to each other
 
     def fail(self, error: EngineFailedError) -> None:
         """Marks the engine as failed and ends every open request with the error; any thread."""
@@ -280,6 +294,28 @@ class Engine:
                 callback(error)
             except Exception:
                 logger.exception("a failure callback failed")
+
+    def _request(
+        self,
+        prompt: Sequence[Any],
+        params: SamplingParams,
+        request_id: str,
+        deadline: float | None,
+    ) -> Request:
+        """A checked request. Raises InvalidRequestError naming the field."""
+        params.validate()
+        request = Request(
+            request_id=request_id,
+            prompt=self._token_ids(prompt),
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            seed=params.seed if params.seed is not None else random.getrandbits(32),
+            arrival=time.monotonic(),
+            deadline=deadline,
+        )
+        self.scheduler.check(request)
+        self._check_tokens(params)
+        return request
 
     def _token_ids(self, prompt: Sequence[Any]) -> list[int]:
         """The prompt in plain ints, which step plans can carry to other processes."""
@@ -330,7 +366,7 @@ class Engine:
         with self._wake:
             self._queued -= 1
         try:
-            self.scheduler.add(request)
+            self._loop.submit(request)
         except (InvalidRequestError, OverloadedError) as error:
             return [
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
@@ -341,7 +377,7 @@ class Engine:
         try:
             while self._status in ("ready", "draining"):
                 self._last_turn = time.monotonic()
-                self._take_commands()
+                self._take_events()
                 self._step()
         except EngineFailedError as error:
             self.fail(self._explain(error))
@@ -350,71 +386,51 @@ class Engine:
             failure = EngineFailedError(f"step loop: {error!r} after {self.driver.position()}")
             self.fail(self._explain(failure))
 
-    def _step(self) -> None:
-        """One boundary: plan idle lanes, enqueue until a lane leaves, read what is one step old."""
-        driver = self.driver
-        plans = [p for lane in driver.idle_lanes if (p := self.scheduler.plan(lane)) is not None]
-        self._note_admitted()
-        if plans or driver.active:
-            measured = self._watch is not None and self._watch.next()
-            if self._broadcast is not None:
-                self._broadcast(plans, measured)
-            for plan in plans:
-                driver.begin(plan)
-            finished = driver.advance()
-            self._garbage.worked()
-            self._in_flight.append(finished.plan)
-            self._results.read(finished)
-            self._land_until(finished.plan)
-        elif self._in_flight:
-            self._land_one()
-        else:
-            if self._watch is not None:
-                self._watch.idle()
-            self._sleep()
-
-    def _note_admitted(self) -> None:
-        """Who was let in has waited until now."""
-        if admitted := self.scheduler.take_admitted():
-            now = time.monotonic()
-            for sequence in admitted:
-                sequence.queue_seconds = now - sequence.request.arrival
-
-    def _land_until(self, newest: StepPlan) -> None:
-        """Reads results until only the newest step of its lane is still unread."""
-        while self._results.ready() or any(
-            plan.lane == newest.lane and plan.number != newest.number for plan in self._in_flight
-        ):
-            self._land_one()
-
-    def _land_one(self) -> None:
-        """Waits for the oldest step's tokens and hands them out."""
-        plan, result = self._results.take(
-            self.deployment.cluster.step_seconds, lambda: self._failure
-        )
-        if plan.number != self._in_flight.popleft().number:
-            raise EngineFailedError(f"step {plan.number} landed out of order")
-        self._deliver(self.scheduler.complete(plan, result))
-
-    def _take_commands(self) -> None:
+    def _take_events(self) -> None:
+        """Feeds the loop what has happened: commands, deadlines, results."""
         while self._commands:
             with self._wake:
                 command = self._commands.popleft()
             self._deliver(command())
-        if self._deadlines:
-            now = time.monotonic()
-            with self._wake:
-                late = [request_id for request_id, at in self._deadlines.items() if at <= now]
-            for request_id in late:
-                self._deliver(self.scheduler.cancel(request_id))
+        self._deliver(self._loop.tick())
+        while self._loop.in_flight and self._results.ready():
+            self._complete()
 
-    def _deliver(self, outputs: list[TokenOutput]) -> None:
+    def _step(self) -> None:
+        """Carries out the loop's next action."""
+        match self._loop.next(self.driver.idle_lanes):
+            case Enqueue(steps):
+                self._enqueue([step.plan for step in steps])
+            case Await():
+                self._complete()
+            case Idle(until):
+                self._sleep(until)
+
+    def _enqueue(self, plans: list[StepPlan]) -> None:
+        """One boundary: followers hear of the plans, then stages until a lane leaves."""
+        measured = self._watch is not None and self._watch.next()
+        if self._broadcast is not None:
+            self._broadcast(plans, measured)
+        for plan in plans:
+            self.driver.begin(plan)
+        finished = self.driver.advance()
+        self._garbage.worked()
+        self._loop.enqueued(finished.plan.lane)
+        self._results.read(finished)
+
+    def _complete(self) -> None:
+        """Waits for the oldest step's tokens and delivers them."""
+        plan, result = self._results.take(
+            self.deployment.cluster.step_seconds, lambda: self._failure
+        )
+        self._deliver(self._loop.complete(plan.lane, plan, result))
+
+    def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
             callback = self._open.get(output.request_id)
             if output.finish_reason is not None:
                 with self._wake:
                     callback = self._open.pop(output.request_id, None)
-                    self._deadlines.pop(output.request_id, None)
                     self._grammars.pop(output.request_id, None)
                     if not self._open:
                         self._wake.notify_all()
@@ -426,10 +442,30 @@ class Engine:
                 logger.exception("request %s: its receiver failed", output.request_id)
                 self.cancel(output.request_id)
 
-    def _sleep(self) -> None:
-        """Nothing to do: check the books, collect garbage, then wait for a command."""
-        self.scheduler.check_integrity()
+    def _sleep(self, until: float | None) -> None:
+        """Nothing to do: check some of the books, collect garbage, then wait for a command.
+
+        Args:
+          until: `time.monotonic` seconds of the next deadline, if there is one.
+        """
+        if self._watch is not None:
+            self._watch.idle()
+        self.scheduler.check_next_group()
         self._garbage.idle()
+        seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):
-                self._wake.wait(IDLE_SECONDS)
+                self._wake.wait(max(0.0, seconds))
+
+
+_running: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends the threads of engines that were not closed.
+
+    They are inside JAX most of the time; the interpreter would abort when it ends around them.
+    """
+    for engine in list(_running):
+        engine.close(EXIT_SECONDS)

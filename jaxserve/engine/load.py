@@ -18,6 +18,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       preemptions: how often a sequence lost its pages to another.
       prefix_queries: tokens of prompts that were looked for in the prefix cache.
       prefix_hits: those that were found.
+      invalid_logits: requests that ended because their logits were not finite numbers.
       compilations: programs that the step loop had to wait for; more than 0 is a flaw.
     """
 
@@ -29,4 +30,5 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    invalid_logits: int = 0
     compilations: int = 0

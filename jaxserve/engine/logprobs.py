@@ -1,6 +1,6 @@
 """What a step gave, in plain values: tokens, and log-probabilities where requests want them.
 
-Made by the results' thread out of the arrays that `programs/sampling.py` packs, read by the
+Made by the results' thread out of the arrays that `roles/sampling_programs.py` packs, read by the
 scheduler.
 """
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.pipeline.plan import StepPlan
+from jaxserve.roles.step_plan import StepPlan
 
 
 class TokenLogprobs(NamedTuple):
@@ -19,19 +19,15 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-Place = tuple[int, int]
-"""DP group and slot."""
-
-
 class StepResult(NamedTuple):
-    """What a step gave, on the host."""
+    """What a step gave, on the host. A row is `group * slots + slot`, as in the plan."""
 
-    sampled: list[list[int]]
-    """`[group][slot]`; read only where the plan samples."""
-    logprobs: dict[Place, TokenLogprobs]
-    """Of sampled tokens, where the plan asks for them."""
-    scores: dict[Place, list[TokenLogprobs]]
-    """Of the plan's targets."""
+    sampled: np.ndarray
+    """int32 `[groups, slots]`; read only where the plan samples."""
+    logprobs: dict[int, TokenLogprobs]
+    """Row → of its sampled token, where the plan asks for it."""
+    scores: dict[int, list[TokenLogprobs]]
+    """Row → of the plan's targets."""
 
 
 def step_result(
@@ -44,23 +40,22 @@ def step_result(
       logprobs: `[groups, slots, 1 + 2 * top]`, int32; floats as bits.
       scores: `[groups, tokens, 1 + 2 * top]`.
     """
-    result = StepResult(sampled.tolist(), {}, {})
+    result = StepResult(sampled, {}, {})
     if logprobs is None and scores is None:
         return result
-    for group, rows in enumerate(plan.groups):
-        start = 0
-        for row in rows:
-            place = group, row.slot
-            if logprobs is not None and row.sample and row.logprobs is not None:
-                token_id = result.sampled[group][row.slot]
-                packed = logprobs[group, row.slot]
-                result.logprobs[place] = _unpack(packed, token_id, row.logprobs)
-            if scores is not None and row.targets:
-                result.scores[place] = [
-                    _unpack(packed, token_id, row.target_logprobs)
-                    for packed, token_id in zip(scores[group, start:], row.targets, strict=False)
-                ]
-            start += len(row.token_ids)
+    slots = sampled.shape[1]
+    starts = plan.token_starts(slots)
+    for options in plan.options:
+        row = options.row
+        at = divmod(row, slots)
+        if logprobs is not None and options.logprobs is not None:
+            result.logprobs[row] = _unpack(logprobs[at], int(sampled[at]), options.logprobs)
+        if scores is not None and options.targets:
+            group, start = starts[row]
+            result.scores[row] = [
+                _unpack(packed, token_id, options.target_logprobs)
+                for packed, token_id in zip(scores[group, start:], options.targets, strict=False)
+            ]
     return result
 
 

@@ -24,7 +24,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody owns."""
+        """Pages on the free list."""
         return len(self._free)
 
     @property

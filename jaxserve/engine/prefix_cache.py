@@ -1,13 +1,12 @@
-"""Full pages of tokens that were seen before, so that a prompt that begins alike is not computed
-again: a radix tree, one edge a page, for one DP group and every tenant in it.
+"""The prefix cache of one DP group: full pages of earlier prompts and outputs, for reuse.
 
-Called by the scheduler through `DPGroup`. Pages are ints; the cache entries they name live on the
-attention mesh. A page in the tree is never written again: it is full, and whoever goes on does so
-on a page of their own.
+A radix tree with one edge a page, and one root a tenant. Called by the scheduler through `DPGroup`.
+Pages are ints; the KV entries they name live on the attention mesh. A page in the tree is full and
+is never written again: a sequence that continues it writes to a page of its own.
 
-Who owns a page: the pool's free list, one sequence, or the tree, and never two of them. A node that
-a sequence uses keeps its page; so do the nodes above it, because whoever uses a node uses its whole
-path. What nobody uses stays until pages run out, and goes then, least recently used first.
+Ownership: every page belongs to the pool's free list, to one sequence, or to the tree. A node in
+use keeps its page, and so do the nodes above it, because a sequence uses a whole path. Unused nodes
+stay until pages run out, and are then evicted, least recently used first.
 """
 
 from collections import Counter, OrderedDict
@@ -49,19 +48,19 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[str, PageNode] = {}
-        # Nodes without users, least recently used first. A path is let go from its end, so a node
-        # stands behind everything below it, and the first one is always a leaf.
+        # Nodes without users, least recently used first. A path is released from its end, so a
+        # node comes after everything below it, and the first one is always a leaf.
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
 
     @property
     def idle(self) -> int:
-        """Pages that nobody uses, and that `evict` can give back."""
+        """Pages that no sequence uses, which `evict` can give back."""
         return len(self._idle)
 
     def match(self, salt: str, tokens: Sequence[int], longest: int) -> list[PageNode]:
-        """The path of the longest known beginning of `tokens`, of at most `longest` tokens.
+        """The path of the longest cached prefix of `tokens`, of at most `longest` tokens.
 
-        It is not held yet: see `acquire`.
+        The caller does not hold it yet: see `acquire`.
         """
         path: list[PageNode] = []
         node = self._roots.get(salt)
@@ -82,17 +81,24 @@ class PrefixCache:
             node.users += 1
 
     def release(self, path: Sequence[PageNode]) -> None:
-        """Lets go of a path that one user held."""
+        """Ends one user's hold of a path."""
         for node in reversed(path):
             node.users -= 1
             if not node.users:
                 self._idle[node] = None
 
     def extend(self, path: list[PageNode], salt: str, tokens: Sequence[int], page_id: int) -> bool:
-        """Adds the page that follows a held path, which then holds it, too, and the tree owns it.
+        """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
 
-        Where the tree has such a page already, this one takes its place if nobody uses that;
-        otherwise nothing happens, and the answer is False.
+        If the tree has a page with the same text, the new one replaces it where that is unused.
+        Otherwise nothing happens.
+
+        Args:
+          path: extended in place.
+          tokens: of the page.
+
+        Returns:
+          whether the page was added.
         """
         if path:
             parent = path[-1]

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.errors import InvalidRequestError
-from jaxserve.step import MAX_BIASES, MAX_LOGPROBS
+from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,6 +26,8 @@ MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
+MIN_FLOAT32 = 2.0**-126
+"""The smallest float32 that devices do not take for 0."""
 
 
 class Grammar(Protocol):
@@ -111,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("temperature", self.temperature, 0.0, 2.0, "[0, 2] (0 is greedy)")
         _check_integer("top_k", self.top_k, 0, MAX_INT32, note=" (0 keeps all tokens)")
         _check_number("top_p", self.top_p, 0.0, 1.0, "(0, 1]", above_low=True)
+        _check_float32("top_p", self.top_p)
         _check_number("min_p", self.min_p, 0.0, 1.0, "[0, 1]")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, MAX_UINT32)
@@ -128,6 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_number(field, getattr(self, field), -2.0, 2.0, "[-2, 2]")
         penalty = self.repetition_penalty
         _check_number("repetition_penalty", penalty, 0.0, 10.0, "(0, 10]", above_low=True)
+        _check_float32("repetition_penalty", penalty)
         _check_logit_bias(self.logit_bias)
         for field in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, field)) is not None:
@@ -220,6 +224,11 @@ def _check_number(
     inside = low <= value <= high and not (above_low and value == low)
     if math.isnan(value) or not inside:
         raise InvalidRequestError(field, f"{value} is not in {interval}")
+
+
+def _check_float32(field: str, value: float) -> None:
+    if value < MIN_FLOAT32:
+        raise InvalidRequestError(field, f"{value} is below {MIN_FLOAT32:.4g}, 0 in float32")
 
 
 def _check_tuple(field: str, value: object, most: int) -> None:

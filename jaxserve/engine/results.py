@@ -9,21 +9,31 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.clock import AwakeClock
 from jaxserve.engine.logprobs import StepResult, step_result
 from jaxserve.errors import EngineFailedError
-from jaxserve.pipeline.plan import StepPlan
-from jaxserve.pipeline.sampling import Finished
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import StepPlan
+
+POLL_SECONDS = 0.5
+"""How often a waiting `take` looks whether the engine has failed meanwhile."""
 
 
 class ResultReader:
-    """A thread that waits for arrays; `read` hands it a step, `take` gives the tokens."""
+    """A thread that waits for arrays; `read` hands it a step, `take` gives the tokens.
 
-    def __init__(self) -> None:
+    Args:
+      clock: seconds, monotonic. Time in which the process could not run is not counted.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._steps: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
-        self._landed: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = (
+        self._complete: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, name="jaxserve-results", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-results", daemon=True)
+        self._thread.start()
 
     def read(self, finished: Finished) -> None:
         """Starts the copy of a step's tokens to the host; returns at once."""
@@ -32,13 +42,18 @@ class ResultReader:
                 array.copy_to_host_async()
         self._steps.put(finished)
 
-    def close(self) -> None:
-        """Ends the thread after what it was handed."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the thread after what it was handed, and waits up to `timeout` seconds for it.
+
+        A thread that is inside a device read when the interpreter ends would abort the process.
+        """
         self._steps.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
 
     def ready(self) -> bool:
         """Whether `take` would return at once."""
-        return not self._landed.empty()
+        return not self._complete.empty()
 
     def take(
         self, timeout: float, failed: Callable[[], EngineFailedError | None]
@@ -46,20 +61,21 @@ class ResultReader:
         """The oldest step's tokens.
 
         Raises:
-          EngineFailedError: they did not come within `timeout` seconds, the computation failed, or
-            `failed` says meanwhile that the engine has.
+          EngineFailedError: they did not come within `timeout` seconds (`cluster.step_seconds`),
+            the computation failed, or `failed` says meanwhile that the engine has.
         """
-        end = time.monotonic() + timeout
+        awake = AwakeClock(2 * POLL_SECONDS, self._clock)
         while True:
             try:
-                plan, result = self._landed.get(timeout=min(0.5, timeout))
+                plan, result = self._complete.get(timeout=min(POLL_SECONDS, timeout))
                 break
             except queue.Empty:
                 if (failure := failed()) is not None:
                     raise failure from None
-                if time.monotonic() >= end:
+                if awake.tick() >= timeout:
                     raise EngineFailedError(
-                        f"a step's tokens did not arrive within {timeout:.1f} s"
+                        f"a step's tokens did not arrive within {timeout:.1f} s "
+                        "(cluster.step_seconds)"
                     ) from None
         if isinstance(result, Exception):
             raise EngineFailedError(f"step {plan.number} of lane {plan.lane}: {result}")
@@ -75,7 +91,7 @@ class ResultReader:
                 result = _result(finished)
             except Exception as error:
                 result = error
-            self._landed.put((finished.plan, result))
+            self._complete.put((finished.plan, result))
 
 
 def _result(finished: Finished) -> StepResult:

@@ -1,4 +1,4 @@
-"""What changes a request's logits, made ready once a request and handed to its rows step by step.
+"""What changes a request's logits: packed once a request, and sent with each of its steps.
 
 Called by `sequence.py`. The device applies it (`sampler.adjust`).
 """
@@ -6,7 +6,7 @@ Called by `sequence.py`. The device applies it (`sampler.adjust`).
 import numpy as np
 
 from jaxserve.engine.request import Request
-from jaxserve.pipeline.plan import SlotRules
+from jaxserve.roles.step_plan import SlotRules
 
 BANNED = -1e30
 """Added to the logit of a token that may not come yet. Finite, so that it still comes where a

@@ -5,39 +5,27 @@ and gate weights, all as unsigned words of the values' width, side by side: a co
 per array, not per byte. Knows nothing of attention and ffn.
 """
 
-import math
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import msgspec
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, UInt
 
-from jaxserve.link.width import row_words
-from jaxserve.quant.rows import (
+from jaxserve.config.model import FFNKind
+from jaxserve.link.contract import Contract
+from jaxserve.model.message import Message
+from jaxserve.model.quant.rows import (
     STORAGE,
-    EncodedRows,
-    RowFormat,
+    WireFormat,
     decode_rows,
     encode_rows,
     has_scales,
 )
+from jaxserve.model.row_width import row_words
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
-
-
-class Message(NamedTuple):
-    """A message, unpacked."""
-
-    tokens: Float[Array, "tokens d_model"]
-    experts: Int[Array, "tokens top_k"] | None
-    """None in dense layers."""
-    gates: Float[Array, "tokens top_k"] | None
-    encoded: EncodedRows | None = None
-    """The tokens as they are sent, if whoever normed them has quantised them at once."""
 
 
 class MessageFormat(msgspec.Struct, frozen=True):
@@ -51,7 +39,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
     d_model: int
     top_k: int
-    rows: RowFormat
+    rows: WireFormat
 
     @property
     def word(self) -> jnp.dtype:
@@ -117,6 +105,11 @@ def _from_words(words: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.bitcast_convert_type(words, dtype)
 
 
-def row_multiple(senders: int, receivers: int) -> int:
-    """Rows of a step must be a multiple of this, so that both sides hold equal shares."""
-    return math.lcm(senders, receivers)
+def message_formats(contract: Contract) -> dict[FFNKind, MessageFormat]:
+    """The formats of a model's messages, by the kind of the layer's FFN."""
+    return {
+        kind: MessageFormat(
+            contract.d_model, contract.top_k if kind == "moe" else 0, contract.dispatch
+        )
+        for kind in dict.fromkeys(contract.layers)
+    }

@@ -17,7 +17,7 @@ def why_not(
     target: Target,
     found: Found,
 ) -> str:
-    """The bound that breaks the target, and the changes of one thing each that meet it."""
+    """Explains which bound prevents the target, and lists single changes that would meet it."""
     if found.fastest is None:
         lines = [_shortage(found, target)]
     else:

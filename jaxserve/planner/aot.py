@@ -1,8 +1,8 @@
 """Compiles every program of a deployment for a TPU topology, on a machine without TPUs.
 
-Called by `plan.py compile`, in a process that does nothing else: it tells JAX to use the CPU and
-libtpu not to look for TPUs. Weights and pages are shapes, nothing is allocated. The only module of
-the planner that may know JAX.
+Called by `plan.py compile`, in a process that does nothing else: it sets JAX to the CPU and keeps
+libtpu from looking for TPUs. Weights and pages are shapes; nothing is allocated. The only module of
+the planner that imports JAX.
 """
 
 import concurrent.futures
@@ -15,15 +15,20 @@ from typing import NamedTuple
 
 import jax
 
-from jaxserve.capacity import Role, role_bytes
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes, cached_sharding
-from jaxserve.model import ModelTemplates
-from jaxserve.pipeline.executables import afd_programs, colocated_programs
-from jaxserve.programs import AFDPrograms, ColocatedPrograms, Program, step_multiple
-from jaxserve.step import Bucket
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention import attention_programs
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
+from jaxserve.roles.colocated import colocated_programs
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.ffn import ffn_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
 
 COLLECTIVES = (
     "all-gather",
@@ -38,19 +43,19 @@ _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
 class Topology(NamedTuple):
-    """Devices that are not there."""
+    """A topology: devices that exist only as a description."""
 
     name: str
     devices: tuple[jax.Device, ...]
 
     @property
     def device_kind(self) -> str:
-        """As JAX names it."""
+        """The device kind, as JAX names it."""
         return str(self.devices[0].device_kind)
 
 
 class CompiledProgram(NamedTuple):
-    """What came of one program. Bytes are of one device."""
+    """The result of compiling one program. Bytes are per device."""
 
     name: str
     role: Role
@@ -59,30 +64,30 @@ class CompiledProgram(NamedTuple):
     """Layers of the model that run it."""
     seconds: float
     error: str
-    """What the compiler said against it; empty: it compiled."""
+    """The compiler's error; empty if it compiled."""
     arguments: int = 0
     padding: int = 0
-    """Bytes of arguments that only the memory layout's tiles take."""
+    """Bytes of padding that the memory layout adds to the arguments."""
     outputs: int = 0
-    """Without those that reuse an argument's memory."""
+    """Bytes of results that do not reuse a donated argument's memory."""
     temporaries: int = 0
     code: int = 0
     collectives: Mapping[str, int] = {}
 
 
 class RoleMemory(NamedTuple):
-    """A device of a role, in bytes."""
+    """Memory of a device of a role, in bytes."""
 
     role: Role
     devices: int
     weights: int
     cache: int
     padding: int
-    """Tiles of weights and cache, by what the compiler says of their programs."""
+    """Layout padding of weights and cache, as the compiler reports it."""
     messages: int
     """Outputs of the largest program, once a lane, and every lane's token counts."""
     temporaries: int
-    """Of the program that needs most."""
+    """Temporary memory of the program that needs most."""
     code: int
     """Of all programs."""
 
@@ -99,7 +104,7 @@ def topology(name: str) -> Topology:
     Raises:
       ConfigError: libtpu is missing or does not know it.
     """
-    # No TPU is looked for, and none is taken from a process that serves on it.
+    # Do not look for TPUs, nor take them from a process that serves on them.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -129,16 +134,16 @@ def compile_deployment(
     workers: int = 2,
     report: Callable[[CompiledProgram], None] = lambda program: None,
 ) -> list[CompiledProgram]:
-    """Compiles all programs of both roles, and says of each what came of it.
+    """Compiles all programs of both roles and returns the result of each.
 
     Args:
-      buckets: those to compile; none: all of the deployment.
-      workers: compilations at a time.
-      report: called as each is done, in whatever order.
+      buckets: buckets to compile; empty: all of the deployment.
+      workers: concurrent compilations.
+      report: called with every result, in order of completion.
 
     Raises:
-      ConfigError: the model cannot be cut like that, there are too few devices, or the deployment
-        has no such bucket.
+      ConfigError: the model cannot be sharded as asked, there are too few devices, or the
+        deployment has no such bucket.
     """
     known = deployment_buckets(deployment)
     for bucket in buckets:
@@ -152,9 +157,15 @@ def compile_deployment(
     wanted = list(buckets) or known
     programs: list[tuple[Program, Role, Bucket, int]] = []
     if deployment.mode == "colocated":
-        made = colocated_programs(ColocatedPrograms(templates, deployment, meshes), wanted)
+        made = colocated_programs(
+            ColocatedPrograms(templates, deployment, meshes.attention), wanted
+        )
     else:
-        made = afd_programs(AFDPrograms(templates, deployment, meshes), wanted)
+        made = attention_programs(
+            AttentionPrograms(templates, deployment, meshes.attention), wanted
+        ) | ffn_programs(
+            FFNPrograms(templates, deployment, meshes.ffn), [bucket.tokens for bucket in wanted]
+        )
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
         programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
@@ -166,13 +177,6 @@ def compile_deployment(
             report(done[-1])
     order = [(program.name, bucket) for program, _, bucket, _ in programs]
     return sorted(done, key=lambda one: order.index((one.name, one.bucket)))
-
-
-def deployment_buckets(deployment: Deployment) -> list[Bucket]:
-    """All buckets that a step of the deployment may have."""
-    limits, multiple = deployment.scheduler, step_multiple(deployment)
-    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
-    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
 
 
 def _layers(config: ModelConfig, name: str, kind: object) -> int:
@@ -212,7 +216,7 @@ def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> Compi
 
 
 def _argument_bytes(program: Program) -> int:
-    """What a device's arguments would take without tiles."""
+    """Bytes of a device's arguments without layout padding."""
     total = 0
     for argument, spec in zip(program.arguments, program.in_specs, strict=True):
         shard = cached_sharding(program.mesh, spec).shard_shape(argument.shape)

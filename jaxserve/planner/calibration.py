@@ -1,15 +1,15 @@
-"""Straight lines from what a roofline says of a stage to what was measured of it.
+"""Linear corrections from a stage's roofline prediction to its measured time.
 
-`measurements.py` makes them, `stages.py` applies them. Knows neither models nor files.
+`measurements.py` fits them, `stages.py` applies them. Knows neither models nor files.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-StageName = Literal["attend", "dispatch", "ffn", "combine"]
+from jaxserve.observe.timeline import AFDStage
 
 SPREAD = 1.2
-"""Predictions that lie closer together than this ratio give a factor and no constant."""
+"""Predictions within this ratio of each other determine a factor only, not a constant."""
 
 
 class Fit(NamedTuple):
@@ -61,12 +61,12 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Calibration(NamedTuple):
-    """Fits by stage and the name of the hardware that runs it; for the link, that sends."""
+    """Fits by stage and hardware name; for the link, the name of the sending hardware."""
 
-    fits: Mapping[tuple[StageName, str], Fit]
+    fits: Mapping[tuple[AFDStage, str], Fit]
 
-    def correct(self, stage: StageName, hardware: str, seconds: Any) -> Any:
-        """Predicted seconds, a number or an array, as the measurements would have them."""
+    def correct(self, stage: AFDStage, hardware: str, seconds: Any) -> Any:
+        """Corrects predicted seconds, a number or an array; without a fit they are unchanged."""
         found = self.fits.get((stage, hardware))
         return seconds if found is None else found.constant + found.scale * seconds
 

@@ -31,10 +31,10 @@ def checks(
     ffn: Hardware,
     plan: Plan | None = None,
 ) -> list[Check]:
-    """Of one pair of hardware; with a plan, of its batch too.
+    """Checks the rules for a pair of hardware and, given a plan, for its batch.
 
     Args:
-      tpot: seconds; a stage of the three has a third of it.
+      tpot: time per output token in seconds; each of the three pipeline stages gets a third.
     """
     stage = tpot / 3
     layer = stage / model.layers

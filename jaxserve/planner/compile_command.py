@@ -16,7 +16,7 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.measurements import hardware_of
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.text import grid, json_text
-from jaxserve.step import Bucket
+from jaxserve.roles.layout import Bucket
 
 if TYPE_CHECKING:
     from jaxserve.planner.aot import CompiledProgram, RoleMemory

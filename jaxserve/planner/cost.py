@@ -1,5 +1,5 @@
-"""What a token costs to decode, in bytes, FLOPs and dollars, when nothing waits for anything: the
-formulas of Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `checks.py`."""
+"""The cost of decoding a token in bytes, FLOPs and dollars at full utilisation: the formulas of
+Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `checks.py`."""
 
 import math
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ STAGE_SECONDS = 0.0166
 
 
 class TokenCost(NamedTuple):
-    """Of one decoded token, all layers together (Step-3, tables 2 and 3)."""
+    """The cost of one decoded token, summed over all layers (Step-3, tables 2 and 3)."""
 
     cache_bytes: float
-    """KV cache and states that are read (and for states, written)."""
+    """Bytes of KV cache and states read (for states, also written)."""
     attention_flops: float
-    """Without the linear maps."""
+    """FLOPs of attention proper, without the linear maps."""
     linear_flops: float
-    """Of the linear maps before and after attention."""
+    """FLOPs of the linear maps before and after attention."""
     ffn_flops: float
-    """Of the FFN, without the router."""
+    """FLOPs of the FFN, without the router."""
 
 
 def token_cost(model: CostModel, context: int) -> TokenCost:
-    """With an 8-bit cache, after `context` tokens."""
+    """The cost of a token after `context` tokens, with an 8-bit cache."""
     return TokenCost(
         cache_bytes=sum(group.layers * cache_bytes(group, context) for group in model.attention),
         attention_flops=sum(
@@ -38,8 +38,8 @@ def token_cost(model: CostModel, context: int) -> TokenCost:
 
 
 def cache_bytes(group: AttentionLayers, context: int) -> float:
-    """Bytes a layer, 8 bits a number unless the model fixes it: of a state, which is read and
-    written, twice."""
+    """Bytes of cache traffic per layer, at 8 bits per number unless the model fixes the format. A
+    state is read and written, so it counts twice."""
     times = 2 if group.kind == "lightning" else 1
     return times * (group.cache_bytes or 1) * group.cached_numbers(context)
 
@@ -113,8 +113,8 @@ def minimum_sparsity(
     a stage (§5.4): 8-bit dispatch and 16-bit combine over the links of one host to others.
 
     Args:
-      stage_seconds: what a stage may take, summed over the layers. The paper's 16.6 ms × 2/3 is
-        11.1 ms (rounded); so is this one's.
+      stage_seconds: time budget of a stage, summed over the layers. Like the paper, which rounds
+        16.6 ms × 2/3 to 11.1 ms, this rounds.
     """
     budget = round(stage_seconds * 2 / 3, 4)
     messages = hardware.host_network * hardware.bandwidth * budget
@@ -130,7 +130,7 @@ class AttentionFit(NamedTuple):
     """Whether a device can be an attention device at all (§6). Bytes are of one layer."""
 
     readable_bytes: float
-    """What the memory delivers in a stage."""
+    """Bytes that the memory delivers in a stage."""
     linear_bytes: float
     """8-bit weights of the linear maps that the device holds."""
     cached_tokens: int
@@ -141,10 +141,10 @@ class AttentionFit(NamedTuple):
 def attention_fit(
     model: CostModel, hardware: Hardware, stage_seconds: float, split_output: int = 8
 ) -> AttentionFit:
-    """Of the largest group of attention layers.
+    """Checks the largest group of attention layers.
 
     Args:
-      stage_seconds: for one layer.
+      stage_seconds: time budget of one layer's stage.
       split_output: devices over which the output map is split; the paper's other maps are whole on
         every device.
     """
@@ -162,9 +162,9 @@ class FFNFit(NamedTuple):
     """How many devices it takes to read all FFN weights in time (§6)."""
 
     layer_bytes: float
-    """What a device may hold of one layer."""
+    """Bytes of one layer that a device can read in time."""
     host_bytes: float
-    """What a host may hold of all layers."""
+    """Bytes of all layers that a host can read in time."""
     weight_bytes: float
     """All FFN weights, in 8 bits."""
     hosts: int
@@ -172,10 +172,10 @@ class FFNFit(NamedTuple):
 
 
 def ffn_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> FFNFit:
-    """With half of the memory bandwidth, as a batch large enough to compute leaves it.
+    """Assumes half of the memory bandwidth, since compute takes the other half of the time.
 
     Args:
-      stage_seconds: for one layer.
+      stage_seconds: time budget of one layer's stage.
     """
     layer = hardware.bandwidth * 0.5 * stage_seconds
     host = layer * model.layers * hardware.devices_per_host
@@ -184,7 +184,8 @@ def ffn_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> FFNFi
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats: larger in the first number, smaller in the second."""
+    """The Pareto-optimal points: the first number is better when larger, the second when
+    smaller."""
     front: list[tuple[float, float]] = []
     for point in sorted(set(points), key=lambda p: (-p[0], p[1])):
         if not front or point[1] < front[-1][1]:

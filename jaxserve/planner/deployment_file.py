@@ -1,10 +1,12 @@
 """A plan as a deployment file that `jaxserve.serve --config` takes. Called by `plan.py search
---write`; it knows the keys of `config/deployment.py` and nothing of how a plan came about."""
+--write`; it knows the keys of `config/deployment.py`, not how a plan came about."""
 
 import os
 from pathlib import Path
 
+from jaxserve.config.deployment import load_deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.search import Plan
 from jaxserve.planner.stages import Assumptions, Formats
@@ -22,11 +24,11 @@ def deployment_text(
     hardware: dict[str, Hardware],
     folder: Path,
 ) -> str:
-    """The YAML text.
+    """The deployment of a plan as YAML text.
 
     Args:
       model: the model folder; written relative to `folder`, where the file will be.
-      hardware: what the plan's names mean.
+      hardware: the plan's hardware by name.
     """
     layout = plan.layout
     colocated = layout.mode != "afd"
@@ -69,8 +71,26 @@ def deployment_text(
     return "\n".join(lines) + "\n"
 
 
+def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
+    """Writes the file, unless `serve` would refuse it: a search sums up weights by formula, `serve`
+    by the model's own templates (`roles/capacity.py`).
+
+    Raises:
+      ConfigError: the deployment does not fit on its devices; gives the numbers.
+    """
+    from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
+
+    file.write_text(text, encoding="utf-8")
+    try:
+        deployment = load_deployment(file)
+        check_capacity(config, deployment, memory_of(deployment))
+    except ConfigError:
+        file.unlink()
+        raise
+
+
 def _path(model: Path, folder: Path) -> str:
-    """From the file to the model, if they are near each other."""
+    """The model's path relative to the file, if they are near each other."""
     relative = os.path.relpath(model, folder)
     return str(model) if relative.startswith("../..") else relative
 

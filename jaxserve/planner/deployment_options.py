@@ -15,7 +15,7 @@ from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
 
 
 def add_deployment(command: argparse.ArgumentParser) -> None:
-    """The deployment alone."""
+    """Adds the options that name a deployment."""
     command.add_argument("--config", type=Path, metavar="FILE", help="a deployment, as of serve")
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of it, e.g. lanes=3"
@@ -23,7 +23,7 @@ def add_deployment(command: argparse.ArgumentParser) -> None:
 
 
 def add_scenario(command: argparse.ArgumentParser) -> None:
-    """The deployment, its hardware, and what is assumed and measured of it."""
+    """Adds the options that name a deployment, its hardware, assumptions and measurements."""
     add_deployment(command)
     add = command.add_argument
     add("--hardware", metavar="NAME", help="of both roles")
@@ -61,10 +61,10 @@ def read_roles(options: argparse.Namespace) -> Roles:
 
 
 def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
-    """Everything that the options of `add_scenario` say.
+    """Reads the options of `add_scenario`.
 
     Raises:
-      ConfigError: something of it is wrong.
+      ConfigError: one of them is wrong.
     """
     deployment = read_deployment(options)
     model, stored = model_of(deployment, options.configs)

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """The configurations of a checkout."""
 
 MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")
-"""The fields that are somebody's measurement or claim, so that a file has to say whose."""
+"""The fields that are measured or published figures; a file must give a source for each."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,12 +45,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sources: dict[str, str]
     """Where each figure is from."""
     device_kinds: list[str] = []
-    """What JAX calls such devices."""
+    """JAX's names of such devices."""
     jax_devices: Count = 1
-    """How many devices JAX makes of one: TPU v7x has two cores a chip."""
+    """JAX devices per accelerator; 2 for TPU v7x, whose chips have two cores."""
 
     def flops(self, number_format: str) -> float:
-        """FLOP/s of matrices in this format; without hardware for it, at the rate of BF16."""
+        """Peak FLOP/s of matrix products in this format, or that of BF16 where it is
+        unsupported."""
         return self.teraflops.get(number_format, self.teraflops["bfloat16"]) * 1e12
 
     @property
@@ -88,7 +89,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def roofline(self) -> float:
-        """FLOPs a byte at which computing and reading take equally long (Step-3, table 4)."""
+        """FLOPs per byte at which compute and memory take equally long (Step-3, table 4)."""
         return self.paper_flops / self.bandwidth
 
     @property
@@ -110,13 +111,13 @@ def known_hardware(folder: Path = CONFIGS) -> list[str]:
 def load_hardware(
     name: str, prices: Mapping[str, float] | None = None, folder: Path = CONFIGS
 ) -> Hardware:
-    """One of the known ones, or the path of a YAML file.
+    """Loads known hardware by name, or a YAML file by its path.
 
     Args:
       prices: USD a device and hour by name, in place of the files'.
 
     Raises:
-      ConfigError: nobody knows it (lists the known ones), or its file is wrong.
+      ConfigError: it is unknown (the message lists the known ones), or its file is wrong.
     """
     path = Path(name) if name.endswith(".yaml") else folder / "hardware" / f"{name.lower()}.yaml"
     if not path.is_file():
@@ -135,10 +136,10 @@ def load_hardware(
 
 
 def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
-    """A YAML file as a strict struct.
+    """Reads a YAML file as a strict struct.
 
     Raises:
-      ConfigError: it is no YAML, a key is unknown or missing, or a value is wrong.
+      ConfigError: it is not YAML, a key is unknown or missing, or a value is wrong.
     """
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -151,7 +152,7 @@ def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """What to say of a name that nobody knows."""
+    """The error message for an unknown name."""
     near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{what} {name!r} is not known{hint or '.'} Known: {', '.join(known)}"

@@ -1,6 +1,6 @@
-"""When every stage of every lane runs, device by device: the clockwork of a simulation.
+"""Computes when every stage of every lane runs, device by device: the core of the simulator.
 
-Called by `simulate.py`. `Disaggregated` follows the order of `pipeline/schedule.py`, in which the
+Called by `simulate.py`. `Disaggregated` follows the order of `roles/schedule.py`, in which the
 driver enqueues, so no event queue is needed: a stage starts when its input is there, its devices
 are free (they work in the order of enqueueing) and the host has enqueued it. A lane here is any
 lane of any domain; lane i belongs to domain i mod domains.
@@ -11,23 +11,23 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.pipeline.schedule import Rotation
-from jaxserve.pipeline.timeline import Span, Stage
-from jaxserve.planner.calibration import StageName
+from jaxserve.observe.timeline import AFDStage, Span
 from jaxserve.planner.stage_times import StepTimes
+from jaxserve.roles.schedule import Rotation
 
 LinkMode = Literal["duplex", "shared", "sender"]
 """`duplex`: each direction is a link of its own; `shared`: both directions take turns; `sender`: a
 message keeps its sender busy until it has arrived."""
 
-Disturb = Callable[[StageName, np.ndarray], np.ndarray]
+Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
 """Seconds of a stage on devices of their own → the same with noise."""
 
 Note = Callable[[Span], None]
 
 
 class Busy(NamedTuple):
-    """Seconds so far, of the mean device of a role or direction; attention of the mean domain."""
+    """Busy seconds so far, averaged over the devices of a role or direction and over the
+    domains."""
 
     attention: float
     ffn: float
@@ -36,15 +36,15 @@ class Busy(NamedTuple):
 
 
 class _Lane:
-    """Where a lane stands; arrays have an entry a DP group."""
+    """The progress of a lane; arrays have one entry per DP group."""
 
     def __init__(self, groups: int):
         self.times: StepTimes
         self.number = 0
         self.ready = np.zeros(groups)
-        """When the attention devices have what they need, or have sent it."""
+        """When the attention devices have their input, or have sent their output."""
         self.on_ffn = 0.0
-        """When the ffn role has what it needs, or has its result."""
+        """When the ffn role has its input, or its result."""
 
 
 class Disaggregated:
@@ -53,7 +53,7 @@ class Disaggregated:
     Args:
       layers, lanes, groups: of the model, of a domain, DP groups of a domain.
       domains: attention meshes, served by one ffn mesh.
-      note: gets every stage as a span, from the first device's start to the last one's end.
+      note: called with every stage as a span, from the first device's start to the last one's end.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Disaggregated:
         return Busy(*map(float, self._busy))
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """A step enters at `now`, the host's time."""
+        """A lane begins a step at `now`, the host's time."""
         self._rotation.begin(lane)
         state = self._lanes[lane]
         state.times, state.number = times, number
@@ -190,7 +190,7 @@ class Disaggregated:
         for other in (0, 1) if self._link == "shared" else (direction,):
             self._link_free[other][domain] = end
 
-    def _span(self, stage: Stage, lane: int, layer: int, start: float, end: float) -> float:
+    def _span(self, stage: AFDStage, lane: int, layer: int, start: float, end: float) -> float:
         if self._note is not None:
             number = self._lanes[lane].number
             side = self._domains if stage in ("dispatch", "ffn") else lane % self._domains
@@ -200,7 +200,7 @@ class Disaggregated:
 
 
 class Seen(NamedTuple):
-    """How long a collective takes as a device sees it, waiting for the others included."""
+    """The duration of a collective as devices see it, waiting for the others included."""
 
     mean: float
     least: float
@@ -230,7 +230,10 @@ class Colocated:
         self._begun: list[tuple[int, int, StepTimes]] = []
         self._all_lanes = range(lanes)
         self._busy = np.zeros(4)
-        self._seen: dict[Stage, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
+        self._seen: dict[AFDStage, list[tuple[float, float, float]]] = {
+            "dispatch": [],
+            "combine": [],
+        }
 
     @property
     def active(self) -> bool:
@@ -267,13 +270,13 @@ class Colocated:
         self._tell("attend", lane, number, self._layers, at - times.leave, at)
         return lane, float(at.max())
 
-    def seen(self, stage: Stage) -> Seen:
-        """Of a collective, over all layers, steps and devices."""
+    def seen(self, stage: AFDStage) -> Seen:
+        """Durations of a collective over all layers, steps and devices."""
         means, least, most = zip(*self._seen[stage], strict=True)
         return Seen(float(np.mean(means)), min(least), max(most))
 
     def _work(
-        self, stage: StageName, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
     ) -> np.ndarray:
         seconds = self._disturb(stage, work)
         self._busy[0 if stage == "attend" else 1] += seconds.mean()
@@ -281,7 +284,7 @@ class Colocated:
         return at + seconds
 
     def _exchange(
-        self, stage: StageName, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
     ) -> np.ndarray:
         moving = self._disturb(stage, np.full_like(at, seconds))
         end = np.full_like(at, (at + moving).max())
@@ -292,7 +295,7 @@ class Colocated:
         return end
 
     def _tell(
-        self, stage: Stage, lane: int, number: int, layer: int, at: np.ndarray, end: np.ndarray
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, end: np.ndarray
     ) -> None:
         if self._note is not None:
             begin = round(float(at.min()) * 1e9)

@@ -1,4 +1,4 @@
-"""`plan calibrate` and `plan verify`: what was measured, against what was predicted.
+"""`plan calibrate` and `plan verify`: measurements against predictions.
 
 Called by `plan.py`.
 """
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline.timeline import STAGES, Span
+from jaxserve.observe.timeline import STAGES, AFDStage, Span
 from jaxserve.planner import report
-from jaxserve.planner.calibration import Calibration, StageName
+from jaxserve.planner.calibration import Calibration
 from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.measurements import (
@@ -56,10 +56,10 @@ def _timeline_options(command: argparse.ArgumentParser) -> None:
     add("--context", default="2K", help="mean tokens of a sequence: 2K")
 
 
-class Stage(NamedTuple):
+class ComparedStage(NamedTuple):
     """A stage of a trace."""
 
-    name: StageName
+    name: AFDStage
     spans: int
     measured: float
     """Seconds, the median."""
@@ -91,7 +91,7 @@ def verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def compare(made: Scenario, spans: Sequence[Span], batch: int) -> list[Stage]:
+def compare(made: Scenario, spans: Sequence[Span], batch: int) -> list[ComparedStage]:
     """Medians of a trace's stages beside the predictions, of the most frequent kind of layer.
 
     Raises:
@@ -113,20 +113,20 @@ def compare(made: Scenario, spans: Sequence[Span], batch: int) -> list[Stage]:
         ]
         found = [seconds for seconds in found if seconds > 0]
         if found:
-            stages.append(Stage(name, len(found), statistics.median(found), times[name]))
+            stages.append(ComparedStage(name, len(found), statistics.median(found), times[name]))
     if not stages:
         raise ConfigError("the trace has no stage of the model's most frequent kind of layer")
     return stages
 
 
-def predictions(made: Scenario, batch: int) -> dict[StageName, float]:
+def predictions(made: Scenario, batch: int) -> dict[AFDStage, float]:
     """Seconds of the stages of the most frequent kind of layer, with `batch` sequences a DP group
     and lane."""
     layout, (attention, ffn, _) = made.layout, made.roles
     model = made.attention.model
     a_group = max(model.attention, key=lambda group: group.layers)
     f_group = max(model.ffn, key=lambda group: group.layers)
-    parts = made.ffn.ffn(f_group, ffn, layout.dp * batch, layout.ep, layout.ffn_tp)
+    parts = made.ffn.ffn(f_group, ffn, layout.dp * batch, layout.ffn_mesh)
     there, back = crossings(made.ffn, layout, attention, ffn, batch)
     return {
         "attend": made.attention.attend(a_group, attention, batch, layout.tp).seconds,
@@ -192,7 +192,7 @@ def _from_trace(options: argparse.Namespace) -> list[Measurement]:
     layout, formats = made.layout, made.attention.formats
     f_group = max(made.ffn.model.ffn, key=lambda group: group.layers)
     tokens_of_all = layout.dp * batch
-    parts = made.ffn.ffn(f_group, made.roles.ffn, tokens_of_all, layout.ep, layout.ffn_tp)
+    parts = made.ffn.ffn(f_group, made.roles.ffn, tokens_of_all, layout.ffn_mesh)
     found = []
     for one in stages:
         on_ffn = one.name in ("ffn", "combine")

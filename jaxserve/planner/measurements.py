@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline.timeline import Span, steady_window
-from jaxserve.planner.calibration import NOTHING, Calibration, StageName, fit
+from jaxserve.observe.timeline import AFDStage, Span, steady_window
+from jaxserve.planner.calibration import NOTHING, Calibration, fit
 from jaxserve.planner.hardware import CONFIGS, Hardware, known_hardware, load_hardware, unknown
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Layout, crossings
@@ -24,7 +24,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     device_kind: str
     """As JAX names it ("TPU v6 lite", "NVIDIA H200"), or a hardware file's name."""
-    op: StageName
+    op: AFDStage
     model: str
     """A known model, or a model folder."""
     batch: int
@@ -32,10 +32,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context: int
     """Tokens of a sequence."""
     format: Format
-    """Of weights and cache."""
+    """Number format of weights and cache."""
     seconds: float
     cache: Format | None = None
-    """Of the cache, if it is another."""
+    """Number format of the cache, if it differs."""
     dispatch: Format = "bfloat16"
     compute: str = "auto"
     """Format of matrix products (`Formats.compute`)."""
@@ -47,15 +47,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What it is a measurement of: the same again replaces it."""
+        """Identifies what was measured; a later measurement with the same key replaces this one."""
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name != "seconds")
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """A file of them.
+    """Reads a file of measurements.
 
     Raises:
-      ConfigError: it is missing, no such list, or a number is out of range.
+      ConfigError: the file is missing or malformed, or a number is out of range.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=list[Measurement])
@@ -71,16 +71,16 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
-    """All of them; a later measurement of the same replaces the earlier."""
+    """Joins lists of measurements; later ones replace earlier ones with the same key."""
     return list({one.key: one for found in lists for one in found}.values())
 
 
 def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, float]:
-    """The hardware that it ran on, and the seconds that rooflines alone give it. Of an ffn stage
-    only the work: what moves inside the ffn role is not measured by a bench of one device.
+    """The hardware of a measurement, and the seconds that rooflines alone predict. For an ffn stage
+    only its computation counts: a benchmark of one device has no collectives.
 
     Raises:
-      ConfigError: nobody knows its hardware or its model.
+      ConfigError: its hardware or model is unknown.
     """
     hardware = hardware_of(one.device_kind, configs)
     formats = Formats(
@@ -94,10 +94,6 @@ def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, floa
     if one.op == "attend":
         group = max(model.attention, key=lambda group: group.layers)
         return hardware, calculator.attend(group, hardware, one.batch, one.tp).seconds
-    if one.op == "ffn":
-        group_of_ffn = max(model.ffn, key=lambda group: group.layers)
-        parts = calculator.ffn(group_of_ffn, hardware, one.dp * one.batch, one.ep, one.ffn_tp)
-        return hardware, parts.work.seconds
     layout = Layout(
         mode="afd",
         attention=one.device_kind,
@@ -108,15 +104,19 @@ def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, floa
         ffn_tp=one.ffn_tp,
         lanes=1,
     )
+    if one.op == "ffn":
+        group_of_ffn = max(model.ffn, key=lambda group: group.layers)
+        parts = calculator.ffn(group_of_ffn, hardware, one.dp * one.batch, layout.ffn_mesh)
+        return hardware, parts.work.seconds
     there, back = crossings(calculator, layout, hardware, hardware, one.batch)
     return hardware, (there if one.op == "dispatch" else back).seconds
 
 
 def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
-    """The hardware of this name, or whose devices JAX calls so.
+    """The hardware with this name or with this JAX device kind.
 
     Raises:
-      ConfigError: nobody knows it; lists the known ones.
+      ConfigError: it is unknown; the message lists the known ones.
     """
     names = known_hardware(configs)
     if device_kind.lower() in names:
@@ -130,7 +130,7 @@ def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
 
 def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
     """A fit for each stage and hardware that was measured."""
-    points: dict[tuple[StageName, str], list[tuple[float, float]]] = {}
+    points: dict[tuple[AFDStage, str], list[tuple[float, float]]] = {}
     for one in found:
         hardware, seconds = predicted(one, configs)
         points.setdefault((one.op, hardware.name), []).append((seconds, one.seconds))
@@ -138,7 +138,7 @@ def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibr
 
 
 def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
-    """What a file of measurements says; of no file, nothing.
+    """The calibration from a file of measurements; without a file, no correction.
 
     Raises:
       ConfigError: see `read_measurements` and `predicted`.
@@ -147,7 +147,7 @@ def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
 
 
 class _Trace(msgspec.Struct):
-    """timeline.json, as far as it matters here."""
+    """The part of timeline.json that is used here."""
 
     spans: list[Span]
 
@@ -171,7 +171,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def steady_spans(spans: Sequence[Span]) -> list[Span]:
-    """Those that end in a typical stretch of steps: neither compilation nor pauses."""
+    """The spans that end in a typical window of steps, without compilations and pauses."""
     steps = len({span.step for span in spans})
     begin, end = steady_window(spans, max(1, steps // 4))
     return [span for span in spans if begin < span.end_ns <= end]

@@ -3,7 +3,8 @@
 Made from the engine's `ModelConfig` (`configs/models/<name>/config.json`), or read from
 `configs/models/<name>/cost.yaml` for models that the engine cannot run. Called by `cost.py`,
 `tables.py` and `search.py`; it knows nothing of hardware and of number formats, except that a group
-may hold its cache in a format of its own.
+may fix the format of its cache. `tests/jaxserve/planner/test_models.py` holds the bytes that follow
+from these sums to those of the engine's templates (`roles/capacity.py`).
 """
 
 import json
@@ -36,7 +37,7 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_heads: Count
     head_dim: Count
     window: Width = 0
-    """Tokens that a token attends to; 0: all."""
+    """Attention window in tokens; 0: unlimited."""
     cache_bytes: float = 0.0
     """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
     q_latent: Width = 0
@@ -49,7 +50,7 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     v_dim: Width = 0
 
     def cached_numbers(self, context: int) -> int:
-        """Numbers that one token reads in one layer, of keys and values or of states."""
+        """Numbers of keys and values, or of states, that one token reads in one layer."""
         if self.kind == "lightning":
             return self.q_heads * self.head_dim**2
         tokens = min(context, self.window) if self.window else context

@@ -1,4 +1,4 @@
-"""What is not the same every time: durations, lengths, arrivals, and how experts are chosen.
+"""The random inputs of a simulation: durations, lengths, and the choice of experts.
 
 Called by `simulate.py` and `stage_times.py`. Everything is drawn from one seeded generator.
 """
@@ -7,22 +7,20 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.calibration import StageName
+from jaxserve.observe.timeline import AFDStage
 
 
 class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     """A stage's duration over its undisturbed one: lognormal with mean 1, and rare stalls."""
 
-    spread: dict[StageName, float] = {}
+    spread: dict[AFDStage, float] = {}
     """Standard deviation over the mean, by stage."""
     stall_probability: float = 0.0
     """Of every stage and device."""
     stall_seconds: float = 0.0
 
-    def draw(
-        self, random: np.random.Generator, stage: StageName, seconds: np.ndarray
-    ) -> np.ndarray:
-        """Durations of `seconds`, disturbed; each entry is a device of its own."""
+    def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
+        """`seconds` with noise, drawn independently for every entry (a device)."""
         sigma = self.spread.get(stage, 0.0)
         if sigma:
             variance = np.log1p(sigma * sigma)
@@ -34,14 +32,14 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertLoads:
-    """How many tokens the busiest ffn device gets, over the mean.
+    """The load imbalance of the ffn devices.
 
-    Every layer's experts have a popularity of their own, lognormal with this spread, drawn once;
-    every step's choices are drawn from it.
+    The popularity of every layer's experts is lognormal and drawn once; every step's choices are
+    drawn from it.
 
     Args:
-      ranks: devices that the experts are divided over (ep).
-      skew: standard deviation of the popularity over its mean; 0: all alike, chance alone decides.
+      ranks: devices over which the experts are divided (ep).
+      skew: standard deviation of the popularity over its mean; 0: all experts are equally popular.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class ExpertLoads:
         self._random, self._top_k, self._ranks = random, top_k, ranks
 
     def busiest(self, layer: int, tokens: int) -> float:
-        """Of one step of `tokens` tokens."""
+        """Tokens of the busiest device over the mean, in one step of `tokens` tokens."""
         counts = self._random.multinomial(tokens * self._top_k, self._popularity[layer])
         loads = counts.reshape(self._ranks, -1).sum(axis=1)
         return float(loads.max() / max(loads.mean(), 1e-9))

@@ -1,5 +1,5 @@
-"""What Step-3 (arXiv 2507.19427) prints: the cells that `tables.py` puts beside its own. Data, as
-printed; computed by nobody here."""
+"""The cells that Step-3 (arXiv 2507.19427) prints, for comparison in `tables.py`. Data copied from
+the paper; nothing is computed here."""
 
 MODELS = {
     "DSv3": "deepseek-v3",

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.calibration import StageName
+from jaxserve.observe.timeline import AFDStage
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stages import Assumptions
 
@@ -66,8 +66,8 @@ def jitter(items: Sequence[str], stall: str) -> Jitter:
     Raises:
       ConfigError: an unknown stage, a spread that is not in [0, 10], or no such stall.
     """
-    spread: dict[StageName, float] = {}
-    names = get_args(StageName)
+    spread: dict[AFDStage, float] = {}
+    names = get_args(AFDStage)
     for item in items:
         name, equals, text = item.rpartition("=")
         value = _number(text)

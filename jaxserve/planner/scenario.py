@@ -1,13 +1,12 @@
 """A deployment on hardware, ready to be simulated or predicted.
 
-Called by `plan.py simulate`, `calibrate`, `verify` and by `paper_systems.py`. It turns the keys of
+Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 `config/deployment.py` into the planner's words.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
@@ -80,8 +79,9 @@ def scenario(
     Raises:
       ConfigError: it has a number format that the planner does not know.
     """
-    broadcast = deployment.link.route == "broadcast" and deployment.mode == "afd"
-    assumed = msgspec.structs.replace(assumed, broadcast=broadcast or assumed.broadcast)
+    afd = deployment.mode == "afd"
+    gather = afd and deployment.link.route == "broadcast"
+    exchange = "gather" if gather else deployment.ffn.exchange
 
     def calculator(weights: str) -> Calculator:
         formats = Formats(
@@ -89,7 +89,7 @@ def scenario(
             cache=_format("cache.format", deployment.cache_format),
             dispatch=_format("link.dispatch", deployment.dispatch_format),
         )
-        return Calculator(model, context, formats, assumed, measured)
+        return Calculator(model, context, formats, assumed, measured, exchange)
 
     return Scenario(
         deployment,

@@ -1,8 +1,8 @@
-"""Looks through layouts for the cheapest ones that meet a target. Called by `plan.py search`.
+"""Searches for the cheapest layouts that meet a target. Called by `plan.py search`.
 
-Three modes: `afd`, attention and FFN on devices of their own and of any two kinds; `ep`, colocated,
-a DP group a device and the experts over all of them; `tp`, colocated, everything cut over the
-devices of one fast link. Plain arithmetic by `stages.py`.
+Three modes: `afd`, attention and FFN on separate devices of any two kinds; `ep`, colocated, with
+one DP group per device and the experts divided over all of them; `tp`, colocated, with everything
+sharded over the devices of one fast link. Plain arithmetic by `stages.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +10,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import FFNLayers
-from jaxserve.planner.stages import Calculator, Stage
+from jaxserve.planner.stages import Calculator, StageTime
 
 Mode = Literal["afd", "ep", "tp"]
 STAGES = ("attend", "dispatch", "ffn", "combine")
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Hosts that a role is tried on."""
+"""Numbers of hosts to try for a role."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,21 +44,27 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.ep * self.ffn_tp if self.mode == "afd" else 0
 
     @property
+    def ffn_mesh(self) -> ExchangeMesh:
+        """The devices that exchange rows."""
+        attention = self.attention_devices if self.mode == "afd" else None
+        return ExchangeMesh(self.ep, self.ffn_tp, attention)
+
+    @property
     def devices(self) -> int:
         """All of them."""
         return self.attention_devices + self.ffn_devices
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout with a batch, and what is predicted of it."""
+    """A layout with a batch size, and the predictions for it."""
 
     layout: Layout
     batch: int
     """Sequences a DP group and lane."""
     tpot: float
     """Seconds between a sequence's tokens."""
-    stages: dict[str, Stage]
-    """Of the most frequent kind of layer, by name."""
+    stages: dict[str, StageTime]
+    """Times of the stages by name, for the most frequent kind of layer."""
     tokens_per_second: float
     dollars: float
     """USD a million tokens."""
@@ -88,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for."""
+    """The target of a search."""
 
     tpot: float
     """Seconds."""
@@ -97,16 +104,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(NamedTuple):
-    """What a search saw."""
+    """The results of a search."""
 
     plans: list[Plan]
-    """Within the target, every layout at its largest batch, cheapest first."""
+    """Every layout that meets the target, at its largest batch, cheapest first."""
     points: list[Plan]
     """Every layout at several batches, whatever their TPOT: for the front."""
     fastest: Plan | None
     """Least TPOT of all that fits; None: nothing fits."""
     short: tuple[Layout, str, float, float] | None
-    """Of the layouts that do not fit, the nearest: (layout, role, bytes needed, bytes there)."""
+    """The layout that misses the memory least: (layout, role, bytes needed, bytes available)."""
 
 
 class Searcher:
@@ -114,7 +121,7 @@ class Searcher:
 
     Args:
       calculator: the model, its context and formats.
-      attention, ffn: hardware by name that each role may have. Colocated modes take what both have.
+      attention, ffn: hardware by name that each role may use; colocated modes use those in both.
     """
 
     def __init__(
@@ -242,7 +249,7 @@ class Searcher:
         usable = 1 - calculator.assumed.reserve
         attention = self._attention[layout.attention].memory * usable
         weights = calculator.attention_weights(layout.tp)
-        ffn_weights = calculator.ffn_weights(layout.ep, layout.ffn_tp)
+        ffn_weights = calculator.ffn_weights(layout.ffn_mesh)
         if layout.mode == "afd":
             ffn = self._ffn[layout.ffn].memory * usable
             if ffn_weights > ffn:
@@ -266,11 +273,11 @@ class Searcher:
                     times = self._afd_stages(layout, batch, f_group)
                 else:
                     tokens = layout.dp * batch
-                    parts = calculator.ffn(f_group, a, tokens, layout.ep, layout.ffn_tp)
+                    parts = calculator.ffn(f_group, a, tokens, layout.ffn_mesh)
                     times = {
-                        "dispatch": Stage(parts.spread, "network"),
+                        "dispatch": StageTime(parts.spread, "network"),
                         "ffn": parts.work,
-                        "combine": Stage(parts.gather, "network"),
+                        "combine": StageTime(parts.gather, "network"),
                     }
                 times = {"attend": attend, **times}
                 step += share * layer_seconds(
@@ -283,7 +290,7 @@ class Searcher:
         if layout.mode == "afd":
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
-        ffn_bytes = calculator.ffn_weights(layout.ep, layout.ffn_tp)
+        ffn_bytes = calculator.ffn_weights(layout.ffn_mesh)
         held = calculator.attention_weights(layout.tp)
         held += layout.lanes * batch * calculator.sequence_bytes(layout.tp)
         colocated = layout.mode != "afd"
@@ -298,14 +305,14 @@ class Searcher:
             ffn_bytes=0.0 if colocated else ffn_bytes,
         )
 
-    def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, Stage]:
+    def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, StageTime]:
         calculator = self._calculator
         a, f = self._attention[layout.attention], self._ffn[layout.ffn]
         tokens = layout.dp * batch
         dispatch, combine = crossings(calculator, layout, a, f, batch)
         return {
             "dispatch": dispatch,
-            "ffn": calculator.ffn(group, f, tokens, layout.ep, layout.ffn_tp).stage(
+            "ffn": calculator.ffn(group, f, tokens, layout.ffn_mesh).stage(
                 calculator.assumed.overlap
             ),
             "combine": combine,
@@ -314,18 +321,19 @@ class Searcher:
 
 def crossings(
     calculator: Calculator, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
-) -> tuple[Stage, Stage]:
+) -> tuple[StageTime, StageTime]:
     """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles."""
     joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
     bandwidth = (attention.link, ffn.link) if joined else (attention.network, ffn.network)
     copies = -(-layout.ffn_devices // ffn.link_devices) if calculator.assumed.broadcast else 1
-    rows = copies * batch / layout.tp, copies * layout.dp * batch / layout.ffn_devices
+    sent, received = batch / layout.tp, layout.dp * batch * calculator.own_rows(layout.ffn_mesh)
+    rows = copies * sent, copies * received
     there = calculator.cross(bandwidth, *rows, calculator.dispatch_bytes())
     back = calculator.cross(bandwidth, *rows, calculator.combine_bytes())
     correct = calculator.measured.correct
     return (
-        Stage(correct("dispatch", attention.name, there.seconds), there.bound),
-        Stage(correct("combine", ffn.name, back.seconds), back.bound),
+        StageTime(correct("dispatch", attention.name, there.seconds), there.bound),
+        StageTime(correct("combine", ffn.name, back.seconds), back.bound),
     )
 
 
@@ -343,7 +351,7 @@ def layer_seconds(stages: Sequence[float], lanes: int) -> float:
 
 
 def front(points: Sequence[Plan]) -> list[Plan]:
-    """The plans than which no other is both faster and cheaper, fastest first."""
+    """The Pareto front of speed and cost, fastest first."""
     best: list[Plan] = []
     for plan in sorted(points, key=lambda plan: (plan.tpot, plan.dollars)):
         if not best or plan.dollars < best[-1].dollars:

@@ -1,8 +1,8 @@
 """A serving deployment in simulated time: requests come, the scheduler plans, lanes run.
 
-Called by `plan.py simulate`. The scheduler is the engine's own, one a domain; the loop is the
-engine's (`engine/engine.py`): plan idle lanes, enqueue until a lane leaves, read what is a step
-old. What devices do meanwhile is worked out by `lanes.py` from the times of `stage_times.py`.
+Called by `plan.py simulate`. The schedulers, one a domain, and the loop are the engine's own
+(`engine/loop.py`); this module carries its actions out in simulated time. What devices do meanwhile
+is worked out by `lanes.py` from the times of `stage_times.py`.
 """
 
 import gc
@@ -16,14 +16,15 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline.plan import StepPlan
-from jaxserve.pipeline.timeline import Span, Stage
+from jaxserve.observe.timeline import AFDStage, Span
 from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, LinkMode, Seen
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.stage_times import Rows, StageTimes
+from jaxserve.roles.step_plan import StepPlan
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ffn_busy: float
     dispatch_busy: float
     combine_busy: float
-    seen: dict[Stage, Seen] = {}
+    seen: dict[AFDStage, Seen] = {}
     """Colocated: the collectives with their waiting."""
 
     @property
@@ -115,7 +116,7 @@ class _Request(msgspec.Struct):
     """Whether the first counted token was its first."""
 
 
-class _Landed(NamedTuple):
+class _LaneProgress(NamedTuple):
     """Of a lane's counted steps: when the first and the last ended, tokens after the first."""
 
     first: float
@@ -167,23 +168,25 @@ class Simulation:
             )
         )
         self._schedulers = [self._scheduler() for _ in range(self._domains)]
-        self._sampled = StepResult([[0] * self._slots] * self._groups, {}, {})
+        self._loop = Loop(self._schedulers, self._lanes, lambda: self._now)
+        self._sampled = StepResult(np.zeros((self._groups, self._slots), np.int32), {}, {})
         self._prompt = [0] * deployment.scheduler.max_length
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
         self._count = 0
         self._now = 0.0
         self._next_arrival = 0.0
-        self._inside: dict[int, tuple[int, StepPlan]] = {}
-        """Steps of lanes that are inside one: the how-manieth it is of all, and its plan."""
-        self._in_flight: deque[tuple[int, int, StepPlan, float]] = deque()
-        """Lane, how-manieth, plan and end of the steps that were enqueued and not read."""
-        self._left = [conditions.steps + 2] * self._lanes
+        self._indices: list[deque[int]] = [deque() for _ in range(self._lanes)]
+        """By lane, the global step indices of its steps that are not complete, oldest first."""
+        self._ends: deque[float] = deque()
+        """When the steps end that the loop has in flight."""
+        self._steps = conditions.steps + 2
+        """Of the lane that has the most of them."""
         self._issued = 0
         self._uncounted = 2**62
-        """Of the steps in the order of their issue the first that does not count any more."""
+        """Global index of the first step that no longer counts."""
         self._counted = 0
-        self._landed: dict[int, _Landed] = {}
+        self._progress: dict[int, _LaneProgress] = {}
         self._running = 0.0
         self._length = 0.0
         self._start: tuple[float, Busy] | None = None
@@ -196,8 +199,6 @@ class Simulation:
                 self._fill()
             while self._turn():
                 pass
-            while self._in_flight:
-                self._land()
         return self._result(), self._kept_spans()
 
     def _scheduler(self) -> Scheduler:
@@ -233,7 +234,7 @@ class Simulation:
         name = str(self._count)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         request = Request(request_id=name, prompt=self._prompt[:prompt], params=params)
-        self._schedulers[self._count % self._domains].add(request)
+        self._loop.submit(request, self._count % self._domains)
         self._requests[name] = _Request(arrival)
         self._count += 1
 
@@ -243,34 +244,41 @@ class Simulation:
             self._next_arrival += float(self._random.exponential(1 / self._traffic.rate))
 
     def _turn(self) -> bool:
-        """One boundary of the engine's loop; False: everything is done."""
+        """Carries out one action of the loop; False: everything is done."""
+        while self._ends and self._ends[0] <= self._now:
+            self._read()
         self._arrive()
-        pipeline = self._pipeline
-        for index in pipeline.idle_lanes:
-            if min(self._left):
-                plan = self._schedulers[index % self._domains].plan(index // self._domains)
-                if plan is not None:
-                    self._begin(index, plan)
-        if pipeline.active:
-            self._now += self._conditions.host_seconds
-            index, end = pipeline.advance(self._now)
-            self._in_flight.append((index, *self._inside.pop(index), end))
-            self._land_until(index)
-        elif self._in_flight:
-            self._land()
-        elif self._traffic.rate and min(self._left):
-            self._now = max(self._now, self._next_arrival)
-        else:
-            return False
+        match self._loop.next(self._lanes_to_plan()):
+            case Enqueue(steps):
+                for step in steps:
+                    self._begin(step)
+                self._now += self._conditions.host_seconds
+                lane, end = self._pipeline.advance(self._now)
+                self._loop.enqueued(lane)
+                self._ends.append(end)
+            case Await():
+                self._read()
+            case _:
+                if not self._traffic.rate or self._all_issued:
+                    return False
+                self._now = max(self._now, self._next_arrival)
         return True
 
-    def _begin(self, index: int, plan: StepPlan) -> None:
-        rows = self._rows(plan)
-        self._inside[index] = self._issued, plan
-        self._left[index] -= 1
-        if self._left[index] == 1:
+    @property
+    def _all_issued(self) -> bool:
+        """Whether a lane has had all its steps, so that no lane begins another one."""
+        return max(self._loop.issued) >= self._steps
+
+    def _lanes_to_plan(self) -> Iterator[int]:
+        """Idle lanes, as long as the lanes before them leave steps to issue."""
+        return (lane for lane in self._pipeline.idle_lanes if not self._all_issued)
+
+    def _begin(self, step: ScheduledStep) -> None:
+        lane, rows = step.lane, self._rows(step.plan)
+        self._indices[lane].append(self._issued)
+        if self._loop.issued[lane] == self._steps - 1:
             self._uncounted = min(self._uncounted, self._issued)
-        self._pipeline.begin(index, self._issued, self._now, self._times.step(rows))
+        self._pipeline.begin(lane, self._issued, self._now, self._times.step(rows))
         self._issued += 1
         if self._start is not None:
             self._running += len(rows.tokens)
@@ -278,46 +286,36 @@ class Simulation:
             self._counted += 1
 
     def _rows(self, plan: StepPlan) -> Rows:
-        group = [index for index, rows in enumerate(plan.groups) for _ in rows]
-        tokens = [len(row.token_ids) for rows in plan.groups for row in rows]
-        length = [row.kv_length for rows in plan.groups for row in rows]
+        group, tokens = plan.rows // self._slots, plan.token_counts
         padded = plan.bucket.tokens
         if self._traffic.prefill == "elsewhere":
-            tokens = [1] * len(tokens)
-            most = max(map(len, plan.groups))
+            tokens = np.ones_like(tokens)
+            most = np.bincount(group).max()
             sizes = self._deployment.scheduler.token_buckets
-            padded = next((size for size in sizes if size >= most), most)
-        return Rows(self._groups, np.array(group), np.array(tokens), np.array(length), padded)
+            padded = next((size for size in sizes if size >= most), int(most))
+        return Rows(self._groups, group, tokens, plan.kv_lengths, padded)
 
-    def _disturb(self, stage: Stage, seconds: np.ndarray) -> np.ndarray:
+    def _disturb(self, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
         return self._conditions.jitter.draw(self._random, stage, seconds)
 
-    def _land_until(self, newest: int) -> None:
-        """Reads results until of this lane's only the newest is left, and all that are there."""
-        while self._in_flight and (
-            self._in_flight[0][3] <= self._now
-            or sum(index == newest for index, *_ in self._in_flight) > 1
-        ):
-            self._land()
-
-    def _land(self) -> None:
-        index, number, plan, end = self._in_flight.popleft()
+    def _read(self) -> None:
+        """Waits for the oldest step in flight and takes its result."""
+        lane, plan = self._loop.in_flight[0]
+        end, number = self._ends.popleft(), self._indices[lane].popleft()
         self._now = max(self._now, end)
-        scheduler = self._schedulers[index % self._domains]
-        scheduler.take_admitted()  # else it keeps them all: only an engine asks for them
-        outputs = scheduler.complete(plan, self._sampled)
+        outputs = self._loop.complete(lane, plan, self._sampled)
         if number >= self._uncounted:
             self._end = self._end or (self._now, self._pipeline.busy)
             return
         if self._start is not None:
             # A lane's clock runs from the end of its first counted step.
-            landed = self._landed.setdefault(index, _Landed(end, end, 0))
-            if landed.first < end:
-                self._landed[index] = landed._replace(last=end, tokens=landed.tokens + len(outputs))
+            before = self._progress.setdefault(lane, _LaneProgress(end, end, 0))
+            if before.first < end:
+                tokens = before.tokens + len(outputs)
+                self._progress[lane] = before._replace(last=end, tokens=tokens)
         for output in outputs:
             self._deliver(output, end)
-        done = self._conditions.steps + 2 - max(self._left)
-        if self._start is None and done >= self._conditions.warm_up:
+        if self._start is None and min(self._loop.issued) >= self._conditions.warm_up:
             self._start = self._now, self._pipeline.busy
             for request in self._requests.values():
                 request.first = -1.0
@@ -352,7 +350,7 @@ class Simulation:
         a = self._deployment
         devices = self._domains * a.attention.devices
         devices += 0 if a.mode == "colocated" else a.ffn.devices
-        lanes = [lane for lane in self._landed.values() if lane.tokens]
+        lanes = [lane for lane in self._progress.values() if lane.tokens]
         rate = factor * sum(lane.tokens / (lane.last - lane.first) for lane in lanes)
         counted = max(1, self._counted)
         colocated = self._pipeline if isinstance(self._pipeline, Colocated) else None

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline import timeline_view
-from jaxserve.pipeline.timeline import Span, steady_window, summarise, typical_steps
-from jaxserve.planner import paper_systems, report
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import Span, steady_window, summarise, typical_steps
+from jaxserve.planner import report
 from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.noise import Lengths
@@ -23,7 +23,6 @@ from jaxserve.planner.text import grid, json_text
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """The options."""
     add = command.add_argument
-    add("--paper", action="store_true", help="the papers' systems beside their measurements")
     add_scenario(command)
     add("--domains", type=int, default=1, help="attention meshes on one ffn mesh: 1")
     add("--prompt", default="2K", help="tokens, on the mean: 2K")
@@ -46,8 +45,6 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulates and shows."""
-    if options.paper:
-        return _paper(options)
     made, traffic, conditions = _asked(options)
     times = made.rooflines(seed=options.seed, skew=options.skew)
     result, spans = Simulation(made.deployment, times, traffic, conditions).run()
@@ -178,17 +175,3 @@ def _page(
             ("What went in", report.lines(told)),
         ],
     )
-
-
-def _paper(options: argparse.Namespace) -> int:
-    found = paper_systems.compare(options.configs)
-    rows, given = paper_systems.compared_rows(found), paper_systems.inputs(found)
-    if options.html:
-        sections = [("Errors", report.table(rows)), ("Inputs", report.lines(given))]
-        page = report.page("Systems that papers measured, simulated", sections)
-        options.html.write_text(page, encoding="utf-8")
-    if options.json:
-        print(json_text([{**one._asdict(), "error": one.error} for one in found]))
-    else:
-        print("\n".join([grid(rows), "", *given]))
-    return 0

@@ -1,7 +1,7 @@
-"""How long every stage of a step takes, for the batch that the scheduler put together.
+"""The duration of every stage of a step, for the batch that the scheduler planned.
 
-Called by `simulate.py`. `Rooflines` works times out from a deployment and its hardware, `Given`
-repeats those of a paper. Times are of an undisturbed device; noise comes in `noise.py`.
+Called by `simulate.py`. `Rooflines` computes times from a deployment and its hardware, `Given`
+returns fixed ones, such as a paper's. Times are without noise, which `noise.py` adds.
 """
 
 from typing import NamedTuple, Protocol
@@ -44,7 +44,7 @@ class StepTimes(NamedTuple):
 
 
 class StageTimes(Protocol):
-    """What a simulation asks."""
+    """The source of stage times that a simulation uses."""
 
     layers: int
 
@@ -161,7 +161,7 @@ class Rooflines:
 
     def _ffn_parts(self, group: FFNLayers, tokens: int, busiest: float | None) -> FFNStage:
         layout = self._layout
-        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ep, layout.ffn_tp, busiest)
+        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ffn_mesh, busiest)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

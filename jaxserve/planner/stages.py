@@ -1,8 +1,9 @@
-"""How long the stages of a layer take, and what a device holds: rooflines of this engine's layouts.
+"""Rooflines of this engine's layouts: the time of each stage of a layer, and the memory of a
+device.
 
-Called by `search.py` and `stage_times.py`. Times are of one lane and one layer. A kernel takes as
-long as its bytes or its FLOPs, whichever is longer, at the shares of the peak in `Assumptions`; a
-stage has a constant on top. Nothing here knows of instances, prices or targets.
+Called by `search.py` and `stage_times.py`. Times are of one lane and one layer. A kernel takes the
+time of its bytes or of its FLOPs, whichever is longer, at the shares of the peak in `Assumptions`;
+a stage adds a constant. Nothing here knows of instances, prices or targets.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,16 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.link.width import row_words
+from jaxserve.model.ffn.traffic import (
+    ExchangeKind,
+    ExchangeMesh,
+    RowBytes,
+    alltoall_moves,
+    choose,
+    gather_moves,
+    reach,
+    row_bytes,
+)
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.cost import attention_flops
 from jaxserve.planner.hardware import Hardware
@@ -25,14 +35,14 @@ SCALE = 4
 
 
 class Formats(msgspec.Struct, frozen=True, kw_only=True):
-    """How numbers are stored, sent and multiplied."""
+    """Number formats for storage, transfer and computation."""
 
     weights: Format = "fp8"
     cache: Format = "fp8"
     dispatch: Format = "fp8"
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
-    """Of matrix products. `auto`: as the engine does it, INT8 for INT8 weights and else BF16;
-    attention then in BF16. Anything else: everything in this format, as in the paper's FP8."""
+    """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
+    others and for attention. Otherwise all products use this format, as in the paper's FP8."""
 
     @property
     def linear(self) -> str:
@@ -48,7 +58,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What separates rooflines from clocks.
+    """Constants that correct rooflines towards measured times.
 
     Compute, memory and stage_seconds are fitted to Step-3's table 9: its layers on H800, H20 and
     A800 come out within 17 %, the other models' on H800 within 16 % (on H20 they are off by 27 %
@@ -79,8 +89,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the memory for activations and the compiler."""
 
 
-class Stage(NamedTuple):
-    """A stage's time and what most of it goes to."""
+class StageTime(NamedTuple):
+    """The time of a stage, and its largest component."""
 
     seconds: float
     bound: str
@@ -92,20 +102,20 @@ class FFNStage(NamedTuple):
 
     spread: float
     """Seconds in which rows get to all ffn devices that need them."""
-    work: Stage
+    work: StageTime
     gather: float
     """Seconds in which partial results are summed."""
 
-    def stage(self, overlap: float) -> Stage:
+    def stage(self, overlap: float) -> StageTime:
         """All of it, with this share of the moving hidden by the work, as far as it can be."""
         moving = self.spread + self.gather
         hidden = overlap * min(moving, self.work.seconds)
         bound = "network" if moving > self.work.seconds else self.work.bound
-        return Stage(moving + self.work.seconds - hidden, bound)
+        return StageTime(moving + self.work.seconds - hidden, bound)
 
 
 class Calculator(NamedTuple):
-    """Everything that does not change in a search."""
+    """Computes stage times and memory; holds what is constant during a search."""
 
     model: CostModel
     context: int
@@ -114,17 +124,19 @@ class Calculator(NamedTuple):
     assumed: Assumptions
     measured: Calibration = NOTHING
     """What was measured of the stages, which corrects the rooflines."""
+    exchange: Literal["auto", "gather", "alltoall"] = "auto"
+    """`ffn.exchange` of the deployment."""
 
-    def _work(self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]) -> Stage:
+    def _work(self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]) -> StageTime:
         """Kernels of (bytes, FLOPs, format), one after the other, and the stage's constant."""
         parts = {"overhead": self.assumed.stage_seconds, "memory": 0.0, "compute": 0.0}
         for size, flops, number_format in kernels:
             reading = size / hardware.bandwidth / self.assumed.memory
             computing = flops / hardware.flops(number_format) / self.assumed.compute
             parts["memory" if reading >= computing else "compute"] += max(reading, computing)
-        return Stage(sum(parts.values()), max(parts, key=parts.__getitem__))
+        return StageTime(sum(parts.values()), max(parts, key=parts.__getitem__))
 
-    def attend(self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int) -> Stage:
+    def attend(self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int) -> StageTime:
         """A layer's attention: `batch` sequences of a DP group over `tp` devices."""
         seen = self._cached_tokens(group)
         read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
@@ -133,7 +145,7 @@ class Calculator(NamedTuple):
         if tp > 1:
             moving = self._sum_over(hardware, tp, batch)
             seconds, bound = seconds + moving, "network" if moving > seconds else bound
-        return Stage(self.measured.correct("attend", hardware.name, seconds), bound)
+        return StageTime(self.measured.correct("attend", hardware.name, seconds), bound)
 
     def attend_seconds(
         self,
@@ -183,7 +195,7 @@ class Calculator(NamedTuple):
 
     def cross(
         self, bandwidths: tuple[float, float], sent: float, received: float, row_bytes: float
-    ) -> Stage:
+    ) -> StageTime:
         """A message between the roles.
 
         Args:
@@ -195,24 +207,24 @@ class Calculator(NamedTuple):
             for rows, bandwidth in zip((sent, received), bandwidths, strict=True)
         )
         latency = self.assumed.crossing_seconds
-        return Stage(latency + moving, "network" if moving > latency else "overhead")
+        return StageTime(latency + moving, "network" if moving > latency else "overhead")
 
     def ffn(
         self,
         group: FFNLayers,
         hardware: Hardware,
         tokens: int,
-        ep: int,
-        tp: int,
+        mesh: ExchangeMesh,
         busiest: float | None = None,
     ) -> FFNStage:
-        """A layer's FFN over `ep` × `tp` devices; the dense part is cut over all of them.
+        """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
+        expert only over those of a rank, for the rank's own rows.
 
         Args:
           busiest: tokens of the busiest device over the mean; None: `Assumptions.imbalance`.
         """
-        d_model, devices = self.model.d_model, ep * tp
-        size = SIZE[self.formats.weights]
+        d_model, size = self.model.d_model, SIZE[self.formats.weights]
+        ep, tp = mesh.ranks, mesh.tensor
         read, flops = 0.0, 0.0
         if group.experts:
             held = -(-group.experts // ep)
@@ -223,40 +235,63 @@ class Calculator(NamedTuple):
             rows = busiest * tokens * group.top_k * held / group.experts
             read += met * expert * size
             flops += 2 * rows * expert
-        shared = 3 * d_model * group.shared_d_ff / devices
+        parts, seen = ep * tp, float(tokens)
+        if self.exchange_kind(group, mesh) == "alltoall":
+            parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
+        shared = 3 * d_model * group.shared_d_ff / parts
         read += shared * size
-        flops += 2 * tokens * shared
+        flops += 2 * seen * shared
         work = self._work(hardware, [(read, flops, self.formats.linear)])
-        work = Stage(self.measured.correct("ffn", hardware.name, work.seconds), work.bound)
-        there, back = self._collectives(group, hardware, tokens, ep, tp)
+        work = StageTime(self.measured.correct("ffn", hardware.name, work.seconds), work.bound)
+        there, back = self._collectives(group, hardware, tokens, mesh)
         return FFNStage(there, work, back)
 
+    def exchange_kind(self, group: FFNLayers, mesh: ExchangeMesh) -> ExchangeKind:
+        """How the rows of such a layer are exchanged, as the engine decides it."""
+        if not group.experts or mesh.ranks == 1 or self.assumed.broadcast:
+            return "gather"
+        if self.exchange != "auto":
+            return self.exchange
+        reached = reach(group.experts, group.top_k, mesh.ranks)
+        return choose(mesh, self._row_bytes(group), reached, shared=group.shared_d_ff > 0)
+
+    def own_rows(self, mesh: ExchangeMesh) -> float:
+        """The part of all rows that the ffn devices that have most get from the link."""
+        return 1 / mesh.peers if self.assumed.broadcast else mesh.own
+
+    def _row_bytes(self, group: FFNLayers) -> RowBytes:
+        return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, "bfloat16")
+
     def _collectives(
-        self, group: FFNLayers, hardware: Hardware, tokens: int, ep: int, tp: int
+        self, group: FFNLayers, hardware: Hardware, tokens: int, mesh: ExchangeMesh
     ) -> tuple[float, float]:
-        """Seconds to spread rows over the ffn devices, and to sum results; rows cross from host to
-        host once, and are spread by the fast link there."""
-        devices = ep * tp
-        if devices == 1:
+        """Seconds in which rows get to the devices that need them, and results back.
+
+        Between islands of the fast link a gather moves a row once, and the fast link spreads it; an
+        all-to-all moves it as often as ranks there need it. With `Assumptions.broadcast` the link
+        between the roles has brought rows to every island and takes results in BF16 from there.
+        """
+        if mesh.ranks * mesh.tensor == 1:
             return 0.0, 0.0
-        island = min(devices, hardware.link_devices)
-        islands = -(-devices // island)
-        everywhere = bool(group.shared_d_ff) or not group.experts
-        to_device = 1.0 if everywhere else meets(group, ep)
-        to_island = 1.0 if everywhere else meets(group, islands)
-        inner = tokens * to_device * (island - 1) / island
-        outer = tokens * to_island * (islands - 1) / islands / island
-        if self.assumed.broadcast:
-            outer = 0.0
-        width = self.model.d_model
-        seconds = []
-        for row_bytes in (width * SIZE[self.formats.dispatch], width * 2):
-            seconds.append(
-                self.assumed.collective_seconds
-                + self._over(inner * row_bytes, hardware.link)
-                + self._over(outer * row_bytes, hardware.network)
-            )
-        return seconds[0], seconds[1]
+        row, rows, latency = self._row_bytes(group), tokens * self.own_rows(mesh), 1
+        near = min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)
+        if self.exchange_kind(group, mesh) == "alltoall":
+            reached = reach(group.experts, group.top_k, mesh.ranks)
+            moved = alltoall_moves(mesh, row, reached, shared=group.shared_d_ff > 0)
+            far, sizes = reached * (mesh.peers - near), (row.packed, row.result)
+            latency = 2  # how many rows there are goes ahead of them
+        else:
+            if self.assumed.broadcast:
+                row = row._replace(sum=row.result)
+            moved = gather_moves(mesh, row)
+            far, sizes = mesh.peers / near - 1, (row.packed, row.sum)
+        seconds = [
+            self._over(rows * (whole - far * size), hardware.link)
+            + (0.0 if self.assumed.broadcast else self._over(rows * far * size, hardware.network))
+            for whole, size in zip(moved, sizes, strict=True)
+        ]
+        there = latency * self.assumed.collective_seconds if moved.there else 0.0
+        return seconds[0] + there, seconds[1] + self.assumed.collective_seconds
 
     def head(self, hardware: Hardware, batch: int, tp: int) -> float:
         """Seconds of embedding, head and sampling, once a step and lane."""
@@ -265,9 +300,9 @@ class Calculator(NamedTuple):
 
     def dispatch_bytes(self) -> int:
         """Bytes of a row on its way to the ffn role, as the engine packs it."""
-        moe, size = self.model.moe, SIZE[self.formats.dispatch]
+        moe = self.model.moe
         top_k = moe.top_k if moe else 0
-        return row_words(self.model.d_model, top_k, size, has_scale=size == 1) * size
+        return row_bytes(self.model.d_model, top_k, self.formats.dispatch, "bfloat16").packed
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
@@ -312,24 +347,15 @@ class Calculator(NamedTuple):
             total += per_head / tp * (2 - size)
         return total
 
-    def ffn_weights(self, ep: int, tp: int) -> float:
+    def ffn_weights(self, mesh: ExchangeMesh) -> float:
         """Bytes of weights on an ffn device."""
-        total = 0.0
+        total, (ep, tp) = 0.0, mesh[:2]
         for group in self.model.ffn:
             experts = -(-group.experts // ep) * group.expert_d_ff / tp
-            width = experts + group.shared_d_ff / (ep * tp)
+            parts = tp if self.exchange_kind(group, mesh) == "alltoall" else ep * tp
+            width = experts + group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * SIZE[self.formats.weights]
 
     def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network
-
-
-def meets(group: FFNLayers, parts: int) -> float:
-    """Probability that a token goes to a given one of `parts` equal parts of the experts:
-    1 − C(E − E/parts, k) / C(E, k)."""
-    elsewhere = group.experts - group.experts / parts
-    misses = 1.0
-    for index in range(group.top_k):
-        misses *= max(0.0, elsewhere - index) / (group.experts - index)
-    return 1 - misses

@@ -29,13 +29,13 @@ GQA = ("Qwen3 MoE", "Qwen3 32B", "ERNIE 4.5", "Pangu Pro MoE")
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One number, and what the paper prints for it."""
+    """One number, and the paper's value for it."""
 
     value: float
     text: str
-    """With as many digits as the paper prints."""
+    """The number, formatted with as many digits as the paper prints."""
     printed: str = ""
-    """Empty: the paper only draws it, or says nothing."""
+    """The paper's value; empty where it only draws it, or gives none."""
 
     @property
     def difference(self) -> float | None:
@@ -66,7 +66,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """Everything the tables are made of, by the paper's names."""
+    """The inputs of the tables, by the paper's names."""
 
     models: dict[str, CostModel]
     hardware: dict[str, Hardware]

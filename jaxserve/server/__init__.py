@@ -1,1 +1,1 @@
-"""The network faces: gRPC services and the tokenizer behind them."""
+"""The network faces: gRPC and HTTP, the pages, metrics and access control."""

@@ -1,7 +1,7 @@
-"""Who may talk to the server: addresses, API keys and certificates, the same for both faces.
+"""Access control of both faces: addresses, API keys and certificates.
 
-Read from `server.*` of a deployment before any port is bound. Called by `grpc.py`, `http/` and
-`serve.py`. Knows nothing of protocols but the header that carries a key.
+Read from `server.*` of a deployment before any port is bound. Called by `grpc.py`, `http/`,
+`faces.py` and `serve.py`. Knows nothing of protocols but the header that carries a key.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ TENANT_CHARACTERS = 12
 
 
 def prefix_salt(tenant: str, asked: str) -> str:
-    """What separates a tenant's cached prefixes from others', and whatever salt it asked for."""
+    """The salt of cached prefixes: separates tenants, and the salts that one tenant asks for."""
     return f"{tenant}/{asked}" if tenant or asked else ""
 
 
 class ApiKeys:
-    """The keys that open the server; kept as digests.
+    """The accepted API keys, stored as digests.
 
     Args:
       keys: at least 16 printable ASCII characters each.
 
     Raises:
-      ConfigError: a key is too short or unprintable, or there is none; says which one, not what.
+      ConfigError: there is no key, or one is too short or unprintable; gives its number only.
     """
 
     def __init__(self, keys: Sequence[str]):
@@ -47,7 +47,7 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "ApiKeys":
-        """Reads a file with a key a line; empty lines and those that start with # do not count."""
+        """Reads a file of one key per line; empty lines and lines that start with # are ignored."""
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -56,9 +56,9 @@ class ApiKeys:
         return cls([key for key in keys if key and not key.startswith("#")])
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Whose key an `Authorization: Bearer …` header has, as a name that gives nothing away.
+        """The tenant of the key in an `Authorization: Bearer …` header: a prefix of its digest.
 
-        None if it is nobody's. Takes as long whatever the key is.
+        None if the key is unknown. Takes constant time.
         """
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
@@ -70,17 +70,17 @@ class ApiKeys:
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files: the server's certificate and key, and who signs the clients' ones (mTLS)."""
+    """PEM files: the server's certificate and key, and the CA of client certificates (mTLS)."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For servers.
+        """An SSL context for servers.
 
         Raises:
-          ConfigError: the files are no certificate and its key.
+          ConfigError: the files are not a certificate and its key.
         """
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -96,7 +96,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
-    """What a server demands of its clients; by default nothing."""
+    """What clients must present; by default nothing."""
 
     keys: ApiKeys | None = field(default=None, repr=False)
     tls: Tls | None = None
@@ -106,7 +106,7 @@ class Access:
         """Reads the files that the deployment names.
 
         Raises:
-          ConfigError: a file cannot be read, is wrong, or is missing beside another.
+          ConfigError: a file cannot be read or is invalid, or one of a pair is not set.
         """
         keys = ApiKeys.from_file(server.api_keys) if server.api_keys else None
         if bool(server.tls_certificate) != bool(server.tls_key):
@@ -123,12 +123,12 @@ class Access:
         return cls(keys, tls)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """As `ApiKeys.tenant`; where there are no keys everybody is the tenant ""."""
+        """As `ApiKeys.tenant`; without keys, every client is the tenant ""."""
         return "" if self.keys is None else self.keys.tenant(authorization)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's own, for sure."""
+    """Whether an address or name is certainly a loopback one."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -136,10 +136,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, insecure_bind: bool, access: Access | None = None) -> None:
-    """Refuses an address that others can reach, unless there is a key or TLS, or told otherwise.
+    """Refuses a public address unless there are keys or TLS, or `insecure_bind` allows it.
 
     Raises:
-      ConfigError: `host` is no loopback address, `access` is open, and `insecure_bind` is not set.
+      ConfigError: `host` is not a loopback address, `access` is open, `insecure_bind` not set.
     """
     guarded = access is not None and (access.keys is not None or access.tls is not None)
     if not is_loopback(host) and not guarded and not insecure_bind:

@@ -1,11 +1,10 @@
 """The gRPC server: `jaxserve.v1.Inference`, health and reflection, on a thread of its own.
 
-Called by `serve.py`; on processes without a scheduler it only answers
-health. The RPCs are in `inference.py`.
+Made by `faces.py`, and by `serve.py` in processes that follow, where it only answers health. The
+RPCs are in `inference.py`.
 """
 
 import asyncio
-import logging
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,26 +13,29 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind
-from jaxserve.server.generation import TextGenerator
+from jaxserve.server.front_end import MAX_PENDING_TOKENS, FrontEnd
 from jaxserve.server.inference import InferenceService
 from jaxserve.server.interceptors import KeyInterceptor
 from jaxserve.server.loop_thread import LoopThread
+from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.token_engine import StepLoop
 
 SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
-MAX_PENDING_TOKENS = 4096
-"""Tokens that may wait for a slow reader before its request is ended."""
 MAX_CONCURRENT_RPCS = 4096
 MAX_REQUEST_BYTES = 4 * 2**20
 LAST_WORDS_SECONDS = 0.5
-"""How long statuses may take to leave after the last request ended."""
+"""How long sending the last statuses may take."""
 
 OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_metadata_size", 16 * 2**10),
+    # By default RPCs are cancelled at random where 1,000 come faster than they are taken up.
+    ("grpc.server.max_pending_requests", MAX_CONCURRENT_RPCS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CONCURRENT_RPCS),
     # Clients may ping idle connections; this server pings too, to notice peers that vanished.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -41,8 +43,6 @@ OPTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
-
-logger = logging.getLogger(__name__)
 
 
 class GrpcServer(LoopThread):
@@ -54,8 +54,10 @@ class GrpcServer(LoopThread):
       host: an address of this machine; see `check_bind`.
       port: 0 picks a free one.
       access: what clients have to show.
-      insecure_bind: whether to serve strangers all the same.
+      insecure_bind: whether to bind to a public address without keys or TLS.
       max_pending_tokens: tokens that may wait for a slow reader.
+      share_port: whether other processes listen on the same port.
+      messages_a_second: of all streams together, as far as coalescing keeps them.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class GrpcServer(LoopThread):
         access: Access | None = None,
         insecure_bind: bool = False,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
+        share_port: bool = False,
+        messages_a_second: float = MESSAGES_A_SECOND,
     ):
         super().__init__("gRPC")
         self._access = access or Access()
@@ -73,35 +77,42 @@ class GrpcServer(LoopThread):
         self._host = f"[{host}]" if ":" in host else host
         self._port = port
         self._max_pending_tokens = max_pending_tokens
+        self._share_port = share_port
+        self._messages_a_second = messages_a_second
 
     def open(self, generator: TextGenerator) -> None:
-        """Takes requests from now on; health says SERVING until the engine fails or drains."""
+        """Accepts requests from now on; health says SERVING until the engine fails or drains."""
         self._call(self._open(generator))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 
-    def watch(self) -> None:
-        """Says SERVING of this process from now on; requests are for another one to take."""
+    def watch(self, step_loop: StepLoop) -> None:
+        """Reports SERVING from now on; another process takes the requests."""
 
         async def watched() -> None:
-            self._service.absence = "this process takes no requests; the first one does"
+            self._front_end.watch(step_loop)
             await self._health.set("", SERVING)
 
         self._call(watched())
 
     def refuse(self) -> None:
-        """Takes no new requests; health says NOT_SERVING. What runs goes on."""
+        """Refuses new requests; health says NOT_SERVING. Running requests continue."""
         self._call(self._refuse())
 
     async def _main(self) -> None:
         self._stopped = asyncio.Event()
-        self._service = InferenceService(self._max_pending_tokens)
+        self._front_end = FrontEnd(
+            max_pending_tokens=self._max_pending_tokens, messages_a_second=self._messages_a_second
+        )
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[KeyInterceptor(self._access)] if self._access.keys else [],
-            options=OPTIONS,
+            # Else a second server on the same port is an error, not a lottery.
+            options=[("grpc.so_reuseport", int(self._share_port)), *OPTIONS],
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
-        jaxserve_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        jaxserve_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(self._front_end), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -133,19 +144,18 @@ class GrpcServer(LoopThread):
         await self._health.enter_graceful_shutdown()
 
     async def _open(self, generator: TextGenerator) -> None:
-        self._service.generator = generator
+        self._front_end.open(generator)
         if generator.engine.status == "ready":
             for name in ("", SERVICE):
                 await self._health.set(name, SERVING)
 
     async def _refuse(self) -> None:
-        self._service.draining = True
+        self._front_end.draining = True
         await self._health_off()
 
     async def _stop(self, grace: float) -> None:
         await self._refuse()
-        if not await self._service.wait_until_idle(grace):
-            logger.warning("requests were still running after %g s and are cut", grace)
+        await self._front_end.drain(grace)
         await self._server.stop(LAST_WORDS_SECONDS)
-        self._service.close()
+        self._front_end.close()
         self._stopped.set()

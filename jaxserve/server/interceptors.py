@@ -1,6 +1,6 @@
-"""What every RPC passes before its method: the API key.
+"""Checks the API key of every RPC.
 
-Called by `grpc.py` where the deployment has keys. The HTTP face does the same in `http/app.py`.
+Used by `grpc.py` where the deployment has keys; `http/app.py` does the same for HTTP.
 """
 
 from collections.abc import Awaitable, Callable
@@ -12,10 +12,10 @@ import grpc
 from jaxserve.server.access import Access
 
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
-"""Services that need no key: probes have none."""
+"""Services without a key, for health probes."""
 
 tenant: ContextVar[str] = ContextVar("tenant", default="")
-"""Whose key the RPC at hand came with."""
+"""The tenant of the current RPC's key."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -35,7 +35,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Lets the RPC through, or hands back one that refuses."""
+        """Returns the RPC's handler, or one that refuses it."""
         service = handler_call_details.method.strip("/").partition("/")[0]
         if service in OPEN_SERVICES:
             return await continuation(handler_call_details)

@@ -1,7 +1,7 @@
-"""A server on a thread and an event loop of its own; base of the two faces.
+"""A server on a thread and an event loop of its own: base class of `GrpcServer` and `HttpServer`.
 
-So an entry point can bind a port before the model is loaded, open it when the engine is ready, and
-drain it at the end, from its own thread.
+An entry point can bind a port before the model is loaded, open it when the engine is ready and
+drain it at the end, all from its own thread.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from typing import Any
 
 START_SECONDS = 10.0
-"""Deadline of the start, and of what other threads ask for."""
+"""Deadline of the start, and of calls from other threads."""
 
 logger = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs `_main`, which says by `_started` where it listens, until `_stop` has it return.
+    """Runs `_main`, which sets `_started` to the address, until `_stop` makes it return.
 
     Args:
       name: of the server, for errors.
@@ -33,7 +33,7 @@ class LoopThread:
         )
 
     def start(self) -> str:
-        """Binds and answers that nothing is ready.
+        """Binds the port; requests are answered as not ready.
 
         Returns:
           the address, as "host:port".
@@ -45,7 +45,7 @@ class LoopThread:
         return self._started.result(START_SECONDS)
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for answers on their way, then ends every connection."""
+        """Waits up to `grace` seconds for pending responses, then closes all connections."""
         started = self._started.done() and self._started.exception() is None
         if started and self._thread.is_alive():
             self._call(self._stop(grace), grace)
@@ -56,7 +56,7 @@ class LoopThread:
         raise NotImplementedError
 
     async def _stop(self, grace: float) -> None:
-        """Ends `_main`."""
+        """Makes `_main` return."""
         raise NotImplementedError
 
     def _run(self) -> None:

@@ -1,12 +1,13 @@
-"""Prometheus metrics of a server: names, types and meanings that fleet routers know from vLLM.
+"""Prometheus metrics of a server, with the names and meanings that vLLM gave them.
 
-Requests are measured where their text comes out (`TextGenerator` calls `started`), so both faces
-and their clients' view count the same. What the engine knows itself is read when somebody asks.
-Called by `serve.py` and the HTTP handler of /metrics.
+Requests are measured where their text comes out (`TextGenerator` calls `started`), in the same way
+for both faces. The engine's own numbers are read at each scrape. Called by `faces.py` and the HTTP
+handler of /metrics.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
@@ -16,39 +17,49 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.view import PipelineView
-from jaxserve.server.output import GenerationOutput
-from jaxserve.server.token_engine import TokenEngine
+from jaxserve.observe.view import PipelineView
+from jaxserve.text.output import GenerationOutput
+from jaxserve.text.token_engine import TokenEngine
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "jaxserve:"
 LABEL = "model_name"
 
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
-"""Buckets of times a token, in seconds."""
+"""Buckets of seconds per token."""
 LONG = (*SHORT[2:], 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0)
-"""Buckets of times a request."""
+"""Buckets of seconds per request."""
 
 
 FRESH_SECONDS = 60.0
-"""How long what was measured of the pipeline is shown: then it is history."""
+"""Older samples of the pipeline are not shown."""
 
 
 class Metrics:
-    """Everything that one server measures, in a registry of its own."""
+    """All metrics of one server, in registries of its own.
 
-    def __init__(self, model: str):
-        self.registry = CollectorRegistry(auto_describe=False)
+    Args:
+      model: its name, which every sample carries.
+      folder: where the processes of one server leave their counts for each other, by
+        `prometheus_client`'s multiprocess mode; those that count have it in
+        PROMETHEUS_MULTIPROC_DIR. None: this process counts alone.
+    """
+
+    def __init__(self, model: str, folder: Path | None = None):
+        self._requests = CollectorRegistry(auto_describe=False)
+        self._engine = CollectorRegistry(auto_describe=False)
+        self._folder = folder
         self._model = model
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(PREFIX + name, text, [LABEL, *labels], registry=self.registry)
+            return Counter(PREFIX + name, text, [LABEL, *labels], registry=self._requests)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(PREFIX + name, text, [LABEL], registry=self.registry, buckets=buckets)
+            made = Histogram(PREFIX + name, text, [LABEL], registry=self._requests, buckets=buckets)
             return made.labels(model)
 
         self._first = histogram(
@@ -79,40 +90,51 @@ class Metrics:
         self._ended = counter(
             "request_success", "Requests that ended, by their reason.", ["finished_reason"]
         )
-        self.generated = 0
+
+    @property
+    def generated(self) -> int:
         """Tokens so far."""
+        name = PREFIX + "generation_tokens_total"
+        return int(self._counted().get_sample_value(name, {LABEL: self._model}) or 0)
 
     def watch(self, engine: TokenEngine) -> None:
-        """Shows the engine's own numbers from now on."""
-        self.registry.register(_EngineCollector(engine.load, engine.pipeline, self._model))
+        """Adds the engine's own numbers."""
+        self._engine.register(_EngineCollector(engine.load, engine.pipeline, self._model))
 
     def started(self) -> Callable[[GenerationOutput], None]:
-        """Measures a request that is submitted now; what is returned takes its outputs."""
+        """Begins to measure a request; the returned function takes its outputs."""
         return _RequestClock(self).note
 
     def text(self) -> bytes:
-        """The exposition; its media type is CONTENT_TYPE."""
-        return generate_latest(self.registry)
+        """The metrics in Prometheus' text format; the media type is CONTENT_TYPE."""
+        return generate_latest(self._counted()) + generate_latest(self._engine)
+
+    def _counted(self) -> CollectorRegistry:
+        """The registry of the requests' metrics, of all processes together."""
+        if self._folder is None:
+            return self._requests
+        together = CollectorRegistry(auto_describe=False)
+        MultiProcessCollector(together, str(self._folder))
+        return together
 
     def prompt(self, tokens: int) -> None:
-        """A request was taken."""
+        """Counts a submitted request."""
         self._prompt_tokens.inc(tokens)
 
     def first_token(self, seconds: float, queued: float) -> None:
-        """A request has its first token, so long after it was submitted, and waited before."""
+        """Counts a first token: seconds since submission, of which `queued` before admission."""
         self._first.observe(seconds)
         self._queue.observe(queued)
         self._prefill.observe(max(0.0, seconds - queued))
 
     def tokens(self, count: int, seconds: float | None) -> None:
-        """A request has more tokens; `seconds` after the last ones, if it had any."""
+        """Counts further tokens, which came `seconds` after the previous ones, if any."""
         self._generated.inc(count)
-        self.generated += count
         if seconds is not None:
             self._between.observe(seconds / count)
 
     def ended(self, reason: str, seconds: float, decoding: float, tokens: int) -> None:
-        """A request has ended."""
+        """Counts the end of a request."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._decode.observe(decoding)
@@ -121,7 +143,7 @@ class Metrics:
 
 
 class _RequestClock:
-    """The times of one request."""
+    """Measures the times of one request."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -151,7 +173,7 @@ class _RequestClock:
 
 
 class _EngineCollector(Collector):
-    """The engine's numbers at the time of a scrape."""
+    """Reads the engine's numbers at a scrape."""
 
     def __init__(
         self, load: Callable[[], EngineLoad], pipeline: Callable[[], PipelineView], model: str
@@ -188,12 +210,15 @@ class _EngineCollector(Collector):
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", load.prefix_hits)
         yield self._counter(
+            "invalid_logits", "Requests whose logits were not finite.", load.invalid_logits
+        )
+        yield self._counter(
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
         yield from self._pipeline_metrics(self._pipeline())
 
     def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:
-        """Of the steps measured last; without samples where none were lately, or not all of it."""
+        """Metrics of the steps measured last; without samples where there are no recent ones."""
         lately = view.measured_at is not None and time.time() - view.measured_at < FRESH_SECONDS
         busy = GaugeMetricFamily(
             PREFIX + "stage_busy_fraction",
@@ -223,7 +248,7 @@ class _EngineCollector(Collector):
         )
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
-        """Without a sample where there is no value."""
+        """A gauge; without a sample for None."""
         metric = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])
         if value is not None:
             metric.add_metric([self._model], value)

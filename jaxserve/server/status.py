@@ -1,7 +1,7 @@
 """Errors of jaxserve as gRPC statuses, with details that a client can act on.
 
-Called by the gRPC service. What is not in the table is a mistake of the server: the client gets
-INTERNAL and the request id, the log gets the rest.
+Called by the gRPC service. Any other error is a bug of the server: the client gets INTERNAL and the
+request id, the log the rest.
 """
 
 import math
@@ -18,14 +18,20 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from jaxserve.server.front_end import (
+    AbortedError,
+    DeadlineError,
+    NotReadyError,
+    SlowReaderError,
+)
 
 
 class StatusError(Exception):
-    """A status that is the answer to an RPC, and no failure of the server.
+    """A status that ends an RPC, other than for a failure of the server.
 
     Args:
       code: not OK.
-      message: for the client's eyes.
+      message: for the client.
       detail: a google.rpc message that goes with it.
     """
 
@@ -36,7 +42,7 @@ class StatusError(Exception):
         self.detail = detail
 
     def rich_status(self) -> grpc.Status:
-        """The status with its detail in the trailing metadata, as grpcio-status reads it."""
+        """The status with its detail in the trailing metadata, which grpcio-status reads."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         if self.detail is not None:
             packed = any_pb2.Any()
@@ -45,8 +51,15 @@ class StatusError(Exception):
         return rpc_status.to_status(status)
 
 
-def status_error(error: Exception) -> StatusError | None:
-    """The status of an error that is expected to reach clients; None for any other."""
+def status_error(error: Exception, request_id: str) -> StatusError:
+    """The status of an RPC that failed.
+
+    The text of a failure of the server, which may name hosts, processes and files, is not in it.
+
+    Args:
+      error: why.
+      request_id: by which the client can ask about it and the log is searched.
+    """
     match error:
         case StatusError():
             return error
@@ -61,7 +74,16 @@ def status_error(error: Exception) -> StatusError | None:
             delay = duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
             retry = error_details_pb2.RetryInfo(retry_delay=delay)
             return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry)
-        case DrainingError() | EngineFailedError():
+        case SlowReaderError():
+            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        case DrainingError() | NotReadyError():
             return StatusError(grpc.StatusCode.UNAVAILABLE, str(error))
+        case EngineFailedError():
+            message = f"the engine failed; request {request_id}"
+            return StatusError(grpc.StatusCode.UNAVAILABLE, message)
+        case AbortedError():
+            return StatusError(grpc.StatusCode.CANCELLED, str(error))
+        case DeadlineError():
+            return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         case _:
-            return None
+            return StatusError(grpc.StatusCode.INTERNAL, f"internal error; request {request_id}")

@@ -1,10 +1,10 @@
-"""From the text generator's thread to one coroutine, in portions worth a message.
+"""Outputs of one request on their way from the text generator's thread to a coroutine, coalesced.
 
-A message costs far more than a token, so a `StreamBuffer` gathers: the first token goes out at
-once, later ones when enough came together or enough time passed since the last message. A stream
-slower than that interval is never delayed. Many streams together send less often each: their
-messages take time from the step loop. Who wants no stream takes a `WholeBuffer`.
-Called by the network faces; knows no protocol.
+A message costs far more than a token, so a `StreamBuffer` coalesces: the first token is sent at
+once, later ones when there are enough or enough time has passed since the last message. A stream
+slower than that interval is never delayed. With many streams each one sends less often, because
+messages take time from the step loop of the same process. `WholeBuffer` is for requests that are
+not streamed. Called by `front_end.py`; knows no protocol.
 """
 
 import asyncio
@@ -13,16 +13,17 @@ import time
 import weakref
 from collections.abc import Callable
 
-from jaxserve.server.output import GenerationOutput, merge
+from jaxserve.text.output import GenerationOutput, merge
 
 COALESCE_TOKENS = 16
 COALESCE_SECONDS = 0.03
 MESSAGES_A_SECOND = 250
-"""Of all streams together, as far as coalescing keeps them."""
+"""Of all streams together, as far as coalescing keeps them, where the step loop is in this process.
+"""
 
 
 class _Waker:
-    """Sets events of one loop from other threads. Many at a time cost one call across threads."""
+    """Sets events of an event loop from other threads; many at a time cost one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -31,21 +32,21 @@ class _Waker:
 
     @classmethod
     def of_this_loop(cls) -> "_Waker":
-        """The one of the loop that runs here."""
+        """The waker of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _wakers:
             _wakers[loop] = cls(loop)
         return _wakers[loop]
 
     def wake(self, event: asyncio.Event) -> None:
-        """Has the loop set the event, soon; from any thread."""
+        """Has the event loop set an event soon; from any thread."""
         with self._lock:
             self._events.append(event)
             if len(self._events) > 1:
-                return  # the loop is told already
+                return  # the loop is about to wake up
         try:
             self._loop.call_soon_threadsafe(self._set)
-        except RuntimeError:  # the loop is closed, and nobody waits
+        except RuntimeError:  # the loop is closed, so nothing waits for the event
             return
 
     def _set(self) -> None:
@@ -63,21 +64,21 @@ _wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]" = (
 class StreamBuffer:
     """Outputs of one request: `put` from any thread, `take` from one coroutine.
 
-    Bounded by its producer: a `Generation` with `max_pending_tokens` stops putting.
+    It has no bound of its own: a `Generation` with `max_pending_tokens` stops putting.
 
     Args:
-      streams: how many there are now.
-      tokens: a portion of so many tokens goes out without waiting for the interval.
-      seconds: the interval between two portions, if there are few streams.
+      pause: the least seconds between two portions, as the number of streams asks for.
+      tokens: as many are sent without waiting for the interval.
+      seconds: the least seconds between two portions, however few streams there are.
     """
 
     def __init__(
         self,
-        streams: Callable[[], int] = lambda: 1,
+        pause: Callable[[], float] = lambda: 0.0,
         tokens: int = COALESCE_TOKENS,
         seconds: float = COALESCE_SECONDS,
     ):
-        self._streams = streams
+        self._pause = pause
         self._portion = tokens
         self._interval = seconds
         self._waker = _Waker.of_this_loop()
@@ -91,7 +92,7 @@ class StreamBuffer:
         self._wanted: int | None = None  # tokens that the waiting coroutine waits for
 
     def put(self, output: GenerationOutput) -> None:
-        """Adds an output; wakes the coroutine only if it has what it waits for."""
+        """Adds an output; wakes the coroutine if there are as many tokens as it waits for."""
         with self._lock:
             self._outputs.append(output)
             self._tokens += len(output.token_ids)
@@ -102,18 +103,8 @@ class StreamBuffer:
         if wake:
             self._waker.wake(self._wake)
 
-    async def ready(self, seconds: float) -> bool:
-        """Whether the first output came within `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                while not await self._wait(1):
-                    pass
-        except TimeoutError:
-            return False
-        return True
-
     async def take(self) -> GenerationOutput:
-        """Waits for the next portion; the last one has a finish reason, and none follows it."""
+        """Waits for the next portion; the last one has a finish reason."""
         while not await self._wait(1):
             pass
         pause = self._next_portion - time.monotonic()
@@ -124,7 +115,7 @@ class StreamBuffer:
                         pass
             except TimeoutError:
                 pass
-        interval = max(self._interval, self._streams() / MESSAGES_A_SECOND)
+        interval = max(self._interval, self._pause())
         self._next_portion = time.monotonic() + interval
         with self._lock:
             outputs, self._outputs, self._tokens = self._outputs, [], 0
@@ -135,7 +126,7 @@ class StreamBuffer:
         return self._tokens >= tokens or self._ended
 
     async def _wait(self, tokens: int) -> bool:
-        """Waits once for `tokens`; whether they are there (an old wake-up may come between)."""
+        """Waits once for `tokens`; returns whether they are there (wake-ups may be spurious)."""
         with self._lock:
             if self._has(tokens):
                 return True
@@ -160,6 +151,6 @@ class WholeBuffer:
             self._waker.wake(self._ended)
 
     async def take(self) -> GenerationOutput:
-        """Waits for the end."""
+        """Waits for the end; returns all outputs joined."""
         await self._ended.wait()
         return merge(self._outputs)

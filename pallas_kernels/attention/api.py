@@ -3,13 +3,13 @@
 Called by the attention layers of a model. Knows nothing of layers or projections.
 
 A batch is flat and ragged: its tokens belong to several sequences, and prefill chunks and single
-decode tokens are alike. Token t stands at `position[t]` of sequence `sequence_of_token[t]`, a row
-of `page_table`; position p of a sequence lies in row `p % page_size` of its page `p // page_size`.
-A padding token has position -1.
+decode tokens are treated alike. Token t is at `position[t]` of sequence `sequence_of_token[t]`, a
+row of `page_table`; position p of a sequence is stored in row `p % page_size` of its page
+`p // page_size`. A padding token has position -1.
 
-Pages are `[pages, kv_heads, page_size, width]`, their scales `[pages, kv_heads, page_size]`: a page
-of one head is one contiguous piece, which is what accelerators fetch, and no dimension that they
-tile is as short as a single head.
+Pages are `[pages, kv_heads, page_size, width]`, their scales `[pages, kv_heads, page_size]`: one
+head's part of a page is contiguous, the unit that accelerators fetch, and the two minor dimensions,
+which they tile, are never as short as a number of heads.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ def write_rows(
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
 ) -> tuple[Num[Array, "..."], ...]:
-    """Write every token's rows into their place in the pages; padding tokens write nothing.
+    """Write the rows of every token to the pages; padding tokens write nothing.
 
-    In place when the caller donates the pages. A token whose sequence, page or position lies
-    outside the table or the pool writes nothing either.
+    In place if the caller donates the pages. A token whose sequence, page or position lies outside
+    the table or the pool writes nothing either.
 
     Args:
       pages: the arrays of one cache [pages, kv_heads, page_size, ...]: keys, values, their scales,
-        a latent.
-      rows: for each of them what to write, [tokens, kv_heads, ...], in its dtype (float8_e4m3fn
-        also where the pages hold its bits, uint8).
+        or latents.
+      rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
+        (or float8_e4m3fn where the pages hold its bits as uint8).
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -121,32 +121,32 @@ def paged_attention(
     Float[Array, "tokens q_heads v_head_dim"]
     | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
 ):
-    """Attend from every token to the positions 0..position of its own sequence.
+    """Attend from every token to positions 0..position of its own sequence.
 
-    The keys and values of the batch itself are in the pages already (`write_rows`), so that the
-    causal mask is all there is between a prefill chunk and a decode token. Query head h reads key
-    and value head `h // (q_heads // kv_heads)`. Scores are `scale * query . key`; scores and
-    softmax are FP32. Padding tokens give zeros; what no token sees does not matter, be it NaN.
+    The keys and values of the batch must be in the pages already (`write_rows`); the causal mask
+    then treats prefill chunks and decode tokens alike. Query head h reads key and value head
+    `h // (q_heads // kv_heads)`. Scores are `scale * query . key`; scores and softmax are FP32.
+    Padding tokens give zeros. Cache rows that no token sees have no effect, even if they are NaN.
     Page ids outside the pool are clamped into it.
 
     Args:
-      v_pages: None if a key's first `v_width` elements are its value, as in absorbed latent
+      v_pages: None if the first `v_width` elements of a key are its value, as in absorbed latent
         attention; nothing is copied then.
-      window: a token at position i sees position j only if i - j < window; 0: all of them.
+      window: a token at position i sees position j only if i - j < window; 0: no limit.
       v_width: width of the values; only with v_pages None.
-      k_scales, v_scales: what a row of pages in 8 bits (int8, float8_e4m3fn, or the latter's bits
-        as uint8, which on CPU are much cheaper: `pallas_kernels/quantize/bits.py`) is multiplied
-        by, a scale a position and head; k_scales is for the values too when v_pages is None.
+      k_scales, v_scales: FP32 scales of pages in 8 bits, one per position and head; k_scales apply
+        to the values too when v_pages is None. 8-bit pages are int8, float8_e4m3fn, or the latter's
+        bits as uint8, which are much cheaper on CPU (`pallas_kernels/quantize/bits.py`).
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
-        tokens, by which parts of an attention can be merged (`merge`).
+        tokens; `merge` needs it.
 
     Returns:
-      one row per token and query head, in the dtype of `queries`; with_lse: that and the sums.
+      one row per token and query head, in the dtype of `queries`; with_lse: also the log-sum-exps.
 
     Raises:
       ValueError: the shapes, dtypes or options do not fit together.
-      NotImplementedError: the kernels of this device cannot take the pages' format or page size;
-        the message says what to use instead.
+      NotImplementedError: the kernels of this device do not support the pages' format or page size;
+        the message names an alternative.
     """
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
@@ -206,13 +206,12 @@ def chunk_attention(
     *,
     scale: float,
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
-    """Attend from every token of a batch to those of its own sequence that do not come after it.
+    """Attend from every token to the batch's tokens of its own sequence up to and including itself.
 
-    There is no cache: this is for layers whose cache does not hold keys and values as they multiply
-    them (latent attention). What a sequence's earlier tokens add comes from `paged_attention` and
-    `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens are seen
-    by none and give zeros; what they hold does not matter, be it NaN. On GPUs it is the reference
-    that runs.
+    No cache is read: this is for layers that do not cache expanded keys and values (latent
+    attention). The contribution of earlier tokens comes from `paged_attention` and is added by
+    `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens give
+    zeros and have no effect on others, even if they are NaN. On GPUs the reference runs.
 
     Returns:
       the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
@@ -245,11 +244,11 @@ def merge(
     outputs: Sequence[Float[Array, "tokens q_heads v_width"]],
     lses: Sequence[Float32[Array, "tokens q_heads"]],
 ) -> Float[Array, "tokens q_heads v_width"]:
-    """The attention to several sets of positions together, from the attentions to each alone.
+    """Merge attentions to disjoint sets of positions into the attention to their union.
 
     Args:
-      outputs: of each part.
-      lses: log(sum(exp(scores))) of each part; -inf: it saw nothing, and its output is ignored.
+      outputs: the output of each part.
+      lses: log(sum(exp(scores))) of each part; where it is -inf, the part's output is ignored.
 
     Returns:
       rows in the dtype of the first output, zeros where no part saw anything.
@@ -296,7 +295,7 @@ def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None
 def _check_values(
     k_pages: Array, v_pages: Array | None, v_width: int, v_scales: Array | None
 ) -> None:
-    """Check where the values come from."""
+    """Check the arguments that define the values."""
     if v_pages is not None:
         if v_width:
             raise ValueError(f"v_width is {v_width}, which is for v_pages None")

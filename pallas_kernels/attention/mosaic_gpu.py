@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.mosaic_gpu_combine import combine
 from pallas_kernels.attention.mosaic_gpu_kernel import attend
-from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Plan, compute_dtype, stages
+from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype, stages
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Work, range_begin
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.attention.tiles import gpu_blocks
@@ -102,7 +102,7 @@ def paged_attention(
 
 def _plan(
     queries: Array, cache: Cache, *, decode: bool, scale: float, window: int, target: Target | None
-) -> Plan:
+) -> Sizes:
     heads = queries.shape[1] // cache.k_pages.shape[1]
     split_values = cache.v_width > MOST_COLUMNS
     # Two warpgroups that also convert run out of registers.
@@ -110,7 +110,7 @@ def _plan(
     warpgroups = 2 if split_values or two else 1
     lane_rows = ROWS * (1 if split_values else warpgroups)
     lanes = -(-heads // lane_rows)
-    return Plan(
+    return Sizes(
         warpgroups=warpgroups,
         split_values=split_values,
         ranges=1 if target is None else max(1, gpu_blocks(target) // lanes),
@@ -124,7 +124,7 @@ def _plan(
 
 
 def _units_of_items(
-    queries: Float[Array, "items tokens_per_item q_heads head_dim"], plan: Plan
+    queries: Float[Array, "items tokens_per_item q_heads head_dim"], plan: Sizes
 ) -> Float[Array, "units lanes rows head_dim"]:
     """The rows of every key/value head, token after token, filled up to whole lanes."""
     items, tokens, q_heads, head_dim = queries.shape
@@ -137,7 +137,7 @@ def _units_of_items(
 
 
 def _items_of_units(
-    rows: Float[Array, "units lanes rows width"], plan: Plan, kv_heads: int, tokens_per_item: int
+    rows: Float[Array, "units lanes rows width"], plan: Sizes, kv_heads: int, tokens_per_item: int
 ) -> Float[Array, "slots q_heads width"]:
     """The other way round: a slot is one of the tokens of an item."""
     width = rows.shape[-1]
@@ -147,7 +147,7 @@ def _items_of_units(
     return jnp.swapaxes(rows, 1, 2).reshape(-1, kv_heads * plan.heads, width)
 
 
-def _cut(work: Work, kv_heads: int, plan: Plan) -> Work:
+def _cut(work: Work, kv_heads: int, plan: Sizes) -> Work:
     """Cut the steps of all units into equal ranges; `start` holds the steps of every item."""
     steps = jnp.repeat(work.start, kv_heads)
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(steps, dtype=jnp.int32)])

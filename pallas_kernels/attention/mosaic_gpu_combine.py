@@ -1,4 +1,5 @@
-"""The second Hopper kernel of paged attention: puts units together that lie in several ranges.
+"""The second Hopper kernel of paged attention: combines the partial results of units that span
+several ranges.
 
 Called by `mosaic_gpu.py` with what `mosaic_gpu_kernel.py` left.
 """
@@ -19,7 +20,7 @@ from pallas_kernels.mosaic_gpu import store
 TILE = 64
 """Rows, and columns, of what a block of threads combines."""
 BLIND = -1e30
-"""Stands for the log of a sum of nothing."""
+"""Finite stand-in for the logarithm of an empty sum."""
 
 
 def combine(
@@ -31,7 +32,7 @@ def combine(
     *,
     interpret: Any,
 ) -> tuple[Float[Array, "units lanes rows v_width"], Float32[Array, "units lanes rows"]]:
-    """Take a unit as it is if it lies in one range, else weigh its pieces.
+    """Copy a unit that lies in one range; otherwise combine its pieces, weighted by their sums.
 
     Args:
       out, lse, out_pieces, lse_pieces: see `mosaic_gpu_kernel.attend`.

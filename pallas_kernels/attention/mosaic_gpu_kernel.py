@@ -3,14 +3,14 @@
 Called by `mosaic_gpu.py`, which lays the queries out; `mosaic_gpu_walk.py` says what units, steps,
 ranges and lanes are. Knows nothing of tokens or batches.
 
-A block has one warpgroup or two, all of which compute; the first one also starts the copies, some
-steps ahead, and the others tell it when they have read a slot. Two warpgroups either have 64 rows
-of their own each, or (`split_values`: for values so wide that one cannot hold the sums) the same 64
-rows: then each takes half of a step's positions for S, and half of the columns of V.
+A block has one or two warpgroups, all of which compute. The first one also issues the copies, some
+steps ahead; the others signal when they have read a slot. Two warpgroups either own 64 rows each,
+or (`split_values`, for values too wide for one warpgroup's registers) share 64 rows: each then
+computes half of a step's positions of S, and half of the columns of V.
 
-Pages in 8 bits are converted in shared memory, scales and all, to what can be had most cheaply:
-int8 to bfloat16, float8 to float16. The latter has few exponents, so that everything is 16 times
-what it is: a row keeps its precision if the largest of its values is between 2e-3 and 4e3.
+Pages in 8 bits are dequantised in shared memory to the cheapest 16-bit type: int8 to bfloat16,
+float8 to float16. Because float16 has a small exponent range, values are scaled by 16: a row keeps
+its precision if its largest magnitude is between 2e-3 and 4e3.
 """
 
 import functools
@@ -25,16 +25,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Plan, arrays_of, scratch_types
+from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, arrays_of, scratch_types
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.mosaic_gpu import store
 
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
-"""The largest score of a row that has seen nothing; finite, so that differences are no NaN."""
+"""Initial running maximum of a row; finite, to avoid inf − inf."""
 FLOAT16_FACTOR = 16
-"""What keys and values are multiplied by when they are converted to float16."""
+"""Factor applied to keys and values when they are converted to float16."""
 CONVERTED_COLUMNS = 64
 """Columns that a warpgroup converts at one time."""
 
@@ -64,7 +64,7 @@ def attend(
     cache: Cache,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     work: Work,
-    plan: Plan,
+    plan: Sizes,
     *,
     out_dtype: Any,
     interpret: Any,
@@ -103,7 +103,7 @@ def attend(
 
 
 def _body(
-    queries: Any, page_table: Any, *refs: Any, plan: Plan, names: tuple[str, ...], **scratch: Any
+    queries: Any, page_table: Any, *refs: Any, plan: Sizes, names: tuple[str, ...], **scratch: Any
 ) -> None:
     """What every warpgroup of every block does."""
     sources, refs = refs[: len(names)], refs[len(names) :]
@@ -129,7 +129,7 @@ class _Warpgroup:
     """Walks one range for one lane, together with the other warpgroups of its block."""
 
     def __init__(
-        self, me: int, plan: Plan, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
+        self, me: int, plan: Sizes, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
     ) -> None:
         """Only where things are; `run` does it."""
         self.plan, self.walk, self.smem = plan, walk, smem
@@ -181,7 +181,7 @@ class _Warpgroup:
         plgpu.barrier_wait(self.smem.released.at[self.walk.slot(step)])
 
     def _wait_until_loaded(self, slot: Any) -> None:
-        """All that belongs to the step in this slot is there."""
+        """Wait until the data of the step in this slot has arrived."""
         plgpu.barrier_wait(self.smem.loaded.at[slot])
 
     def _meet(self) -> None:
@@ -322,7 +322,7 @@ class _Warpgroup:
         plgpu.commit_smem()
 
     def _clear_unseen(self, unit: _Unit, slot: Any, first: Any) -> None:
-        """What no row sees may be NaN, and 0 * NaN is NaN."""
+        """Zero the positions that no row sees: they may hold NaN, and 0 * NaN is NaN."""
         window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
         values = self._values(slot)
 

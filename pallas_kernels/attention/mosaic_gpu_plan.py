@@ -23,7 +23,7 @@ ALIGNMENT = 1024
 MOST_STAGES = 8
 
 
-class Plan(NamedTuple):
+class Sizes(NamedTuple):
     """What is compiled.
 
     Attributes:
@@ -75,7 +75,7 @@ def compute_dtype(pages_dtype: Any) -> Any:
     return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
 
 
-def stages(cache: Cache, plan: Plan) -> int:
+def stages(cache: Cache, plan: Sizes) -> int:
     """Steps that fit into shared memory beside everything else, `MOST_STAGES` at the most."""
     dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
     width = head_dim + (0 if cache.v_pages is None else plan.v_width)
@@ -103,7 +103,7 @@ def arrays_of(cache: Cache) -> dict[str, jax.Array]:
     }
 
 
-def scratch_types(cache: Cache, plan: Plan, queries_dtype: Any) -> dict[str, Any]:
+def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, Any]:
     """The shared memory and the barriers of a block, by the names that the kernel has for them."""
     dtype, page_size, head_dim = cache.k_pages.dtype, *cache.k_pages.shape[2:]
     arrays = arrays_of(cache)

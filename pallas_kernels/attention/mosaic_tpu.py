@@ -1,23 +1,21 @@
 """Paged attention on a TPU core (Mosaic), one kernel for decode, short multi-query and prefill.
 
-Called by `api.py`, which has checked the arguments; `reference.py` says what is computed. The batch
-comes as work items (`work_items.py`), which one core walks in order; pages stay in HBM, and the
+Called by `api.py`, which has checked the arguments; `reference.py` defines the result. The batch is
+cut into work items (`work_items.py`), which one core processes in order. Pages stay in HBM; the
 kernel fetches them itself, a block of several pages at a time, `AHEAD` blocks before they are
-multiplied, across the boundaries of items.
+multiplied, across item boundaries.
 
-A block takes two stages: *score* multiplies queries and keys and finds the rows' largest scores,
-*mix* takes the exponentials and multiplies them with the values. A round scores block b and mixes
-block b - 1: two chains of instructions that do not wait for each other, so that the compiler fills
-the one's latencies with the other. Only blocks that hold something that some query does not see are
-masked. FP8 and INT8 are converted to the queries' dtype, and the scales of keys multiply scores,
-those of values probabilities.
+A block goes through two stages: *score* multiplies queries and keys and takes row maxima, *mix*
+takes exponentials and multiplies them with the values. A round scores block b and mixes block
+b - 1: two independent chains of instructions, so that the compiler hides the latencies of one
+behind the other. Only blocks that some query sees partially are masked. FP8 and INT8 are converted
+to the queries' dtype; scales of keys multiply scores, those of values multiply probabilities.
 
-XLA keeps pages whose width is no multiple of 128 (latents) with the tokens last. The kernel takes
-those with the last two dimensions swapped, which moves nothing; anything else would have the pool
-copied before every call.
+XLA stores pages whose width is not a multiple of 128 (latents) with the tokens as the minor
+dimension. The kernel takes those with the last two dimensions swapped, which moves no data;
+otherwise XLA would copy the pool before every call.
 
-There is no splitting of one sequence's keys over several programs: one core has all the bandwidth
-that there is.
+One sequence's keys are not split over several programs: one core has all the bandwidth.
 """
 
 import math
@@ -30,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Plan, Pool
+from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
 from pallas_kernels.attention.tiles import tpu_tiles
 from pallas_kernels.attention.work_items import work_items
@@ -41,7 +39,7 @@ VMEM_BYTES = 56 * 2**20
 """What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
 
 INTERPRETER = pltpu.InterpretParams(detect_races=True)
-"""For tests on a CPU. Copies happen when they are waited for."""
+"""Interpreter parameters for tests on a CPU; copies happen when they are waited for."""
 
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
@@ -85,7 +83,7 @@ def paged_attention(
     tiles = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single)
     tile = max(1, tiles.tile_rows // group)
     item_tokens = max(tile, tiles.item_rows // (kv_heads * group) // tile * tile)
-    plan = Plan(
+    plan = Sizes(
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
@@ -129,7 +127,7 @@ def paged_attention(
 
 
 def _check_format(pages: Array, target: Target) -> None:
-    """What the device cannot read, or only after XLA has copied the whole pool."""
+    """Reject what the device cannot read, or only after XLA has copied the whole pool."""
     eight_bits = pages.dtype.itemsize == 1
     if eight_bits and pages.dtype != jnp.int8 and "7" not in target.device_kind:
         raise NotImplementedError(
@@ -147,7 +145,7 @@ def _check_format(pages: Array, target: Target) -> None:
 
 
 def _items(
-    plan: Plan, page_table: Array, sequence_of_token: Array, position: Array
+    plan: Sizes, page_table: Array, sequence_of_token: Array, position: Array
 ) -> tuple[Array, ...]:
     """The fields of `Items`, how many there are, and the flat page table."""
     items = work_items(
@@ -177,7 +175,7 @@ def _items(
 
 
 def _call(
-    plan: Plan,
+    plan: Sizes,
     queries: Array,
     pages: list[Array],
     swapped: list[bool],

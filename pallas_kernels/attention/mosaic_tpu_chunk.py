@@ -1,15 +1,15 @@
 """Attention inside a batch on a TPU core (Mosaic): `chunk_attention` without a cache.
 
-Called by `api.py`, which has checked the arguments; `reference.py` says what is computed.
+Called by `api.py`, which has checked the arguments; `reference.py` defines the result.
 
-Queries and keys are cut into square tiles, and the grid is (heads, tiles of queries, tiles of
-keys). XLA says for each pair of tiles whether some query may see some key, and whether every query
-sees every key: what is of other sequences, or after all queries, is neither fetched nor multiplied,
-and only pairs that are of both kinds are masked. Scores never leave the core.
+Queries and keys are cut into square tiles; the grid is (heads, query tiles, key tiles). For each
+pair of tiles XLA computes whether any query sees any key, and whether every query sees every key.
+Pairs without a visible key are neither fetched nor multiplied, and only partially visible pairs are
+masked. Scores never leave the core.
 
-A probability of 0 does not hide a value that is NaN. So a value that is not finite becomes zeros,
-and its key NaN, before the kernel: masked scores are of no effect whatever they are, and who does
-see such a token gets NaN, as it should.
+A probability of 0 does not hide a NaN value (0 * NaN is NaN). Therefore, before the kernel, the
+value of a token that is not finite is replaced by zeros and its key by NaN: masked scores have no
+effect whatever they are, and a query that does see the token still gets NaN.
 """
 
 import functools
@@ -28,23 +28,23 @@ from pallas_kernels.target import Target
 
 LANES = 128
 LOWEST = -1e30
-"""A largest score so far that is none; finite, so that no difference is of infinities."""
+"""Initial running maximum; finite, to avoid inf − inf."""
 
 VMEM_BYTES = 56 * 2**20
 
 INTERPRETER = pltpu.InterpretParams(detect_races=True)
-"""For tests on a CPU."""
+"""Interpreter parameters for tests on a CPU."""
 
 
 class Pairs(NamedTuple):
-    """Of tiles of queries and of keys: what the kernel has to do, from scalar memory."""
+    """Visibility of each pair of query and key tiles, read by the kernel from scalar memory."""
 
     some: Int32[Array, "tiles tiles"]
-    """1: some query may see some key."""
+    """1 where some query sees some key."""
     every: Int32[Array, "tiles tiles"]
-    """1: every query sees every key."""
+    """1 where every query sees every key."""
     first: Int32[Array, " tiles"]
-    """Of a tile of queries: the first tile of keys with `some`; 0 if there is none."""
+    """For each query tile the first key tile with `some`; 0 if there is none."""
     last: Int32[Array, " tiles"]
 
 
@@ -78,14 +78,14 @@ def chunk_attention(
     finite = jnp.all(jnp.isfinite(values), axis=2, keepdims=True)
     keys = jnp.where(real & jnp.logical_not(finite), jnp.nan, jnp.pad(keys, padding))
     values = jnp.where(real & finite, values, 0)
-    # Heads first: a tile is of one head. What is multiplied is of one dtype.
+    # Heads first, so that a tile belongs to one head; operands get one dtype.
     alike = queries.dtype == keys.dtype == values.dtype
     dtype = queries.dtype if alike else jnp.float32
     operands = [jnp.swapaxes(x, 0, 1).astype(dtype) for x in (queries, keys, values)]
 
     def of_keys(head: Any, q: Any, k: Any, *refs: Any) -> tuple[Any, ...]:
         found = Pairs(*refs)
-        # What is skipped is not fetched either: its tile is the one that is there.
+        # A skipped pair maps to the tile that is already in VMEM, so nothing is fetched.
         return head, jnp.clip(k, found.first[q], found.last[q]), 0
 
     def row_of_keys(*indices: Any) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ def chunk_attention(
 def tile_pairs(
     sequence: Int32[Array, " tokens"], position: Int32[Array, " tokens"], tile: int
 ) -> Pairs:
-    """What tiles of `tile` tokens, which divides their number, have to do with each other."""
+    """Visibility of tiles of `tile` tokens, which must divide their number."""
     sequence, position = (array.reshape(-1, tile) for array in (sequence, position))
     real = position >= 0
     most = jnp.iinfo(jnp.int32).max
@@ -174,7 +174,8 @@ def _kernel(
     total: Any,  # [tile, 1]
     mixed: Any,  # [tile, v_width]
 ) -> None:
-    """One pair of tiles of one head; `scale` has the logarithm's base in it."""
+    """One pair of tiles of one head; `scale` includes log2(e), since exponentials are powers of
+    2."""
     q, k = pl.program_id(1), pl.program_id(2)
 
     @pl.when(k == 0)
@@ -187,6 +188,8 @@ def _kernel(
         scores = _product(queries[0], keys[0], 1) * scale
         if visible is not None:
             scores = jnp.where(visible, scores, -jnp.inf)
+        # Online softmax: exponentials are relative to the running maximum; when that grows from
+        # `before` to `now`, the sums so far are rescaled by `fade`.
         before = largest[...]
         now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights, fade = jnp.exp2(scores - now), jnp.exp2(before - now)
@@ -208,7 +211,7 @@ def _kernel(
         out[0] = (mixed[...] / jnp.where(nothing, 1.0, sums)).astype(out.dtype)
         logarithm = (largest[...] + jnp.log2(sums)) * math.log(2)
         logarithm = jnp.where(nothing, -jnp.inf, logarithm)
-        # From a column to a row.
+        # Mosaic cannot reshape a column to a row: repeat it along the lanes and transpose.
         square = jnp.broadcast_to(logarithm, (logarithm.shape[0], LANES))
         lse[0] = square.T[:1]
 

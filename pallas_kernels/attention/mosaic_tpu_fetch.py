@@ -1,7 +1,7 @@
-"""How keys, values and queries come from HBM: the fetching half of the TPU attention kernel.
+"""Fetches keys, values and queries from HBM: the copying half of the TPU attention kernel.
 
-Called by `mosaic_tpu_kernel.py`, whose other half waits for what this one starts. Knows refs only;
-shapes of refs are beside them.
+Called by `mosaic_tpu_kernel.py`, the computing half, which waits for the copies. Knows refs only;
+their shapes are given in comments.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,43 +14,43 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 BUFFERS = 4
-"""Blocks that there is room for: one to score, one to mix, and those that are on their way."""
+"""Number of block buffers: one being scored, one being mixed, and those in flight."""
 
 AHEAD = BUFFERS - 2
-"""Blocks that are fetched before they are needed."""
+"""Number of blocks fetched ahead."""
 
 
-class Plan(NamedTuple):
+class Sizes(NamedTuple):
     """The static sizes of one call."""
 
     kv_heads: int
     group: int
-    """Query heads of a KV head, padded to what a tile of registers holds."""
+    """Query heads per KV head, padded to the height of a register tile."""
     head_dim: int
     v_width: int
     page_size: int
     pages_per_block: int
     pages_per_sequence: int
     pool: int
-    """Pages that there are."""
+    """Pages in the pool."""
     tile: int
-    """Query tokens that are multiplied at a time."""
+    """Query tokens per product."""
     item_tokens: int
     """Query tokens of an item, at most; a multiple of `tile`."""
     window: int
     scale: float
-    """On scores, with the logarithm's base: exponentials are powers of two."""
+    """Scale of the scores times log2(e), since exponentials are powers of two."""
     dtype: Any
-    """Of the products' operands."""
+    """Dtype of the products' operands."""
 
     @property
     def block(self) -> int:
-        """KV tokens of a block."""
+        """KV tokens per block."""
         return self.page_size * self.pages_per_block
 
 
 class Pool(NamedTuple):
-    """One array of pages: where it lies, and the buffers its blocks go to."""
+    """One array of pages in HBM, and the VMEM buffers for its blocks."""
 
     pages: Any  # [pages, kv_heads, page_size, width] in HBM
     buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM; in both the last two may be swapped
@@ -60,19 +60,19 @@ class Pool(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """An array in HBM, one token after the other, and the buffer in VMEM that it goes through."""
+    """A token-major array in HBM, and the VMEM buffer through which it is copied."""
 
     outside: Any  # [tokens, kv_heads, group, ...]
     buffer: Any  # [slots, item_tokens, kv_heads, group, ...]
 
 
 class Items(NamedTuple):
-    """What the scalar memory holds of every work item."""
+    """The fields of every work item, in scalar memory."""
 
     first: Any
     count: Any
     length: Any
-    """Positions that the last token sees."""
+    """Number of positions that the last token sees."""
     stride: Any
     row: Any
     """Index in the flat page table of the first page to read."""
@@ -89,17 +89,17 @@ class Producer(NamedTuple):
     row: Array
     """Of the page table."""
     left: Array
-    """Pages of the item that are still to be fetched; as many as it has: it is a new item."""
+    """Pages of the item that are still to be fetched; all of them at the start of an item."""
     step: Array
     """Blocks fetched before this one."""
 
 
 class Fetcher:
-    """Starts copies of blocks and of queries, in the order of the items, and waits for them."""
+    """Starts the copies of blocks and queries, in item order, and waits for them."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Sizes,
         items: Items,
         total: Any,  # [1]: items
         table: Any,  # [sequences * pages_per_sequence]
@@ -140,7 +140,7 @@ class Fetcher:
         pl.when(new)(lambda: self.fetch_queries(producer.item))
 
     def fetch_block(self, producer: Producer) -> None:
-        """Starts the copies of a whole block, without branches: other work can go beside it."""
+        """Starts the copies of a whole block without branches, so that other work can overlap."""
         for index in range(self.plan.pages_per_block):
             self.fetch_page(producer, index)
 
@@ -163,7 +163,7 @@ class Fetcher:
         )
 
     def page_copies(self, number: Any, slot: Any, index: Any) -> Iterator[Any]:
-        """Of page `number` to place `index` of a buffer."""
+        """The copies of page `number` to entry `index` of a buffer."""
         size = self.plan.page_size
         rows = pl.ds(pl.multiple_of(index * size, size), size)
         for pool in self.pools:
@@ -189,7 +189,7 @@ class Fetcher:
                     pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
 
     def await_pages(self, slot: Any, pages: Any) -> None:
-        """Waits for the copies of so many pages of a block."""
+        """Waits for the copies of this many pages of a block."""
 
         def page(index: Any, carry: None) -> None:
             for copy in self.page_copies(0, slot, index):

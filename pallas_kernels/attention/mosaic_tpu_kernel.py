@@ -1,7 +1,7 @@
 """The body of the Mosaic TPU kernel of paged attention.
 
-Called by `mosaic_tpu.py`, which says how it works, lays out its memory and cuts the batch; fetches
-by `mosaic_tpu_fetch.py`. Knows refs only. Shapes of refs are beside them.
+Called by `mosaic_tpu.py`, which explains the algorithm, lays out its memory and cuts the batch;
+`mosaic_tpu_fetch.py` copies the data. Knows refs only; their shapes are given in comments.
 """
 
 import functools
@@ -21,20 +21,20 @@ from pallas_kernels.attention.mosaic_tpu_fetch import (
     Copied,
     Fetcher,
     Items,
-    Plan,
     Pool,
     Producer,
+    Sizes,
     each_token,
 )
 
 LOWEST = -1e30
-"""A largest score so far that is none; finite, so that no difference is of infinities."""
+"""Initial running maximum; finite, to avoid inf − inf."""
 
 
 class State(NamedTuple):
-    """What is kept of the item in work, in VMEM; [tiles, kv_heads, rows, ...] each."""
+    """Running state of the current item, in VMEM; [tiles, kv_heads, rows, ...] each."""
 
-    scores: Any  # of the block that is to be mixed
+    scores: Any  # scores of the block that is mixed next
     largest_of_block: Any
     largest: Any
     total: Any
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """For a block of which not every query sees everything."""
+    """Masks a block that some query sees only partially."""
 
     item: Any
     base: Any
@@ -54,7 +54,7 @@ class Kernel:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Sizes,
         items: Items,
         total: Any,
         table: Any,
@@ -72,7 +72,7 @@ class Kernel:
         self.written = written
 
     def run(self) -> None:
-        """Walks the items."""
+        """Processes the items in order."""
         producer = self.fetcher.first()
         for _ in range(AHEAD):
             producer = self.fetcher.fetch(producer)
@@ -85,7 +85,7 @@ class Kernel:
     # Attending
 
     def attend(self, item: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
-        """All of an item: its blocks, one round each and one more."""
+        """One item: one round for each of its blocks, and a last one to mix."""
         plan, items, state = self.plan, self.items, self.state
         self.fetcher.await_queries(item)
         state.largest[...] = jnp.full_like(state.largest, LOWEST)
@@ -93,8 +93,9 @@ class Kernel:
         state.mixed[...] = jnp.zeros_like(state.mixed)
         pages, place, last = items.pages[item], items.place[item], items.length[item] - 1
         blocks = lax.div(pages + (plan.pages_per_block - 1), plan.pages_per_block)
+        # Positions of the item's first and last query.
         first = last - (items.count[item] - 1) * items.stride[item]
-        # Blocks of which all queries see everything.
+        # Blocks that every query sees entirely.
         clear_to = lax.div(jnp.maximum(first + 1 - place, 0), plan.block)
         clear_from = jnp.int32(0)
         if plan.window:
@@ -102,6 +103,7 @@ class Kernel:
             clear_from = lax.div(hidden + (plan.block - 1), plan.block)
 
         def a_round(number: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
+            # One round: score block `number` (if there is one) and mix the block before it.
             step, producer = carry
             slot, before = step & (BUFFERS - 1), (step - 1) & (BUFFERS - 1)
             base = place + number * plan.block
@@ -131,6 +133,8 @@ class Kernel:
             def score(tile: Any, tokens: int) -> None:
                 self.score(item, tile, tokens, slot, Mask(item, base))
 
+            # The common case has no branches inside, so that its two chains overlap. All others:
+            # partial blocks, masks, the first and the last round.
             pl.when(steady)(steadily)
             other = jnp.logical_not(steady)
             pl.when(other & scores)(receive)
@@ -167,7 +171,7 @@ class Kernel:
         pl.when(count > 1)(several)
 
     def score(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
-        """Scores of a tile and the block in a slot, and the rows' largest."""
+        """Scores of a tile against the block in a slot, and the row maxima."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
         item_slot = item & (BUFFERS - 1)
         for head in range(plan.kv_heads):
@@ -186,10 +190,12 @@ class Kernel:
             state.largest_of_block[tile, head, :rows] = jnp.max(scores, axis=1, keepdims=True)
 
     def mix(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
-        """Adds the values of the block in a slot to what a tile has mixed of those before."""
+        """Adds the weighted values of the block in a slot to a tile's running sums."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
         for head in range(plan.kv_heads):
             at = (tile, head, slice(rows))
+            # Online softmax: when the running maximum grows, the sums so far are rescaled by
+            # `fade`.
             before = state.largest[at]
             largest = jnp.maximum(before, state.largest_of_block[at])
             weights = jnp.exp2(state.scores[at] - largest)
@@ -234,7 +240,7 @@ class Kernel:
         return visible & (place > own - self.plan.window) if self.plan.window else visible
 
     def seen(self, mask: "Mask", shape: tuple[int, ...], axis: int) -> Array:
-        """Which positions of a block some query of the item sees; the others may hold NaN."""
+        """The positions of a block that some query of the item sees; the others may hold NaN."""
         place = mask.base + lax.broadcasted_iota(jnp.int32, shape, axis)
         last = self.items.length[mask.item] - 1
         if not self.plan.window:
@@ -256,7 +262,7 @@ class Kernel:
         each_token(self.items, item, start)
 
     def finish(self, item: Any, tile: Any, tokens: int) -> None:
-        """Puts a tile's results where they are copied from."""
+        """Stores a tile's results in the buffer from which they are copied to HBM."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
         which = pl.ds(tile * plan.tile, tokens)
         for head in range(plan.kv_heads):
@@ -296,7 +302,7 @@ class Kernel:
 
 
 def _converted(stored: Array, dtype: Any) -> Array:
-    """Keys or values as the products take them; bits of FP8 are uint8."""
+    """Keys or values converted to the products' dtype; FP8 is stored as its bits, uint8."""
     if stored.dtype == jnp.uint8:
         stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
     return stored.astype(dtype)

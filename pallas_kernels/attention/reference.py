@@ -1,4 +1,5 @@
-"""What the attentions mean, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+"""Definition of the attention operations in plain `jax.numpy`; also runs where there is no kernel
+(CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -14,10 +15,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 from pallas_kernels.quantize.bits import as_bits, from_bits
 
 GATHERED_BYTES = 8 * 2**20
-"""The most memory for the FP32 keys and values that are gathered from the pages at one time."""
+"""Most bytes of FP32 keys and values gathered from the pages at one time."""
 
 CHUNK_ROWS = 128
-"""Queries of `chunk_attention` whose scores are there at one time."""
+"""Queries per block of `chunk_attention`, which bounds the memory of scores."""
 
 
 def write_rows(
@@ -41,8 +42,8 @@ def write_rows(
         & (page >= 0)
         & (page < pool)
     )
-    # Pages and heads as one dimension: a scatter over two that stand apart is in place on CPUs,
-    # but copies the pool on TPUs.
+    # Pages and heads are merged into one dimension: a scatter over two non-adjacent dimensions is
+    # in place on CPUs, but copies the pool on TPUs.
     page = jnp.where(exists, page, pool)[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
     row = (position % page_size)[:, None]
 
@@ -142,7 +143,7 @@ def _attend_one(
 def _gather(
     array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, " pages_of_token"]
 ) -> Float32[Array, "kv_heads context ..."]:
-    """The rows of these pages. Heads first, and FP32, are what CPUs multiply fastest."""
+    """The rows of these pages, heads first and in FP32, which CPUs multiply fastest."""
     rows = as_bits(array).at[pages].get(mode="clip")
     rows = jnp.swapaxes(rows, 0, 1)
     return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)
@@ -209,7 +210,7 @@ def merge(
     shares = shares / jnp.where(total == 0, 1.0, total)
     merged = jnp.zeros(outputs[0].shape, jnp.float32)
     for share, output in zip(shares, outputs, strict=True):
-        # What saw nothing has nothing to say, be it NaN.
+        # A part that saw no position is ignored, even if it is NaN.
         said = jnp.where((share == 0)[..., None], 0.0, output.astype(jnp.float32))
         merged = merged + share[..., None] * said
     return merged.astype(outputs[0].dtype)

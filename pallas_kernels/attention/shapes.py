@@ -1,7 +1,7 @@
-"""The sizes that real models ask of attention, by name: for tests, benchmarks and bundle counts.
+"""Attention shapes of real models, by name: for tests, benchmarks and bundle counts.
 
-A shape is what one device sees, so a model appears with the tensor parallelism that its size calls
-for. Knows nothing of kernels.
+A shape is one device's share, so a model appears with the tensor parallelism that its size
+requires. Knows nothing of kernels.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""How the attention kernels cut their work, by kind of device: found by static counts or measured.
+"""Tile sizes of the attention kernels by device kind, found by static counts or by measurement.
 
-Called by the kernels. What was tuned for a call (`tuned.json`) goes before the row of the kind of
-device; a kind that has none takes the default of its backend.
+Called by the kernels. Tuned tiles of a call (`tuned.json`) take precedence over the device kind's
+row; a kind without one uses the default of its backend.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from pallas_kernels.target import Target
 
 
 class TpuTiles(NamedTuple):
-    """Of the Mosaic TPU kernel.
+    """Tiles of the Mosaic TPU kernel.
 
     Attributes:
-      block_tokens: KV tokens that are fetched and attended to at a time, of all heads.
-      tile_rows: query rows (tokens × query heads of a KV head) that are multiplied at a time.
-      item_rows: query rows of all KV heads that read a sequence's keys and values together.
+      block_tokens: KV tokens fetched and processed at a time, of all heads.
+      tile_rows: query rows (tokens × query heads of a KV head) per product.
+      item_rows: query rows of all KV heads that share one read of a sequence's keys and values.
     """
 
     block_tokens: int = 2048

@@ -1,4 +1,4 @@
-"""Is a result the reference's, on the same inputs? Called by the bench and by the tuner."""
+"""Compares a result with the reference's on the same inputs. Called by the bench and the tuner."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ TOLERANCE |= dict.fromkeys(("fp8", "fp8_block", "fp8_block_rows"), 0.06)
 
 
 def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What the function gives now: JAX's caches of traces know neither targets nor tiles."""
+    """Runs the function with a fresh trace, since JAX's trace caches ignore targets and tiles."""
 
     def fresh(*arguments: Any) -> Any:
         return function(*arguments)
@@ -24,7 +24,7 @@ def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def expected(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What the reference gives."""
+    """Runs the reference."""
     with use_target(Target("reference", "cpu")):
         return run(function, arguments)
 

@@ -1,28 +1,27 @@
 """Grouped matrix products: checks the call, then runs the backend.
 
-Called by the expert layers of a model. Knows nothing of routing: its rows come sorted by group.
-Group g owns the rows from `sum(group_sizes[:g])` on, `group_sizes[g]` of them; rows past
-`sum(group_sizes)` are padding, give zeros and cost nothing. Groups may be empty. The sum of the
-group sizes, which only the device knows, must not exceed the number of rows. Sizes in NumPy are
-known when the call is compiled, and so is what kernels make of them.
+Called by the expert layers of a model. Knows nothing of routing: rows must be sorted by group.
+Group g owns the `group_sizes[g]` rows from `sum(group_sizes[:g])` on; rows past `sum(group_sizes)`
+are padding, give zeros and cost nothing. Groups may be empty. The sum of the group sizes, which
+only the device knows, must not exceed the number of rows. Group sizes in NumPy are compile-time
+constants, as are the plans that kernels derive from them.
 
 Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
-FP8 values are multiplied by the rows as they are, and the FP32 sums over a block of d_in by its
-scales, before they are added up. For INT8 every row is quantised to INT8 too (`quantize_rows`),
-sums are int32, and the product of both scales is what they are multiplied by (W8A8).
+FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
+scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
+int32 and are multiplied by both scales (W8A8).
 
-`row_format="float"` has INT8 weights multiplied by the rows as they are, like FP8 ones (W8A16); for
-these it is what None is.
+`row_format="float"`: rows are not quantised for INT8 weights either (W8A16); for FP8 weights it is
+the same as None.
 
-`row_format="fp8"` or `"int8"` has the rows quantised to the 8 bits of the weights in blocks, as
-DeepSeek-V3 does: a scale for each row and 128 of d_in (`ROW_BLOCK`). Sums over 128 of d_in are FP32
-or int32; they are multiplied by the scales of both factors and added up in FP32. In
-`grouped_swiglu` the hidden rows are quantised like that as well, from FP32, in the epilogue of the
-product that makes them: 128 columns are what one tile of a kernel has, and the whole row is not. Of
-TPUs, only v7x has it in FP8.
+`row_format="fp8"` or `"int8"`, as the weights: rows are quantised in blocks, as in DeepSeek-V3, one
+scale per row and `ROW_BLOCK` = 128 columns of d_in. Sums over 128 columns (FP32 or int32) are
+multiplied by both scales and accumulated in FP32. `grouped_swiglu` quantises the hidden rows
+likewise, from FP32, in the epilogue of the product that makes them, where a kernel's tile holds 128
+columns but not the whole row. Of TPUs, only v7x supports it in FP8.
 
-On Hopper GPUs the reference, which is slow there, runs what their kernel does not cover: FP32 rows,
-widths that are no multiple of 64, and a few sizes of blocks (`mosaic_gpu.py`).
+On Hopper GPUs the reference, which is slow there, runs where the kernel has no support: FP32 rows,
+widths that are not a multiple of 64, and a few block sizes (`mosaic_gpu.py`).
 """
 
 from typing import Literal, get_args
@@ -49,9 +48,8 @@ def grouped_matmul(
     """Multiply every row by the weights of its group.
 
     Args:
-      row_format: what the rows are quantised to in blocks, the format of the weights; "float": not
-        at all, weights in 8 bits are multiplied by them as they are; None: what the format of the
-        weights asks for.
+      row_format: "fp8" or "int8", as the weights: rows are quantised in blocks; "float": rows are
+        not quantised; None: as the format of the weights requires.
 
     Returns:
       the products in the dtype of `rows`, accumulated in FP32.
@@ -92,15 +90,15 @@ def grouped_swiglu(
     `row_format` None, it quantises the rounded rows. The three weights may have different formats.
 
     Args:
-      row_format: what the rows and the hidden rows are quantised to in blocks, the format of all
-        three weights; hidden rows are not rounded before. "float": not at all, the weights are in
-        8 bits of any format. None: what the formats of the weights ask for.
-      source: which of `rows` is run, for each row of the groups, if it is not all of them in their
-        order: the tokens of experts, several rows of one token. A row that is picked more than once
-        is quantised once. An index outside counts from the end, or is clamped.
+      row_format: "fp8" or "int8", the format of all three weights: rows and hidden rows are
+        quantised in blocks, the latter directly from FP32. "float": neither is quantised, and the
+        weights have any 8-bit format. None: as the formats of the weights require.
+      source: for each row of the groups, the index into `rows` (a token of several experts is
+        several rows of the groups); None: `rows` in order. A row that is picked more than once is
+        quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
 
     Returns:
-      the outputs in the dtype of `rows`, one for each that is picked.
+      the outputs in the dtype of `rows`, one for each row of the groups.
 
     Raises:
       ValueError: the shapes, dtypes or formats do not fit together.

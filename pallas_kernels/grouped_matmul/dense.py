@@ -1,16 +1,15 @@
-"""Products of all rows with one weight: by XLA, or by the kernels of grouped products.
+"""Products of all rows with one weight, by XLA or by the kernels of grouped products.
 
-Called by the linear maps of a model. To a kernel it is one group, whose size is known when it is
-compiled. Kernels are for weights in 8 bits. XLA on TPUs converts FP8 more slowly than memory
-delivers it, and everywhere it goes through blocks of 128 columns one by one. Of 128 rows by
-Step-3's output projection [7168, 16384] on v7x, bundles over those that pass while memory delivers
-the weights (no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): FP8 1.3 by XLA, in blocks over 12,
-some of it XLA's own estimate; the kernel's products take 0.6 and 0.9, so that memory is what
-limits.
+Called by the linear maps of a model. A kernel sees one group of a size known at compile time.
+Kernels are used for 8-bit weights only. XLA on TPUs converts FP8 more slowly than HBM delivers it,
+and on every platform it processes blocks of 128 columns one by one. For 128 rows times Step-3's
+output projection [7168, 16384] on v7x, bundles over the DMA floor of the weights are (static
+counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): XLA 1.3 for FP8 and over 12 for FP8
+blocks, partly XLA's own estimate; the kernel 0.6 and 0.9, so that it is limited by memory.
 
-On a GPU they are for blocks alone, which XLA multiplies in 127 rounds of six launches there. Of
-others it converts FP8 as it loads them, and divides a long d_in among the multiprocessors, which
-the kernel does not.
+On a GPU kernels are used for block scales only, which XLA multiplies in 127 rounds of six launches.
+For other FP8 weights XLA converts while loading and splits a long d_in over the multiprocessors,
+which the kernel does not.
 """
 
 from typing import Any
@@ -27,8 +26,8 @@ from pallas_kernels.target import current_target
 
 
 def covers(rows: Array, *weights: Array | QuantArray) -> bool:
-    """Whether a kernel is to multiply these rows [rows, d_in] by these weights [d_out, d_in], which
-    are in 8 bits: others are for XLA."""
+    """Whether a kernel, rather than XLA, should multiply rows [rows, d_in] by 8-bit weights
+    [d_out, d_in]."""
     target = current_target()
     if target.backend == "reference" or rows.ndim > 2:
         return False
@@ -56,7 +55,7 @@ def dense_matmul(
     rows: Float[Array, "*batch rows d_in"], weights: Float[Array, "*batch d_out d_in"] | QuantArray
 ) -> Float32[Array, "*batch rows d_out"]:
     """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
-    Leading axes are the same in both: a product each, by XLA.
+    Leading axes are batch axes, equal in both operands, and always go to XLA.
 
     Returns:
       FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
@@ -78,7 +77,8 @@ def dense_swiglu(
     up_weights: Float[Array, "d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray,
 ) -> Float32[Array, "rows d_out"]:
-    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`, likewise; hidden rows are rounded to the dtype of `rows`."""
+    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows are rounded to the dtype of
+    `rows`."""
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights):
         gate, up, down = map(_stack, weights)
@@ -92,5 +92,5 @@ def _one_group(rows: Array) -> np.ndarray:
 
 
 def _stack(weights: Array | QuantArray) -> Any:
-    """As the weights of one group."""
+    """The weight as the weights of a single group."""
     return jax.tree.map(lambda array: array[None], weights)

@@ -49,7 +49,7 @@ INTERPRETED_PROCESSORS = 2
 BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows in blocks")
 """Kinds of operands whose rows are in 8 bits."""
 
-Weights = Array | QuantArray
+WeightArray = Array | QuantArray
 
 
 class _Rows(NamedTuple):
@@ -146,11 +146,11 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate / (1.0 + jnp.exp(-gate)) * up
 
 
-def _format(weights: Weights) -> Any:
+def _format(weights: WeightArray) -> Any:
     return (weights.dtype, weights.block) if isinstance(weights, QuantArray) else weights.dtype
 
 
-def covers(row_dtype: DTypeLike, weights: Weights, row_format: str | None = None) -> bool:
+def covers(row_dtype: DTypeLike, weights: WeightArray, row_format: str | None = None) -> bool:
     """Whether the kernel covers these weights."""
     d_out, d_in = weights.shape[1:]
     if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
@@ -169,7 +169,7 @@ def _is_per_channel(weights: QuantArray) -> bool:
     return block_in == 0 or block_in >= weights.shape[2]
 
 
-def _inner(weights: Weights) -> int:
+def _inner(weights: WeightArray) -> int:
     """Values of d_in a step: 128 bytes, what a row of a swizzled operand may span, or 64."""
     is_wide = isinstance(weights, QuantArray) and weights.shape[2] % 128 == 0
     return 128 if is_wide else 64
@@ -177,7 +177,7 @@ def _inner(weights: Weights) -> int:
 
 def _product(
     rows: Array | _Rows,
-    weights: tuple[Weights, ...],
+    weights: tuple[WeightArray, ...],
     group_sizes: Int32[Array | np.ndarray, " groups"],
     out_dtype: DTypeLike,
     target: Target,
@@ -206,7 +206,7 @@ def _product(
     return grouped_product(operands, tile_list, epilogue, out_dtype, tiles, processors, interpret)
 
 
-def _kind(weights: Weights, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
+def _kind(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
     """What `tiles.py` calls the operands."""
     if in_blocks:
         return "rows in blocks"
@@ -220,7 +220,7 @@ def _kind(weights: Weights, *, in_blocks: bool = False, as_floats: bool = False)
 
 def pick_tiles(
     rows: int,
-    weights: tuple[Weights, ...],
+    weights: tuple[WeightArray, ...],
     groups: int,
     target: Target,
     kind: Kind,
@@ -253,7 +253,7 @@ def pick_tiles(
     return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
 
 
-def _has_whole_parts(weights: Weights) -> bool:
+def _has_whole_parts(weights: WeightArray) -> bool:
     """Whether no part of columns that is summed up at once has scales of two blocks."""
     assert isinstance(weights, QuantArray)
     return _is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
@@ -268,7 +268,7 @@ def _processors(target: Target) -> int:
 
 def _operands(
     rows: Array | _Rows,
-    weights: tuple[Weights, ...],
+    weights: tuple[WeightArray, ...],
     tiles: Tiles,
     *,
     as_floats: bool = False,

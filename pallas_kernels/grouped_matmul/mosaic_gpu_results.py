@@ -1,4 +1,4 @@
-"""The sums of the Hopper kernel, and what becomes of them: scales, and the way to memory.
+"""The accumulators of the Hopper kernel: initialisation, scaling, and the store to memory.
 
 Called by both kinds of consumers.
 """

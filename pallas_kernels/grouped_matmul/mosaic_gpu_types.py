@@ -1,4 +1,4 @@
-"""What the parts of the Hopper kernel of grouped products share: sizes, references, one tile.
+"""Types shared by the parts of the Hopper kernel of grouped products: sizes, references, a tile.
 
 Called by `mosaic_gpu.py`, which fills `Tiles` and `Operands`, and by the kernel.
 """
@@ -96,7 +96,7 @@ def shared_memory(
 
 @dataclass(frozen=True)
 class Operands:
-    """What one call multiplies; a pytree whose leaves the kernel gets as references.
+    """The operands of one call: a pytree whose leaves the kernel gets as references.
 
     Attributes:
       rows: [rows, d_in], sorted by group.
@@ -205,7 +205,7 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True)
 class Context:
-    """What every part of the kernel needs, static numbers and references."""
+    """The static sizes and references that every part of the kernel uses."""
 
     tiles: Tiles
     groups: int

@@ -1,8 +1,8 @@
-"""Which tiles a CTA of the Hopper kernel works on, in which order, and how their operands come.
+"""The order in which the CTAs of the Hopper kernel process tiles, and how operands are loaded.
 
-Called by both kinds of consumers. The CTAs work on neighbouring tiles at any time. Row tiles change
-first, within a band of `tiles.band`, then output tiles, then bands: so the weights of a band are
-read while they are in the L2 cache, and so are its rows. Padding rows come last.
+Called by both kinds of consumers. At any time the CTAs work on neighbouring tiles. Row tiles vary
+fastest, within a band of `tiles.band`, then output tiles, then bands, so that a band's weights and
+rows are reused from the L2 cache. Padding rows come last.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
     of_groups, total = context.tile_list.totals[0], context.tile_list.totals[1]
     band_index = jax.lax.div(place, band * out_tiles)
     inside = place - band_index * (band * out_tiles)
-    # Of unknown range: where both fit into 16 bits, the division is a call, and in a function that
-    # calls another one wgmma waits for itself.
+    # The range is hidden from the compiler: for operands known to fit 16 bits it emits the division
+    # as a function call, and around calls it serialises wgmma.
     height = jax.lax.optimization_barrier(jnp.clip(of_groups - band_index * band, 1, band))
     column = jax.lax.div(inside, height)
     row = band_index * band + inside - column * height

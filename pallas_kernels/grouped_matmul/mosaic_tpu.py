@@ -2,14 +2,14 @@
 
 Called by `api.py`, which has checked the arguments. Knows nothing of routing or of layers.
 
-The rows are cut into tiles, the columns of the weights too. A *visit* is a pair of a group and a
-tile that has rows of it; XLA makes the list of visits, and the grid is (tiles of columns, visits).
-Rows and outputs come and go with the grid. Weights are a stream of their own: one tile of columns
-of every group that has rows, in order, each read once however many tiles its rows lie in, and
-always one tile ahead, so that the next group is on its way while this one is multiplied. A tile of
-weights is waited for in pieces, at their first use: the first product starts after one piece.
-A visit multiplies a few rows at a time, and only where the group has rows. A tile without rows of
-any group has a visit too, which reads nothing: its output are the zeros of padding.
+Rows are cut into tiles, and so are the columns of the weights. A *visit* is a pair of a group and a
+row tile that contains some of its rows; XLA computes the list of visits, and the grid is (column
+tiles, visits). Rows and outputs are pipelined by the grid. Weights are streamed by the kernel: one
+column tile of every non-empty group, in order, each read once however many row tiles its group
+spans, and always one tile ahead of the products. A weight tile is waited for in pieces at their
+first use, so the first product starts after one piece. A visit multiplies a few rows at a time, and
+only rows of its group. A tile of padding rows has a visit too, which reads nothing and writes
+zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
     Pieces,
-    Plan,
+    Sizes,
     Visits,
     arrange_scales,
     plan_call,
@@ -46,7 +46,7 @@ from pallas_kernels.target import Target
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 
-Weights = Array | QuantArray
+WeightArray = Array | QuantArray
 
 
 def grouped_matmul(
@@ -110,7 +110,7 @@ def _factor(rows: Array, row_format: RowFormat | None, target: Target) -> Array 
 
 
 class _Inputs(NamedTuple):
-    """What the kernel is called with, arrays or refs.
+    """The kernel's inputs, as arrays outside and as refs inside.
 
     Attributes:
       visits: in SMEM.
@@ -129,7 +129,7 @@ class _Inputs(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What the kernel knows when it is compiled.
+    """Compile-time constants of the kernel.
 
     Attributes:
       inputs: the structure of `_Inputs`.
@@ -138,7 +138,7 @@ class _Call(NamedTuple):
       quantised: the result is in 8 bits.
     """
 
-    plan: Plan
+    plan: Sizes
     inputs: Any
     column_tiles: int
     blocks: Blocks
@@ -147,7 +147,7 @@ class _Call(NamedTuple):
 
 def _grouped_products(
     factor: Array | QuantArray,
-    weights: tuple[Weights, ...],
+    weights: tuple[WeightArray, ...],
     group_sizes: Array | np.ndarray,
     out_dtype: DTypeLike,
     target: Target,
@@ -308,6 +308,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
 
         for_pieces(start_piece)
 
+    # Weights are double-buffered: load the very first tile, then always the next one ahead.
     pl.when((n == 0) & (v == 0) & (groups > 0))(lambda: start(position))
     pl.when(new_weights & (position + 1 < call.column_tiles * groups))(lambda: start(position + 1))
 
@@ -321,7 +322,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
     aligned = first // plan.alignment * plan.alignment
 
     def step(place: Any, step_rows: int) -> None:
-        """Multiply the rows from `place` on; what they have of another group stays as it is."""
+        """Multiply the rows from `place` on, without touching output rows of other groups."""
         row = jnp.minimum(place, plan.tile_rows - step_rows)
         part = pl.ds(pl.multiple_of(row, plan.alignment), step_rows)
         number = row + lax.broadcasted_iota(jnp.int32, (step_rows, 1), 0)
@@ -373,7 +374,7 @@ def _swiglu(gate: Array, up: Array) -> Array:
     return gate * (1 / (1 + jnp.exp(-gate))) * up
 
 
-def _same_format(a: Weights, b: Weights) -> bool:
+def _same_format(a: WeightArray, b: WeightArray) -> bool:
     if isinstance(a, QuantArray) and isinstance(b, QuantArray):
         return a.dtype == b.dtype and a.block == b.block
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)

@@ -1,4 +1,4 @@
-"""How the TPU kernel quantises its results: rows in 8 bits, with a scale for every 128 columns.
+"""Quantises the TPU kernel's results to 8 bits, with a scale per row and 128 columns.
 
 Called by `mosaic_tpu.py`, in the epilogue of a product. Knows refs and nothing of products.
 """
@@ -10,10 +10,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32
 
 COLUMNS = 128
-"""That share a scale."""
+"""Columns that share a scale."""
 
 SMALLEST_SCALE = 2.0**-100
-"""What would have a smaller one is zeros, with the scale 1."""
+"""Smallest scale; values that would need a smaller one become zeros with the scale 1."""
 
 
 def store_quantised(

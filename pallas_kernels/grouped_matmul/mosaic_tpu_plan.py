@@ -1,7 +1,7 @@
-"""How one call of the TPU kernel is cut up: which tiles it visits, and how large they are.
+"""Plans one call of the TPU kernel: tile sizes, and the list of visits.
 
-Called by `mosaic_tpu.py`. Knows nothing of what the kernel does with it. `plan_visits` and
-`arrange_scales` are array code, for XLA; the sizes follow from shapes alone.
+Called by `mosaic_tpu.py`. Knows nothing of the kernel's computation. `plan_visits` and
+`arrange_scales` are array code for XLA; the sizes follow from shapes alone.
 """
 
 from typing import NamedTuple
@@ -17,17 +17,17 @@ LANES = 128
 
 
 class Visits(NamedTuple):
-    """What the grid does, in order; the kernel reads it from SMEM. Past the last visit: anything.
+    """The visits in grid order, read by the kernel from SMEM; undefined past the last visit.
 
     Attributes:
-      tile: the tile of rows that is written.
-      rows_tile: the tile of rows that is read; a visit for padding keeps the one before.
-      group: whose scales are read.
-      rank: how many groups with rows come before this one.
-      start: the first row of the group within the tile.
-      end: one past the last one; start in a visit for padding.
-      stream: the groups that have rows, in order.
-      groups: how many groups have rows.
+      tile: row tile that is written.
+      rows_tile: row tile that is read; a visit for padding keeps the previous one.
+      group: group whose weights and scales are used.
+      rank: number of non-empty groups before this one.
+      start: the group's first row within the tile.
+      end: one past its last row; equal to start in a visit for padding.
+      stream: the non-empty groups, in order.
+      groups: number of non-empty groups.
     """
 
     tile: Int32[Array, " visits"]
@@ -43,13 +43,14 @@ class Visits(NamedTuple):
 def plan_visits(
     group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int
 ) -> tuple[Visits, Int32[Array, ""]]:
-    """The visits for `rows` rows in tiles of `tile_rows`, and how many they are."""
+    """The visits for `rows` rows in tiles of `tile_rows`, and their number."""
+    # Step 1: the tiles that each group spans, and so its number of visits. Tiles that only hold
+    # padding are those of one more group.
     tiles = pl.cdiv(rows, tile_rows)
     streamed = min(group_sizes.shape[0], rows)
     ends = jnp.cumsum(group_sizes)
     total = ends[-1]
     has_rows = group_sizes > 0
-    # One more group for the tiles that no group visits.
     starts = jnp.append(ends - group_sizes, total)
     ends = jnp.append(ends, total)
     first_tile = jnp.append(starts[:-1] // tile_rows, pl.cdiv(total, tile_rows))
@@ -57,10 +58,13 @@ def plan_visits(
     count = jnp.where(jnp.append(has_rows, True), last_tile - first_tile + 1, 0)
     visit_end = jnp.cumsum(count)
 
+    # Step 2: the group and the tile of every visit. There are at most as many visits as tiles and
+    # non-empty groups together.
     index = jnp.arange(tiles + streamed, dtype=jnp.int32)
     group = jnp.sum(visit_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, group_sizes.shape[0])
     tile = jnp.minimum(first_tile[group] + index - (visit_end - count)[group], tiles - 1)
+    # Step 3: number the non-empty groups, whose weights are streamed in this order.
     rank = jnp.maximum(jnp.cumsum(has_rows, dtype=jnp.int32) - 1, 0)
     rank = jnp.append(rank, rank[-1])[group]
     stream = jnp.nonzero(has_rows, size=streamed, fill_value=0)[0].astype(jnp.int32)
@@ -78,13 +82,13 @@ def plan_visits(
 
 
 class Pieces(NamedTuple):
-    """Neighbouring pieces of a tile of weights, as wide as each other: each is one copy.
+    """Consecutive pieces of a weight tile, of equal width; each is one copy.
 
     Attributes:
-      first: number of the first one within the tile.
-      number: how many.
-      column: where the first one begins.
-      columns: of each.
+      first: index of the first piece within the tile.
+      number: number of pieces.
+      column: first column of the first piece.
+      columns: columns of each piece.
     """
 
     first: int
@@ -93,16 +97,16 @@ class Pieces(NamedTuple):
     columns: int
 
 
-class Plan(NamedTuple):
-    """The sizes of one call, all of which divide as they must.
+class Sizes(NamedTuple):
+    """The sizes of one call, checked for divisibility.
 
     Attributes:
-      alignment: what the first row of a product is a multiple of.
-      tile_rows: of a tile.
-      steps: rows of one product, from large to small; multiples of `alignment`, none over a tile.
-      tile_columns: of a tile of weights.
-      pieces: all of its columns.
-      vmem_bytes: what the compiler may use.
+      alignment: the first row of a product is a multiple of this.
+      tile_rows: rows of a row tile.
+      steps: rows of one product, descending; multiples of `alignment`, at most `tile_rows`.
+      tile_columns: columns of a weight tile.
+      pieces: the pieces that cover these columns.
+      vmem_bytes: VMEM limit for the compiler.
     """
 
     alignment: int
@@ -121,15 +125,15 @@ def plan_call(
     d_out: int,
     column_bytes: int,
     out_bytes: int,
-) -> Plan:
+) -> Sizes:
     """Sizes for a call.
 
     Args:
-      steps: those of `tiles` for the format of the weights.
-      rows: their shape (rows, d_in).
-      row_bytes: of one number of a row.
-      column_bytes: of the weights of one column, gate and up together.
-      out_bytes: of one number of the output.
+      steps: the steps of `tiles` for the format of the weights.
+      rows: shape of the rows (rows, d_in).
+      row_bytes: bytes of one element of a row.
+      column_bytes: bytes of one column of the weights, gate and up together.
+      out_bytes: bytes of one element of the output.
 
     Raises:
       NotImplementedError: the columns cannot be cut into tiles that fit.
@@ -153,11 +157,11 @@ def plan_call(
             f"{d_out} to a multiple of {LANES}, or split d_in"
         )
     pieces = _pieces(tile_columns, tiles.step_columns)
-    return Plan(alignment, tile_rows, steps, tile_columns, pieces, tiles.vmem_bytes)
+    return Sizes(alignment, tile_rows, steps, tile_columns, pieces, tiles.vmem_bytes)
 
 
 def _pieces(tile_columns: int, step_columns: int) -> tuple[Pieces, ...]:
-    """Pieces of `step_columns`, and what is left."""
+    """Pieces of `step_columns`, and one for the remainder."""
     if tile_columns % LANES:
         return (Pieces(0, 1, 0, tile_columns),)
     whole, rest = divmod(tile_columns, step_columns)
@@ -166,7 +170,7 @@ def _pieces(tile_columns: int, step_columns: int) -> tuple[Pieces, ...]:
 
 
 class Scales(NamedTuple):
-    """The scales of a weight as the kernel takes them, by units of `LANES` columns, or all columns.
+    """The scales of a weight in the kernel's layout, in units of `LANES` columns or all columns.
 
     Attributes:
       array: [groups, units, blocks of d_in, columns of a unit], or, if not `by_column`, where the

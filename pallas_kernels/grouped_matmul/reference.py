@@ -1,12 +1,12 @@
-"""What grouped products mean, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+"""Definition of grouped products in plain `jax.numpy`; also runs where there is no kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
 
 The rows are cut into blocks of `BLOCK_ROWS` that never cross a group, and a loop runs over the
-blocks that exist. So the time follows the rows and not the groups, and the weights of a group are
-read once for every `BLOCK_ROWS` of its rows. On CPU, at decode sizes, this is 2 to 10 times faster
-than `jax.lax.ragged_dot` and than multiplying all rows by all groups.
+non-empty blocks. The time is thus proportional to the rows, not the groups, and the weights of a
+group are read once per `BLOCK_ROWS` of its rows. On CPU, at decode sizes, this is 2 to 10 times
+faster than `jax.lax.ragged_dot` or than multiplying all rows by all groups.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from pallas_kernels.quantize.quant_array import QuantArray
 
 BLOCK_ROWS = 8
 
-Weights = Array | QuantArray
+WeightArray = Array | QuantArray
 
 
 def grouped_matmul(
@@ -38,7 +38,7 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
 
-    def product(block: Array, weights: Weights) -> Array:
+    def product(block: Array, weights: WeightArray) -> Array:
         return _matmul(block, weights, row_format).astype(rows.dtype)
 
     return _map_blocks(product, rows, (weights,), group_sizes)
@@ -55,7 +55,7 @@ def grouped_swiglu(
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group."""
 
-    def swiglu(block: Array, gate: Weights, up: Weights, down: Weights) -> Array:
+    def swiglu(block: Array, gate: WeightArray, up: WeightArray, down: WeightArray) -> Array:
         hidden = jax.nn.silu(_matmul(block, gate, row_format)) * _matmul(block, up, row_format)
         if row_format in (None, "float"):
             hidden = hidden.astype(rows.dtype)
@@ -65,7 +65,7 @@ def grouped_swiglu(
     return _map_blocks(swiglu, picked, (gate_weights, up_weights, down_weights), group_sizes)
 
 
-def _matmul(left: Array, right: Weights, row_format: str | None) -> Array:
+def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
     """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
     if not isinstance(right, QuantArray):
         return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
@@ -78,7 +78,7 @@ def _matmul(left: Array, right: Weights, row_format: str | None) -> Array:
 def _map_blocks(
     function: Callable[..., Array],
     rows: Array,
-    weights: tuple[Weights, ...],
+    weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
@@ -109,9 +109,9 @@ def _map_blocks(
 
 
 def _vary_like(array: Array, others: tuple[Array, ...]) -> Array:
-    """Inside `shard_map`, say that `array` differs along every mesh axis along which others do.
+    """Inside `shard_map`, mark `array` as varying over every mesh axis over which the others vary.
 
-    A loop needs it: what it carries must vary from the beginning as it does in the end.
+    A loop requires its carry to have the same varying axes before and after.
     """
     axes = frozenset[str]().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
     return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array

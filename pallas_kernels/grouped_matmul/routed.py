@@ -1,11 +1,11 @@
-"""The experts of one device, from tokens to tokens: rows go to their experts, and results back.
+"""The experts of one device, from tokens to tokens: permute, grouped products, unpermute.
 
-Called by the expert layer of a model. Knows groups, not ranks. Around the kernels it is XLA's work:
-both ways are gathers, of a token for each row of an expert, and of a row for each choice of a
-token. Adding rows up where their tokens are is the same sum, but TPUs do that one row at a time,
-and GPUs in another order each time. For Step-3's layer on v7x (2048 tokens of 3 choices, 7168
-wide): over 900 thousand bundles, and 150 thousand with gathers, besides those back, which XLA gives
-to the SparseCores (no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
+Called by the expert layer of a model. Knows groups, not ranks. Around the kernels XLA does the work
+with gathers both ways: a token for each row of an expert, and a row for each choice of a token. A
+scatter-add gives the same sum, but TPUs execute it one row at a time, and GPUs in a different order
+each time. For Step-3's layer on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900
+thousand bundles; gathers take 150 thousand, besides those on the way back, which XLA gives to the
+SparseCores (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
 
 import functools
@@ -20,13 +20,13 @@ from pallas_kernels.quantize import QuantArray
 
 
 class Order(NamedTuple):
-    """Rows sorted by group, those of no group behind them.
+    """The permutation that sorts choices by group, with choices of other groups last.
 
     Attributes:
       source: the token of each row.
       place: the row of each choice of a token.
       here: whether that choice is one of the groups.
-      sizes: rows of each group.
+      sizes: number of rows of each group.
     """
 
     source: Int32[Array, " rows"]
@@ -36,11 +36,12 @@ class Order(NamedTuple):
 
 
 def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
-    """Where the rows of the choices lie; those outside 0..groups-1 are of no group."""
+    """Sorts choices by group; a choice outside 0..groups-1 belongs to no group."""
     here = (choices >= 0) & (choices < groups)
     group = jnp.where(here, choices, groups).reshape(-1)
     order = jnp.argsort(group, stable=True).astype(jnp.int32)
-    # A second sort, since TPUs scatter numbers one by one; on GPUs XLA makes that of it.
+    # Inverts the permutation by a second sort: TPUs scatter one number at a time, and on GPUs XLA
+    # turns it into a scatter.
     place = jnp.argsort(order).astype(jnp.int32).reshape(choices.shape)
     sizes = jnp.sum(jnp.arange(groups)[:, None] == group, axis=1, dtype=jnp.int32)
     return Order(order // choices.shape[1], place, here, sizes)
@@ -49,9 +50,9 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
 def combine(
     rows: Float[Array, "rows d"], gates: Float[Array, "tokens top_k"], order: Order
 ) -> Float32[Array, "tokens d"]:
-    """Of every token the sum of its choices' rows times their gates, choice after choice."""
-    # If there are choices elsewhere, the last row is one of theirs, which are zeros. It stands for
-    # all of them: caches have it.
+    """For every token, the sum of its choices' rows times their gates, in the order of choices."""
+    # If there are choices of other devices, the last row belongs to one of them and is zero. All of
+    # them read that row, which stays in caches.
     place = jnp.where(order.here, order.place, rows.shape[0] - 1)
     gates = jnp.where(order.here, gates, 0).astype(jnp.float32)
     products = [
@@ -72,16 +73,18 @@ def routed_swiglu(
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
-    """Every token through the SwiGLU networks that it chose, times their gates, added up.
+    """Run every token through the SwiGLU networks that it chose and sum the results, weighted by
+    the gates.
 
     Args:
-      choices: networks, counted from the first of the window; others add nothing.
-      gates: of choices outside, anything.
-      window: the first of the groups that are meant, and how many; None: all. The rest is not read.
+      choices: [tokens, top_k] networks, counted from the first of the window; choices outside the
+        window contribute nothing.
+      gates: [tokens, top_k] weights; ignored for choices outside the window.
+      window: (first group, number of groups) to use; None: all. Other weights are not read.
       row_format: see `grouped_swiglu`.
 
     Returns:
-      the sums, and how many tokens each network of the window got.
+      the sums, and the number of tokens of each network of the window.
 
     Raises:
       ValueError: the shapes, dtypes or formats do not fit together.

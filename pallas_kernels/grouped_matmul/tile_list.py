@@ -1,8 +1,8 @@
-"""Which rows every row tile of a grouped product covers: data, computed by XLA before the kernel.
+"""The row tiles of a grouped product, computed by XLA before the kernel.
 
-Called by the GPU kernel. No tile spans two groups. Tiles begin at a multiple of `BLOCK_ROWS`, as
-the swizzled blocks that TMA copies do, so that the first tile of a group may begin with some rows
-of the group before it, which it leaves alone.
+Called by the GPU kernel. No tile spans two groups. Tiles start at multiples of `BLOCK_ROWS`, like
+the swizzled blocks that TMA copies, so the first tile of a group may start with rows of the
+previous group, which it does not write.
 """
 
 from typing import NamedTuple
@@ -29,16 +29,19 @@ class TileList(NamedTuple):
 
 def list_tiles(group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int) -> TileList:
     """Cut the rows of every group into tiles of `tile_rows`, and the padding rows after them."""
+    # Step 1: the number of tiles of every group; padding is one more group.
     padding = rows - jnp.sum(group_sizes, keepdims=True)
     sizes = jnp.concatenate([group_sizes, padding])
     row_end = jnp.cumsum(sizes)
     first = (row_end - sizes) // BLOCK_ROWS * BLOCK_ROWS  # row of a group's first tile
     tiles_of_group = jnp.where(sizes > 0, -(-(row_end - first) // tile_rows), 0)
     tile_end = jnp.cumsum(tiles_of_group)
-    # A group that is not empty has at most BLOCK_ROWS - 1 foreign rows, and one tile not full.
+    # Step 2: the length of the list. A non-empty group has at most BLOCK_ROWS - 1 rows of others
+    # in its first tile, and one tile that is not full.
     used = min(sizes.shape[0], rows)
     bound = (rows + used * (tile_rows + BLOCK_ROWS - 2)) // tile_rows
     index = jnp.arange(bound, dtype=jnp.int32)
+    # Step 3: the group of every tile, and the tile's range of that group's rows.
     past = tile_end[None, :] <= index[:, None]  # [bound, groups + 1]: the groups before the tile's
     group = jnp.minimum(jnp.sum(past, axis=1, dtype=jnp.int32), sizes.shape[0] - 1)
     number = index - (tile_end - tiles_of_group)[group]  # of the tile, within its group

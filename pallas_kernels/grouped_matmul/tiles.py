@@ -1,7 +1,7 @@
-"""How the kernels cut their work, by kind of device. Numbers only; the kernels say what they mean.
+"""Tile sizes of the grouped product kernels, by device kind; the kernels document their meaning.
 
-Called by the kernels. What was tuned for a call (`tuned.json`) goes before the tables here; what is
-in none of them gets `DEFAULT` of its backend.
+Called by the kernels. Tuned tiles of a call (`tuned.json`) take precedence over these tables; a
+device in neither gets the `DEFAULT` of its backend.
 """
 
 from typing import Any, Literal, NamedTuple

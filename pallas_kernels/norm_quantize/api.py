@@ -1,9 +1,8 @@
-"""RMSNorm and quantising its rows in one: checks the call, then runs the backend.
+"""RMSNorm fused with quantisation of its rows: checks the call, then runs the backend.
 
-Called where rows are normed and leave in 8 bits. Knows nothing of where they go. Only Hopper GPUs
-have a kernel (`mosaic_gpu.py`). On TPUs XLA works in the core's memory between two products, adds
-up the squares as the product before is stored, and norms as the one after is loaded: there the
-reference runs, as on everything else.
+Called where normed rows are sent in 8 bits. Only Hopper GPUs have a kernel (`mosaic_gpu.py`). On
+TPUs XLA fuses the norm into the surrounding products (it sums the squares as the previous product
+is stored, and norms as the next one is loaded), so the reference runs there, as everywhere else.
 """
 
 from typing import get_args
@@ -19,14 +18,14 @@ from pallas_kernels.target import current_target
 def rms_norm_quantize(
     x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: float, format: Format
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """RMSNorm of every row, as `rms_norm` does it, and that as `quantize_rows` quantises it.
+    """RMSNorm of every row as in `rms_norm`, quantised as in `quantize_rows`.
 
-    The kernel adds up the squares of a row in another order, so that the normed rows may differ by
-    a step of their dtype. Values and scales are exactly those that `quantize_rows` makes of them.
-    It covers a d that is a multiple of 128, up to 8192; the reference runs all others.
+    The kernel sums the squares of a row in a different order, so normed rows may differ by one step
+    of their dtype. Values and scales are exactly those of `quantize_rows` on these rows. The kernel
+    supports d_model up to 8192 in multiples of 128; the reference runs for others.
 
     Returns:
-      the normed rows in x's dtype, which a router reads; their values in 8 bits, their scales.
+      the normed rows in x's dtype (for a router), their 8-bit values, and their FP32 scales.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the format is unknown.

@@ -1,6 +1,6 @@
-"""What the op means, in plain `jax.numpy`; also what runs where there is no kernel for it.
+"""Definition of the op in plain `jax.numpy`; also runs where there is no kernel.
 
-`rms_norm` alone is every other norm of a model, too. Shares no code with the kernel.
+`rms_norm` is also used for all other norms of a model. Shares no code with the kernel.
 """
 
 from typing import Literal

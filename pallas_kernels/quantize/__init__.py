@@ -1,4 +1,4 @@
-"""Quantising to 8 bits: rows with one scale each, weights with one a row or a block."""
+"""Quantisation to 8 bits: rows with one scale each, weights with one per row or block."""
 
 from pallas_kernels.quantize.api import (
     Format,

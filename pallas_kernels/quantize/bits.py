@@ -1,9 +1,9 @@
 """float8_e4m3fn as its bits, uint8, for operations that only move numbers.
 
-Called by whatever slices, gathers or scatters 8-bit arrays. XLA's CPU backend has no 8-bit floats:
-to move a few of them it converts the whole array to FP16 and back, in a cache of 16 MB 25 ms for
-writing eight rows that take 0.01 ms as bits. Only conversions and bit casts cost what they should,
-and a bit cast is a copy there: arrays that live long (weights, pages) are best kept as bits.
+Called by whatever slices, gathers or scatters 8-bit arrays. XLA's CPU backend lacks 8-bit floats:
+to move a few elements it converts the whole array to FP16 and back. Writing eight rows to a cache
+of 16 MB takes 25 ms, as bits 0.01 ms. Since a bit cast is a copy there, long-lived arrays (weights,
+pages) are best kept as bits.
 """
 
 import jax

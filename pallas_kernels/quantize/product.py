@@ -1,6 +1,6 @@
 """Rows times a quantised weight, in plain `jax.numpy`.
 
-The arithmetic that every op with `QuantArray` weights defines itself by; called by the reference of
+Defines the arithmetic of every op with `QuantArray` weights; called by the reference of
 `grouped_matmul` and by models' linear maps. Shares no code with any kernel.
 """
 
@@ -31,10 +31,10 @@ def product_of_rows(
 def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array, "rows d_out"]:
     """x · wᵀ for one weight [d_out, d_in]; the caller has checked shapes and dtypes.
 
-    FP8 weights: x as it is, times the e4m3 values, accumulated in FP32 over the columns of one
-    block; these sums times their scales are added up in FP32, in order. INT8 weights: every row of
-    x is quantised to INT8 first, over the whole of d_in, the sums are exact integers (int32), and
-    `x_scale * w_scale` is what they are multiplied by.
+    FP8 weights: x is not quantised; its products with the e4m3 values are accumulated in FP32 over
+    the columns of one block, scaled, and added up in FP32, in order. INT8 weights: every row of x
+    is quantised to INT8 over the whole of d_in; the sums are exact (int32) and are multiplied by
+    `x_scale * w_scale`.
     """
     if w.dtype == jnp.int8:
         values, x_scales = quantize_rows(x, "int8")
@@ -45,9 +45,10 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
 def quant_product_of_floats(
     x: Float[Array, "rows d_in"], w: QuantArray
 ) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ with x as it is, whatever the format of w; the caller has checked shapes and dtypes.
+    """x · wᵀ without quantising x, for w in any format; the caller has checked shapes and dtypes.
 
-    INT8 values are what FP8 ones are in `quant_product`: each is a number of BF16 and of FP16.
+    INT8 values are treated as `quant_product` treats FP8 ones: BF16 and FP16 represent them
+    exactly.
     """
     return _sum_of_blocks(x, w, None)
 
@@ -55,7 +56,7 @@ def quant_product_of_floats(
 def quant_product_of_blocks(
     x: Float[Array, "rows d_in"], w: QuantArray
 ) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ in 8 bits, as FP8 hardware likes it; the caller has checked shapes, dtypes and blocks.
+    """x · wᵀ with both operands in 8 bits; the caller has checked shapes, dtypes and blocks.
 
     Every row of x is quantised to the format of w, with a scale for every `ROW_BLOCK` columns. The
     sums over these columns (int32 or FP32) times the scales of both are added up in FP32, in order.

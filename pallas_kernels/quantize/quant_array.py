@@ -1,7 +1,7 @@
-"""An array in 8 bits: values, scales, and how many values share a scale.
+"""An 8-bit array: values, scales, and the block of values that shares a scale.
 
-Made by `quantize_weight` or from the files of a checkpoint; taken by every op that multiplies by
-weights. Knows nothing of formats' names.
+Made by `quantize_weight` or read from a checkpoint; accepted by every op that multiplies by
+weights. Knows nothing of the formats' names.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
-"""The dtypes of values that need a scale; uint8 are the bits of float8_e4m3fn."""
+"""The 8-bit dtypes of values; uint8 holds the bits of float8_e4m3fn."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +27,8 @@ class QuantArray:
       values: [*batch, d_out, d_in], int8, float8_e4m3fn, or the latter's bits as uint8, which are
         cheaper to slice (`bits.py`).
       scales: FP32 [*batch, ceil(d_out / block_out), ceil(d_in / block_in)].
-      block: (block_out, block_in), how many values a scale is for along each axis; 0: all of them.
-        The last block of an axis may be smaller.
+      block: (block_out, block_in), the values along each axis that share a scale; 0: the whole
+        axis. The last block of an axis may be smaller.
     """
 
     values: Any
@@ -37,17 +37,17 @@ class QuantArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """The shape of the values."""
         return tuple(self.values.shape)
 
     @property
     def ndim(self) -> int:
-        """Of the values."""
+        """The number of dimensions of the values."""
         return len(self.values.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return jnp.dtype(self.values.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What quantising means, in plain `jax.numpy`; also what runs where there is no kernel (CPU).
+"""Definition of quantisation in plain `jax.numpy`; also runs where there is no kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -23,8 +23,8 @@ def quantize_rows(
 ) -> tuple[Num[Array, "tokens d"], Float32[Array, " tokens"]]:
     """Divide every row by its scale, the largest magnitude over the format's largest value.
 
-    Both divisions are products with a reciprocal: XLA turns them into that in some programs and not
-    in others, and a row has to give the same values in all of them.
+    Both divisions are written as products with a reciprocal. XLA rewrites divisions that way in
+    some programs but not in others, and a row must give the same values in all of them.
     """
     x = x.astype(jnp.float32)
     scales = _scales(jnp.max(jnp.abs(x), axis=1), format)
@@ -87,8 +87,7 @@ def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
 def _scales(largest: Array, format: Literal["fp8", "int8"]) -> Array:
     """The scales of groups of numbers whose largest magnitudes these are."""
     scales = largest * jnp.float32(1.0 / LARGEST[format])
-    # Some hardware takes subnormal numbers for zeros. With this limit they are zeros on all, as
-    # part of a larger group too.
+    # Some hardware flushes subnormal numbers to zero. With this limit they become zero everywhere.
     return jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.cluster import bootstrap, roles
-from jaxserve.cluster.leader import Leader
+from jaxserve.config.deployment import Deployment
+from jaxserve.fleet import bootstrap, worker
+from jaxserve.fleet.arguments import add_arguments, from_arguments
+from jaxserve.fleet.leader import Leader
 from tests.jaxserve import layouts
 
 SECONDS = 120
@@ -20,30 +22,31 @@ SECONDS = 120
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    bootstrap.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--overrides", type=json.loads, required=True)
     parser.add_argument("--written", type=Path, required=True)
     parser.add_argument("--figures", action="store_true")
     options = parser.parse_args()
     deployment = layouts.deployment(options.model, options.overrides)
-    peers = bootstrap.join(
-        bootstrap.from_arguments(options), deployment, lambda error: bootstrap.abandon(str(error))
-    )
-    if isinstance(peers, Leader):
-        engine = roles.lead(deployment, peers)
-        engine.pipeline()  # Asking has it measured.
-        tokens, view = layouts.generate(engine), engine.pipeline()
-        deadline = time.monotonic() + SECONDS
-        while options.figures and view.measured_at is None and time.monotonic() < deadline:
-            tokens = layouts.generate(engine)
-            view = engine.pipeline()
-        layouts.idle(engine)
-        engine.close()
-        options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
-    else:
-        roles.follow(deployment, peers)
-    bootstrap.leave(peers)
+    with bootstrap.joined(from_arguments(options), deployment) as peers:
+        if isinstance(peers, Leader):
+            lead(deployment, peers, options)
+        else:
+            worker.follow(deployment, peers)
+
+
+def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
+    engine = worker.lead(deployment, leader)
+    engine.pipeline()  # Asking has it measured.
+    tokens, view = layouts.generate(engine), engine.pipeline()
+    deadline = time.monotonic() + SECONDS
+    while options.figures and view.measured_at is None and time.monotonic() < deadline:
+        tokens = layouts.generate(engine)
+        view = engine.pipeline()
+    layouts.idle(engine)
+    engine.close()
+    options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
 
 
 if __name__ == "__main__":

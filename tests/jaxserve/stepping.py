@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.engine.build import Runtime
-from jaxserve.pipeline.plan import SequenceRow, StepPlan
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 
 
 class Sequences:
@@ -42,7 +42,9 @@ class Sequences:
             )
         groups = [sorted(rows, key=lambda row: row.slot)]
         groups += [[]] * (self.runtime.deployment.attention.dp - 1)
-        plan = StepPlan(self.lane, self.steps, self.runtime.buckets[-1], groups)
+        slots = self.runtime.deployment.scheduler.slots
+        bucket = self.runtime.buckets[-1]
+        plan = plan_of_rows(self.lane, self.steps, bucket, groups, slots=slots)
         self.steps += 1
         self.runtime.driver.begin(plan)
         finished = self.runtime.driver.advance()

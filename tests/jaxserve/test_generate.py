@@ -6,10 +6,10 @@ import pytest
 
 from jaxserve import generate
 from jaxserve.engine.request import SamplingParams
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+from jaxserve.text.generator import TextGenerator
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
 SPANNING = [
-    (2, Case("3A2F", 1, "broadcast", "ppermute")),
-    (3, Case("2A1F", 2, "trampoline", "device_put")),
+    (2, Case("3A2F", 1, "alltoall", "ppermute")),
+    (3, Case("2A1F", 2, "gather", "device_put")),
 ]
 
-MEASURED = Case("3A2F", 3, "trampoline", "device_put")
+MEASURED = Case("3A2F", 3, "gather", "device_put")
 """Goes on until the pipeline was measured, and so shows the tokens and the figures."""
 
 
@@ -72,9 +72,9 @@ def check(tokens, reference, case, record_property):
 def test_processes_give_the_colocated_tokens(
     processes, case, tiny_model, reference, tmp_path, record_property
 ):
-    """By default `SPANNING` and `MEASURED`: both routes, both transports, 1 to 3 lanes, two devices
+    """By default `SPANNING` and `MEASURED`: both exchanges and transports, 1 to 3 lanes, 2 devices
     that meet one and three that meet two, attention in one process and in two. `-m matrix`: every
-    layout, number of lanes, route and transport over two processes."""
+    layout, number of lanes, exchange and transport over two processes."""
     tokens = run(tiny_model, case, processes, tmp_path).tokens
     check(tokens, reference, case, record_property)
 

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,16 +17,17 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from jaxserve.llm import LLM, RequestOutput, read_deployment
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import ids_of, raw_letters
+from jaxserve.llm import LLM, RequestOutput
+from tests.conftest import REPOSITORY
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import ids_of, raw_letters
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """What `LLM` builds instead of a real engine."""
     engine = FakeEngine(ids_of("one two three"))
-    monkeypatch.setattr("jaxserve.cluster.bootstrap.initialise", lambda *_: None)
+    monkeypatch.setattr("jaxserve.fleet.bootstrap.initialise", lambda *_: None)
     monkeypatch.setattr("jaxserve.engine.build.build_engine", lambda *_, **__: engine)
     yield engine
     engine.close()
@@ -282,22 +286,53 @@ def test_a_broken_template_is_met_by_chats_alone(llm: LLM, folder: Path) -> None
         llm.chat(HI)
 
 
-# ------------------------------------------------------------------- --config and --model
-
-
-def test_a_command_names_a_file_a_folder_or_both(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "deployment.yaml"
-    file.write_text("model: elsewhere\nlanes: 2\n")
-    assert read_deployment(str(file), None).model == str(tmp_path / "elsewhere")
-    assert read_deployment(None, str(folder), ["lanes=3"]).lanes == 3
-    both = read_deployment(str(file), str(folder), ["model=ignored", "attention.dp=2"])
-    assert (both.model, both.lanes, both.attention.dp) == (str(folder), 2, 2)
-    assert read_deployment(str(folder), None).model == str(folder)
-    with pytest.raises(ConfigError, match=r"^--model .*nowhere: no such folder"):
-        read_deployment(str(file), str(tmp_path / "nowhere"))
-
-
 def test_more_ids_than_the_model_has_end_the_start(engine: FakeEngine, folder: Path) -> None:
     (folder / "config.json").write_text('{"vocab_size": 257}')
     with pytest.raises(CheckpointError, match="ids go up to 257, but vocab_size = 257 in config"):
         LLM(folder)
+
+
+def test_a_stream_that_is_never_read_submits_nothing(llm: LLM, engine: FakeEngine) -> None:
+    stream = llm.stream("hi")
+    assert engine.prompts == []
+    assert "".join(piece.text for piece in stream) == "one two three"
+
+
+def test_one_that_the_engine_refuses_keeps_the_others_from_it(
+    llm: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(prompt: list[int], params: SamplingParams) -> None:
+        if len(prompt) > 3:
+            raise InvalidRequestError("max_tokens", "take 9 pages")
+
+    monkeypatch.setattr(engine, "check", check)
+    with pytest.raises(InvalidRequestError, match=r"prompts\[5\].max_tokens: take 9 pages"):
+        llm.generate([*"abcde", "abcd"])
+    assert engine.prompts == []
+
+
+TWO_MODELS = """
+import jax
+from jaxserve import LLM, SamplingParams
+
+with LLM("configs/demo.yaml") as llm:
+    llm.generate("Once", SamplingParams(max_tokens=2))
+print(sum(array.nbytes for array in jax.live_arrays()))
+llm = LLM("configs/demo.yaml")
+for piece in llm.stream("Once", SamplingParams(max_tokens=100)):
+    break
+"""
+
+
+def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TWO_MODELS],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.split()[-1]) < 100_000  # of 69 MB while it is open

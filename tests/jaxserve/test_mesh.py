@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxserve.mesh import (
     AbstractSubmeshes,
     Submeshes,
     axis_product,
+    by_process,
     cached_sharding,
     has_local_devices,
     partition_spec,
@@ -30,6 +32,16 @@ def submeshes(devices=None, **layout):
 
 def ids(mesh):
     return [[device.id for device in row] for row in mesh.devices]
+
+
+def test_devices_come_in_the_order_of_their_processes():
+    class Device(NamedTuple):
+        id: int
+        process_index: int
+
+    places = [(0, 0), (1, 0), (2, 1), (3, 1), (4, 0), (5, 0), (6, 1), (7, 1)]
+    ordered = by_process([Device(*place) for place in places])
+    assert [device.id for device in ordered] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_attention_takes_the_first_devices_and_ffn_the_next():

@@ -77,6 +77,13 @@ class TestSearch:
         ElementTree.fromstring(picture.read_text(encoding="utf-8"))
         assert picture.read_text(encoding="utf-8").strip() in html.read_text(encoding="utf-8")
 
+    def test_a_deployment_that_serve_would_refuse_is_not_written(self, capsys, tmp_path):
+        path = tmp_path / "plan.yaml"
+        asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
+        assert main([*asked, "--assume", "reserve=0", "--write", str(path)]) == 2
+        assert "the deployment does not fit" in capsys.readouterr().err
+        assert not path.exists()
+
     def test_a_mix_of_hardware_and_a_price(self, capsys):
         asked = ["--attention-hardware", "h20", "--ffn-hardware", "h800", "h100", "--json"]
         assert main([*SEARCH, *asked, "--tpot", "50ms", "--price", "h100=0.1"]) == 0

@@ -1,6 +1,7 @@
 """The process around a server: its exit codes, its one line, and how it ends."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -19,14 +20,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve import serve
-from jaxserve.cluster.bootstrap import ProcessArguments
-from jaxserve.cluster.control import Identity
-from jaxserve.cluster.follower import Follower
+from jaxserve.commands import following
 from jaxserve.config.deployment import Cluster, load_deployment
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.control import Identity
+from jaxserve.fleet.follower import Follower
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
-from tests.jaxserve.server.letters import raw_letters
+from tests.jaxserve.text.letters import raw_letters
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30
@@ -34,8 +36,9 @@ SECONDS = 30
 PROGRAM = """
 import os, sys, threading, time
 from jaxserve import serve
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import ids_of
+from jaxserve.commands import serving
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import ids_of
 
 def open_engine(deployment, **options):
     mode = os.environ["FAKE"]
@@ -55,7 +58,7 @@ def open_engine(deployment, **options):
         threading.Thread(target=fail, daemon=True).start()
     return engine
 
-serve.open_engine = open_engine
+serving.open_engine = open_engine
 sys.exit(serve.main(sys.argv[1:]))
 """
 
@@ -161,9 +164,14 @@ def test_a_signal_under_load_finishes_what_runs(
     assert "draining for up to 30 s" in errors
 
 
-def test_http_is_drained_as_well(folder: Path, processes: list[Process]) -> None:
-    """A stream goes on to its end, /ready says no meanwhile, the admin port ended it all."""
-    process = Process(folder, "", "--set", "server.admin_port=0", "--log-format", "json")
+@pytest.mark.parametrize("number", [0, 2])
+def test_http_is_drained_as_well(folder: Path, processes: list[Process], number: int) -> None:
+    """A stream goes on to its end, /ready says no meanwhile, the admin port ended it all.
+
+    With `number` processes for the faces.
+    """
+    options = ["--set", "server.admin_port=0", "--set", f"server.processes={number}"]
+    process = Process(folder, "", *options, "--log-format", "json")
     processes.append(process)
     match = re.fullmatch(
         r"ready  grpc=\S+  admin=(\S+)  http=(\S+)  model=fake  .*", process.line()
@@ -247,7 +255,7 @@ def test_a_failed_engine_ends_the_process(folder: Path, processes: list[Process]
         with pytest.raises(grpc.RpcError) as caught:
             list(stream(channel))
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert caught.value.details() == "process 1 (ffn) is gone"
+    assert re.fullmatch("the engine failed; request [0-9a-f]{32}", caught.value.details())
     code, errors = process.end()
     assert code == 1
     assert "the engine failed: process 1 (ffn) is gone" in errors
@@ -305,7 +313,22 @@ class TestCheck:
     def test_fits(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert serve.main(["--config", str(ROOT / "configs/deepseek-v3.yaml"), "--check"]) == 0
         output, error = capsys.readouterr()
-        assert output.startswith("parameters   671.03 B (671,026,419,200), of which")
+        roles, weights = output.split("\n\n", 1)
+        assert roles.splitlines()[1].split() == [
+            "attention",
+            "main",
+            "dp",
+            "16",
+            "x",
+            "tp",
+            "1",
+            "=",
+            "16",
+            "as",
+            "started",
+            "-",
+        ]
+        assert weights.startswith("parameters   671.03 B (671,026,419,200), of which")
         assert error == ""
 
     def test_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +343,7 @@ class TestCheck:
         model = str(ROOT / "configs/models/qwen3-30b-a3b")
         config = str(ROOT / "configs/qwen3-32b.yaml")
         assert serve.main(["--config", config, "--model", model, "--check"]) == 0
-        assert capsys.readouterr().out.startswith("parameters   30.53 B")
+        assert "\n\nparameters   30.53 B" in capsys.readouterr().out
 
     def test_a_layout_that_cannot_be(self, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--config", str(ROOT / "configs/qwen3-32b.yaml"), "--check"]
@@ -401,9 +424,10 @@ def test_a_process_that_follows_answers_probes(
 
     seen = []
 
-    def join(*arguments: object) -> Follower:
+    @contextlib.contextmanager
+    def joined(*arguments: object) -> Iterator[Follower]:
         seen.append(statuses())
-        return follower
+        yield follower
 
     def follow(*arguments: object, on_ready: Callable[[], None], **options: object) -> None:
         follower.ready()
@@ -418,7 +442,7 @@ def test_a_process_that_follows_answers_probes(
                 InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
             assert caught.value.details() == "this process takes no requests; the first one does"
 
-    really = serve._probe_faces
+    really = following.probe_faces
 
     def faces(*arguments: object) -> dict[str, object]:
         made = really(*arguments)
@@ -427,14 +451,13 @@ def test_a_process_that_follows_answers_probes(
             face.start = lambda name=name, start=start: started.setdefault(name, start())
         return made
 
-    monkeypatch.setattr(serve, "_probe_faces", faces)
-    monkeypatch.setattr(serve.bootstrap, "join", join)
-    monkeypatch.setattr(serve.bootstrap, "leave", lambda peers: None)
-    monkeypatch.setattr(serve.roles, "follow", follow)
+    monkeypatch.setattr(following, "probe_faces", faces)
+    monkeypatch.setattr(following.bootstrap, "joined", joined)
+    monkeypatch.setattr(following.worker, "follow", follow)
     ports = {"server.follower_grpc_port": 0, "server.follower_http_port": 0}
     arguments = ProcessArguments(process_id=1, processes=2)
     options = argparse.Namespace(timeline=None, insecure_bind=False)
-    assert serve._follow(load_deployment(folder, ports), options, arguments) == 0
+    assert following.follow(load_deployment(folder, ports), options, arguments) == 0
     assert seen == [
         (503, 200, "NOT_SERVING"),
         (200, 200, "SERVING"),
@@ -445,5 +468,5 @@ def test_a_process_that_follows_answers_probes(
 def test_a_process_that_follows_is_as_careful_with_addresses(folder: Path) -> None:
     strangers = {"server.host": "0.0.0.0", "server.follower_http_port": 0}
     with pytest.raises(ConfigError, match="--insecure-bind"):
-        serve._probe_faces(load_deployment(folder, strangers), False)
-    assert serve._probe_faces(load_deployment(folder, {"server.host": "0.0.0.0"}), False) == {}
+        following.probe_faces(load_deployment(folder, strangers), False)
+    assert following.probe_faces(load_deployment(folder, {"server.host": "0.0.0.0"}), False) == {}

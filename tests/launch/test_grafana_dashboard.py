@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
+from tests.jaxserve.text.fake_engine import pipeline_view
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")

@@ -1,18 +1,19 @@
-"""The ASGI application: who is let in, to which handler, and what becomes of errors.
+"""The ASGI application: access control, routing, error responses and the access log.
 
-Called by uvicorn, made by `server.py`. The handlers know nothing of keys, logs or statuses of
-errors; here is no field of any request.
+Called by uvicorn, made by `server.py`. The handlers know nothing of keys, logs or error statuses;
+the application knows no field of any request.
 """
 
 import logging
 import time
 from collections.abc import Sequence
 
-from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.errors import EngineFailedError
 from jaxserve.server.access import Access
+from jaxserve.server.front_end import SlowReaderError
 from jaxserve.server.http.document import document
 from jaxserve.server.http.errors import HttpError, http_error
 from jaxserve.server.http.exchange import ClientGone, Exchange
@@ -21,10 +22,10 @@ from jaxserve.server.http.routes import Endpoint
 from jaxserve.server.http.service import Service
 
 CLIENT_GONE = 499
-"""What the log says instead of a status when there was nobody to send one to."""
+"""Logged as the status where the client had disconnected."""
 
 MAX_LOGGED = 500
-"""Characters of one value in the log."""
+"""Characters of one value in a log line."""
 
 logger = logging.getLogger("jaxserve.http")
 
@@ -59,7 +60,7 @@ class App:
             try:
                 exchange.check_length()
                 await self._router(scope, receive, send)
-            except ClientGone:
+            except (ClientGone, SlowReaderError):
                 exchange.hang_up()
                 exchange.status = CLIENT_GONE
             except Exception as error:
@@ -70,7 +71,7 @@ class App:
             self._log(exchange)
 
     async def serve(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        """Lets a request in, if it may, and has it handled."""
+        """Checks the key and the load, and calls the endpoint's handler."""
         tenant = self._access.tenant(exchange.headers.get("authorization"))
         if tenant is None and not endpoint.public:
             raise HttpError(
@@ -87,13 +88,12 @@ class App:
             await endpoint.handler(self._service, exchange)
 
     async def _fail(self, exchange: Exchange, error: Exception) -> None:
-        """Answers with an error; in an answer that has begun, as its last event."""
-        answer = _answer(error)
-        if answer is None:
+        """Sends an error; in a stream that has begun, as its last event."""
+        answer = http_error(error, exchange.request_id)
+        if answer.status == 500:
             logger.exception("request %s failed", exchange.request_id)
-            message = f"internal error; request {exchange.request_id}"
-            answer = HttpError(500, message, code="internal")
-        exchange.log["error"] = answer.message
+        failed = isinstance(error, EngineFailedError)
+        exchange.log["error"] = str(error) if failed else answer.message
         if exchange.status:
             await exchange.event(answer.body())
             await exchange.end_events()
@@ -133,7 +133,7 @@ class App:
 
 
 class _Target:
-    """An endpoint as the router wants it."""
+    """An endpoint as an ASGI application, for the router."""
 
     def __init__(self, app: App, endpoint: Endpoint):
         self._app = app
@@ -148,13 +148,6 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _line(value: object) -> str:
-    """A value without anything that could begin a line of its own in the log."""
+    """A value on one line: it must not forge log lines."""
     text = str(value)[:MAX_LOGGED]
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _answer(error: Exception) -> HttpError | None:
-    if isinstance(error, HTTPException):  # the router's: another method is needed
-        headers = error.headers
-        return HttpError(error.status_code, error.detail, code="wrong_method", headers=headers)
-    return http_error(error)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations in, answers out, at once or as a stream of events."""
+"""POST /v1/chat/completions: answers conversations, in one response or as a stream of events."""
 
 import time
 from collections.abc import Sequence
@@ -8,9 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.answers import END_THINK, AnswerFormat, AnswerParser, Call, Piece
-from jaxserve.server.chat import FILES, ChatTemplate
-from jaxserve.server.generation import TextGenerator
+from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.forms import forced_call, grammar
@@ -28,10 +26,13 @@ from jaxserve.server.http.responses import (
     Usage,
 )
 from jaxserve.server.http.sampling import of_choice, sampling_params
-from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
-from jaxserve.server.output import GenerationOutput
-from jaxserve.server.structured import TokenGrammar
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
+from jaxserve.text.answers import END_THINK, AnswerFormat, AnswerParser, Call, Piece
+from jaxserve.text.chat import FILES, ChatTemplate
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.output import GenerationOutput
+from jaxserve.text.structured import TokenGrammar
+from jaxserve.text.tokenizer import Tokenizer
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -54,7 +55,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         tokenizer,
     )
     chat = None
-    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
+    async with service.answering(exchange, jobs, stream=bool(request.stream)) as sources:
         if request.stream:
             await _stream(exchange, answer, sources)
         else:
@@ -68,7 +69,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A conversation that is ready to be answered, and who takes its answers apart."""
+    """A conversation as jobs, with the parsers of their answers."""
 
     model: str
     jobs: list[Job]
@@ -76,11 +77,11 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 async def read_conversation(service: Service, request: ChatRequest, tenant: str) -> Conversation:
-    """Makes a prompt of a conversation, and a grammar of the form that its answer must have.
+    """Makes the prompt of a conversation, and the grammar that its answer must follow, if any.
 
     Raises:
       InvalidRequestError: names the field that is wrong.
-      HttpError, DrainingError: the model is another one, or not there.
+      HttpError, DrainingError, NotReadyError: another model is served, or none.
     """
     model = service.model(request.model)
     generator, template = service.ready(), service.template
@@ -103,7 +104,7 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the template shows the model."""
+    """The tools that are passed to the template."""
     choice = request.tool_choice
     if choice is None or choice == "auto":
         return request.tools or None
@@ -118,7 +119,7 @@ def _prompt(
     request: ChatRequest,
     tools: list[dict[str, Any]] | None,
 ) -> tuple[str, list[int]]:
-    """The text that the template makes of a conversation, and its token ids."""
+    """The prompt of a conversation and its token ids."""
     switches = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         switches.setdefault("reasoning_effort", request.reasoning_effort)
@@ -128,10 +129,7 @@ def _prompt(
         add_generation_prompt=request.add_generation_prompt is not False,
         chat_template_kwargs=switches,
     )
-    try:
-        return prompt, generator.encode(prompt, add_bos=False)
-    except InvalidRequestError as error:
-        raise InvalidRequestError("messages", error.message) from None
+    return prompt, generator.encode(prompt, add_bos=False, field="messages")
 
 
 def _jobs(
@@ -142,7 +140,7 @@ def _jobs(
     token_ids: list[int],
     constraint: TokenGrammar | None,
 ) -> list[Job]:
-    """What is to be generated: n answers."""
+    """The jobs of a request: n answers."""
     if None not in (request.max_tokens, request.max_completion_tokens):
         raise InvalidRequestError("max_completion_tokens", "is max_tokens by its new name: set one")
     if request.top_logprobs is not None and not request.logprobs:
@@ -200,7 +198,7 @@ class _Answer:
         )
 
     def first_chunks(self, sources: Sequence[Source]) -> list[bytes]:
-        """What says that the answers begin."""
+        """The chunks that begin the answers."""
         self._chunk.prompt_token_ids = self._prompt_ids(sources)
         chunks = []
         for source in sources:
@@ -210,7 +208,7 @@ class _Answer:
         return chunks
 
     def chunks(self, source: Source, output: GenerationOutput) -> list[bytes]:
-        """What is new of an answer; nothing, where its meaning is not certain yet."""
+        """Chunks with the new parts of an answer; none while their meaning is uncertain."""
         self._count.add(source, output)
         index = source.job.index
         parser = self._parsers[index]
@@ -236,7 +234,7 @@ class _Answer:
         return [self._encode([choice]) for choice in choices]
 
     def last_chunk(self) -> bytes | None:
-        """What the request took, if it was asked for."""
+        """The chunk with the usage, if the request asks for it."""
         if not self._options.include_usage:
             return None
         chunk = msgspec.structs.replace(self._chunk, choices=[], usage=self._count.usage())
@@ -292,14 +290,14 @@ class _Answer:
 
 
 def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
-    """OpenAI's word."""
+    """The finish reason in OpenAI's API."""
     if output.finish_reason == "stop" and parser.called:
         return "tool_calls"
     return output.finish_reason
 
 
 def _tool_call(call: Call, number: int | None = None) -> ToolCall:
-    """A whole call; `number` counts the calls of a stream."""
+    """A complete tool call; `number` is its index in a stream."""
     return ToolCall(
         index=UNSET if number is None else number,
         id=call.id,
@@ -309,7 +307,7 @@ def _tool_call(call: Call, number: int | None = None) -> ToolCall:
 
 
 async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
-    """Sends every answer's outputs as they come."""
+    """Streams the outputs of all answers."""
     await exchange.start_events()
     for chunk in answer.first_chunks(sources):
         await exchange.event(chunk)

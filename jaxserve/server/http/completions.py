@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts in, completions out, at once or as a stream of events."""
+"""POST /v1/completions: completes prompts, in one response or as a stream of events."""
 
 import functools
 import time
@@ -9,15 +9,16 @@ import msgspec
 from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.forms import grammar
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.server.http.sampling import of_choice, sampling_params
-from jaxserve.server.http.service import Job, Service, Source, UsageCount, stop_reason, together
-from jaxserve.server.output import GenerationOutput
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
+from jaxserve.text.output import GenerationOutput
+from jaxserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -38,7 +39,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     jobs = await _jobs(service, request, choices_a_prompt, exchange.tenant)
     count = UsageCount(jobs, choices_a_prompt)
     answer = _Answer(request, completion, count, service.ready().tokenizer)
-    async with service.running(exchange, jobs, stream=bool(request.stream)) as sources:
+    async with service.answering(exchange, jobs, stream=bool(request.stream)) as sources:
         if request.stream:
             await _stream(exchange, answer, sources)
         else:
@@ -52,7 +53,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
 
 
 async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: str) -> list[Job]:
-    """What is to be generated: n choices of the first prompt, then of the next."""
+    """The jobs of a request: n choices of the first prompt, then of the next."""
     if request.best_of is not None and request.best_of != n:
         raise InvalidRequestError("best_of", f"{request.best_of} is not n = {n}")
     if request.suffix:
@@ -74,13 +75,8 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
     generator = service.ready()
     jobs = []
     for number, prompt in enumerate(prompts):
-        try:
-            token_ids = await service.encode(prompt)
-        except InvalidRequestError as error:
-            if len(prompts) == 1:
-                raise
-            field = error.field.replace("prompt", f"prompt[{number}]", 1)
-            raise InvalidRequestError(field, error.message) from None
+        field = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
+        token_ids = await service.encode(prompt, field)
         text = prompt if isinstance(prompt, str) else None
         if request.echo and text is None:
             special = not params.skip_special_tokens
@@ -92,7 +88,7 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """How many of the prompt's are wanted: an echo has the same as what follows it."""
+    """The `prompt_logprobs` to ask for; an echoed prompt has as many as the completion."""
     echoed = request.logprobs if request.echo else None
     wanted = [count for count in (request.prompt_logprobs, echoed) if count is not None]
     return max(wanted, default=None)
@@ -137,12 +133,12 @@ class _Answer:
         self._completion.usage = self._count.usage()
 
     def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
-        """What is new of a choice."""
+        """A chunk with the new tokens of a choice."""
         self._count.add(source, output)
         return self._encode([self._choice(source, output, first)])
 
     def last_chunk(self) -> bytes | None:
-        """What the request took, if it was asked for."""
+        """The chunk with the usage, if the request asks for it."""
         if not self._options.include_usage:
             return None
         completion = msgspec.structs.replace(
@@ -180,7 +176,7 @@ class _Answer:
     def _logprobs(
         self, source: Source, output: GenerationOutput, first: bool
     ) -> CompletionLogprobs | None:
-        """Of the new tokens, and before them of an echoed prompt."""
+        """Those of the new tokens, preceded by those of an echoed prompt."""
         if self._request.logprobs is None:
             return None
         index = source.job.index
@@ -200,7 +196,7 @@ class _Answer:
 
 
 async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
-    """Sends every choice's outputs as they come."""
+    """Streams the outputs of all choices."""
     await exchange.start_events()
 
     async def one(source: Source) -> None:

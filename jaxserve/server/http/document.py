@@ -1,4 +1,4 @@
-"""The OpenAPI document: written from the table of routes and the types of their bodies.
+"""The OpenAPI document, generated from the table of routes and the types of their bodies.
 
 Served at /openapi.json. Called by `app.py`.
 """
@@ -22,6 +22,7 @@ STATUS_TEXTS = {
     413: "The body is too large",
     415: "The body is not said to be JSON",
     429: "Too many requests; Retry-After says when to come back",
+    499: "The request was aborted",
     500: "A mistake of the server",
     503: "Starting, draining or failed",
     504: "The request ran for too long",

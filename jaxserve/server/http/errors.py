@@ -1,7 +1,7 @@
-"""Errors of jaxserve as HTTP statuses with a body in OpenAI's form.
+"""Errors of jaxserve as HTTP statuses with a body in OpenAI's format.
 
-The sister of `status.py`, which does the same for gRPC. What is not in the table is a mistake of
-the server: the client gets 500 and the request id, the log gets the rest. Called by `app.py`.
+`status.py` does the same for gRPC. Any other error is a bug of the server: the client gets 500 and
+the request id, the log the rest. Called by `app.py`.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 
 from jaxserve.errors import (
     DrainingError,
@@ -17,9 +18,15 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from jaxserve.server.front_end import (
+    AbortedError,
+    DeadlineError,
+    GrammarFailedError,
+    NotReadyError,
+)
 from jaxserve.server.http.responses import Error, ErrorDetail
 
-UNAVAILABLE_RETRY_SECONDS = 5
+_RETRY = {"Retry-After": "5"}
 
 TYPES = {
     400: "invalid_request_error",
@@ -31,22 +38,23 @@ TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    499: "aborted_error",
     500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Status → OpenAI's word for the kind of error."""
+"""Status → OpenAI's type of the error."""
 
 
 class HttpError(Exception):
-    """A status that is the answer to a request, and no failure of the server.
+    """A status that ends a request, other than for a failure of the server.
 
     Args:
       status: 400 to 599.
-      message: for the client's eyes.
+      message: for the client.
       param: the field at fault.
       code: for programs.
-      headers: beside the usual ones.
+      headers: in addition to the usual ones.
     """
 
     def __init__(
@@ -72,21 +80,41 @@ class HttpError(Exception):
         return msgspec.json.encode(Error(error=detail))
 
 
-def http_error(error: Exception) -> HttpError | None:
-    """The status of an error that is expected to reach clients; None for any other."""
+def http_error(error: Exception, request_id: str) -> HttpError:
+    """The response to a request that failed.
+
+    The text of a failure of the server, which may name hosts, processes and files, is not in it.
+
+    Args:
+      error: why.
+      request_id: by which the client can ask about it and the log is searched.
+    """
     match error:
         case HttpError():
             return error
+        case HTTPException():  # the router's: another method is needed
+            headers = dict(error.headers or {})
+            return HttpError(error.status_code, error.detail, code="wrong_method", headers=headers)
+        case GrammarFailedError(message=message):
+            return HttpError(400, f"structured output: {message}", code="grammar_failed")
         case InvalidRequestError(field=field):
             return HttpError(400, str(error), param=field, code="invalid_value")
         case OverloadedError(retry_after_s=seconds):
             headers = {"Retry-After": str(max(1, math.ceil(seconds)))}
             return HttpError(429, str(error), code="overloaded", headers=headers)
-        case DrainingError() | EngineFailedError():
-            headers = {"Retry-After": str(UNAVAILABLE_RETRY_SECONDS)}
-            return HttpError(503, str(error), code="unavailable", headers=headers)
+        case NotReadyError():
+            return HttpError(503, str(error), code="starting")
+        case DrainingError():
+            return HttpError(503, str(error), code="unavailable", headers=_RETRY)
+        case EngineFailedError():
+            message = f"the engine failed; request {request_id}"
+            return HttpError(503, message, code="unavailable", headers=_RETRY)
+        case AbortedError():
+            return HttpError(499, str(error), code="aborted")
+        case DeadlineError():
+            return HttpError(504, "the request ran for too long", code="timeout")
         case _:
-            return None
+            return HttpError(500, f"internal error; request {request_id}", code="internal")
 
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
@@ -98,11 +126,11 @@ MAX_SHOWN = 60
 
 
 def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
-    """What msgspec has against a body, as the field, the value and the range.
+    """Translates a decoding error of msgspec; names the field, the value and the range.
 
     Args:
-      error: msgspec's, or RecursionError.
-      body: what was decoded.
+      error: of msgspec, or RecursionError.
+      body: that was decoded.
     """
     if isinstance(error, RecursionError):
         return InvalidRequestError("body", "is nested too deeply")

@@ -1,8 +1,8 @@
-"""One HTTP request and its answer: what handlers read from and write to.
+"""One HTTP request and its response, which handlers read from and write to.
 
-It bounds what a client can do to the server by being large, slow or gone: bodies have a size and a
-time in which they must come, an answer that the client does not read ends its connection, and a
-handler whose client has left is told so. Made by `app.py` for every request.
+It limits the damage of clients that send too much, are slow or disconnect: bodies have a maximal
+size and time, a response that the client does not read ends its connection, and a handler is
+cancelled when its client disconnects. Made by `app.py` for every request.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation import checked_request_id, new_request_id
 from jaxserve.server.http.errors import HttpError, decoding_error
+from jaxserve.text.generation import checked_request_id, new_request_id
 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 """How long a body may take to arrive."""
 STALL_SECONDS = 30.0
-"""How long a client may leave an answer unread that is ready to be sent."""
+"""How long a client may leave a response unread."""
 
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -32,27 +32,27 @@ SECURITY_HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-frame-options", b"DENY"),
 )
-"""Of every answer, unless it says something else there itself: nothing here is to be shown as a
-page, to be put into one of somebody else's, or to tell others where a reader came from."""
+"""Of every response that does not set them itself: it is not a page, must not be framed by one, and
+its address is not passed on as a referrer."""
 
 JSON = "application/json"
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or stopped reading; nothing can be said to it."""
+    """The client closed the connection or stopped reading; no response can be sent."""
 
 
 class Exchange:
-    """One request and its answer.
+    """One request and its response.
 
     Attributes:
       scope: ASGI's.
       headers: of the request.
-      request_id: the client's X-Request-Id, or made up; sent back and logged.
-      tenant: whose API key it came with.
-      status: of the answer, once it has begun; else 0.
-      log: what the access log says beside.
+      request_id: the client's X-Request-Id, or a random one; sent back and logged.
+      tenant: of the request's API key.
+      status: of the response once it has begun; else 0.
+      log: further fields of the access log.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
@@ -83,9 +83,9 @@ class Exchange:
         """The JSON body as a struct.
 
         Raises:
-          HttpError: it is too large (413), too slow (408), or not said to be JSON (415).
-          InvalidRequestError: it is no JSON, or does not fit; names the field.
-          ClientGone: the client left before it was complete.
+          HttpError: it is too large (413), too slow (408), or its content type is not JSON (415).
+          InvalidRequestError: it is not JSON, or a field is wrong, which is named.
+          ClientGone: the client disconnected before it was complete.
         """
         if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise HttpError(415, f"content-type: expected {JSON}", code="unsupported_media_type")
@@ -96,10 +96,10 @@ class Exchange:
             raise decoding_error(error, body) from None
 
     def rename(self, request_id: str | None) -> None:
-        """Takes the id that the body asks for, if it does.
+        """Takes the request id from the body, if it has one.
 
         Raises:
-          InvalidRequestError: it cannot be one.
+          InvalidRequestError: it is not a valid id.
         """
         if request_id is not None:
             self.request_id = checked_request_id(request_id)
@@ -112,35 +112,35 @@ class Exchange:
         media_type: str = JSON,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """The whole answer at once."""
+        """Sends a complete response."""
         body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
         await self._start(status, media_type, {"Content-Length": str(len(body)), **(headers or {})})
         await self._write({"type": "http.response.body", "body": body})
 
     async def start_events(self) -> None:
-        """Begins an answer of server-sent events."""
+        """Begins a response of server-sent events."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         await self._start(200, "text/event-stream", headers)
 
     async def event(self, data: bytes, name: str = "") -> None:
-        """Sends an event; `data` has no line ends."""
+        """Sends an event; `data` must not contain newlines."""
         body = b"data: " + data + b"\n\n"
         if name:
             body = f"event: {name}\n".encode() + body
         await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:
-        """Ends the answer."""
+        """Ends the response."""
         await self._write({"type": "http.response.body"})
 
     @contextlib.asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
-        """Ends what happens inside as soon as the client leaves.
+        """Cancels the block when the client disconnects.
 
-        The body must have been read before, and the answer must end after.
+        The body must have been read before, and the response must end after the block.
 
         Raises:
-          ClientGone: it left.
+          ClientGone: it disconnected.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -155,7 +155,7 @@ class Exchange:
             watcher.cancel()
 
     def hang_up(self) -> None:
-        """Ends the connection at once, whatever waits to be sent."""
+        """Aborts the connection, discarding unsent data."""
         connection = self.scope.get("state", {}).get("connection")
         if connection is not None:
             connection.transport.abort()
@@ -219,7 +219,7 @@ def _too_large() -> HttpError:
 
 
 def _request_id(given: str | None) -> str:
-    """The client's, if it is one that can be logged and sent back."""
+    """The client's id if it is valid, else a random one."""
     if given is None:
         return new_request_id()
     try:

@@ -1,6 +1,6 @@
-"""The form that an answer must have: response_format, structured_outputs, tool_choice as grammars.
+"""Grammars for response_format, structured_outputs and tool_choice.
 
-Called by `completions.py` and `chat.py`; the grammars themselves are `server/structured.py`'s.
+Called by `completions.py` and `chat.py`; the grammars themselves are `text/structured.py`'s.
 """
 
 import json
@@ -9,25 +9,25 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.answers import AnswerFormat
-from jaxserve.server.grammars import ANY_OBJECT, Compile, form
 from jaxserve.server.http.requests import ChatRequest, GenerationFields, NamedToolChoice
 from jaxserve.server.http.service import Service
-from jaxserve.server.structured import TokenGrammar, quoted
+from jaxserve.text.answers import AnswerFormat
+from jaxserve.text.grammars import ANY_OBJECT, Compile, form
+from jaxserve.text.structured import TokenGrammar, quoted
 
 
 async def grammar(
     service: Service, request: GenerationFields, begins_after: bytes = b""
 ) -> TokenGrammar | None:
-    """The grammar that a request asks for; None where the text is free.
+    """The grammar that a request asks for; None without one.
 
     Args:
-      service: has the compiler.
-      request: the fields.
-      begins_after: the text is free until these bytes came.
+      service: compiles it.
+      request: has the fields.
+      begins_after: the text is free up to these bytes.
 
     Raises:
-      InvalidRequestError: names the field whose grammar is none, or takes too much work.
+      InvalidRequestError: the grammar is invalid or takes too much work; names the field.
     """
     found = [
         wanted
@@ -44,11 +44,11 @@ async def grammar(
 async def forced_call(
     service: Service, request: ChatRequest, answers: AnswerFormat, begins_after: bytes
 ) -> TokenGrammar | None:
-    """The grammar of the one call that `tool_choice` asks for; None where it does not.
+    """The grammar of the tool call that `tool_choice` asks for; None if it does not.
 
     Raises:
-      InvalidRequestError: the tool is not there, or its parameters are no schema, or it is not
-        known here how the model writes calls.
+      InvalidRequestError: there is no such tool, its parameters are not a schema, or the model's
+        format of tool calls is not known.
     """
     choice = request.tool_choice
     if choice is None or choice in ("auto", "none"):
@@ -88,7 +88,7 @@ async def _compiled(
 
 
 def _function(tool: dict[str, Any], index: int) -> tuple[str, Any]:
-    """A tool's name and the schema of its arguments."""
+    """The name and the parameters' schema of a tool."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"tools[{index}].function.name", "is missing")

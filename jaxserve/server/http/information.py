@@ -1,4 +1,4 @@
-"""GET: what is served, and how the server is."""
+"""Handlers for health probes, the version and the list of models."""
 
 import time
 
@@ -9,11 +9,11 @@ from jaxserve.server.http.responses import Model, ModelList, Status, Version
 from jaxserve.server.http.service import Service
 
 STUCK_SECONDS = 60.0
-"""A step loop that has not moved for so long is not alive: steps have shorter deadlines."""
+"""A step loop without an iteration for this long is not alive; steps have shorter deadlines."""
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    """Whether the process lives: it starts, or its step loop moved lately, however busy it is."""
+    """Liveness: the process is starting, or its step loop has iterated recently."""
     loop = service.step_loop
     status = "starting" if loop is None else loop.status
     stuck = 0.0
@@ -26,25 +26,25 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """Whether requests are taken: the model is loaded and warm, and the server does not drain."""
-    status = service.check_ready().status
+    """Readiness: the model is loaded and warm, and the server does not drain."""
+    status = service.loop_ready().status
     if status != "ready":
         raise HttpError(503, f"not ready: {status}", code="not_ready")
     await exchange.reply(Status(status="ready"))
 
 
 async def version(service: Service, exchange: Exchange) -> None:
-    """Of jaxserve."""
+    """The version of jaxserve."""
     await exchange.reply(Version(version=jaxserve.__version__))
 
 
 async def models(service: Service, exchange: Exchange) -> None:
-    """The one that is served."""
+    """The list of models: the one that is served."""
     await exchange.reply(ModelList(data=[_model(service)]))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
-    """It by name."""
+    """A model by name."""
     service.model(exchange.scope["path_params"]["model"])
     await exchange.reply(_model(service))
 

@@ -1,12 +1,13 @@
-"""The page at / and what its live view shows: how busy the server is, and how its pipeline runs.
+"""The page at / and /pipeline, which feeds its live view of the load and the pipeline.
 
-The page is one file (`page.html`) with its own style and script; its headers allow these two, by
-their digests, and requests to this server, and nothing else. It has no secrets, so anybody may
-have it; the figures behind it ask for a key like everything else.
+The page is one file (`page.html`) with inline style and script; its Content-Security-Policy allows
+only these two, by their digests, and requests to this server. It contains no secrets, so it needs
+no API key; the figures behind it do.
 """
 
 import base64
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -15,10 +16,12 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.view import PipelineView, Transfers
-from jaxserve.pipeline.timeline import AnyStage
+from jaxserve.observe.timeline import AnyStage
+from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.service import Service
+
+logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 
@@ -36,10 +39,10 @@ class Bar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeasuredSteps(msgspec.Struct, kw_only=True):
-    """A sample: what a stretch of whole steps looked like.
+    """A sample: a window of whole steps.
 
-    Only completions are measured; when a stage began is inferred from its input's, its submesh's
-    and the host's times. Between several machines, their clocks are taken to agree.
+    Only completions are measured; the start of a stage is inferred from the times of its input, its
+    submesh and the host. The clocks of several machines are assumed to agree.
     """
 
     at: float
@@ -55,15 +58,15 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     timeline: list[Bar]
     """By start."""
     timeline_cut: bool
-    """Whether only the first stages of the window are in it."""
+    """Whether the timeline has only the first stages of the window."""
     transfers: dict[AnyStage, Transfers]
-    """Messages that were measured since the start, and their seconds together."""
+    """Number and total seconds of the messages measured since the start."""
     expert_tokens: dict[int, list[int]]
     """Layer → tokens of each expert, in the last steps that were measured."""
     imbalance: float | None
     """The busiest expert's tokens over the mean, mean over the layers; null without experts."""
     missing: str
-    """Whose times did not come, and why."""
+    """What the sample lacks; empty where it is complete."""
 
 
 class Pipeline(msgspec.Struct, kw_only=True):
@@ -86,11 +89,11 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """Since the start."""
     load: EngineLoad
     measured: MeasuredSteps | None
-    """Null until some steps were measured, which happens while somebody asks."""
+    """Null until steps were measured, which happens only while clients ask."""
 
 
 async def pipeline(service: Service, exchange: Exchange) -> None:
-    """What runs, and what the steps measured last looked like."""
+    """The server's load and the steps measured last."""
     generator = service.ready()
     engine = generator.engine
     info = engine.model_info()
@@ -119,6 +122,8 @@ async def page(service: Service, exchange: Exchange) -> None:
 def _measured(view: PipelineView) -> MeasuredSteps | None:
     if view.measured_at is None:
         return None
+    if view.missing:
+        logger.warning("pipeline: %s", view.missing)
     start = int((view.measured_at - view.window_seconds) * 1e9)
     bars = [
         Bar(
@@ -138,12 +143,12 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
         transfers=view.transfers,
         expert_tokens=view.expert_tokens,
         imbalance=view.imbalance,
-        missing=view.missing,
+        missing="the times of another process did not come" if view.missing else "",
     )
 
 
 def policy(html: bytes) -> str:
-    """The Content-Security-Policy of a page: its own scripts and styles, this server, no more."""
+    """The Content-Security-Policy of a page: its inline scripts and styles, and this server."""
     sources = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

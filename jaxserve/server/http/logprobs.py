@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the forms of completions, chats and vLLM's prompt_logprobs.
+"""Log-probabilities of tokens in the formats of completions, chats and vLLM's prompt_logprobs.
 
 Called by `completions.py` and `chat.py`, with what the engine reported.
 """
@@ -13,14 +13,14 @@ from jaxserve.server.http.responses import (
     PromptLogprob,
     TopLogprob,
 )
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
 
 
 class CompletionLogprobsWriter:
-    """The log-probabilities of one choice, piece by piece; it counts the offsets.
+    """Writes the log-probabilities of one choice incrementally, with text offsets.
 
     Args:
       tokenizer: gives the texts of tokens.
@@ -35,11 +35,11 @@ class CompletionLogprobsWriter:
     def prompt(
         self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """Of an echoed prompt; its first token has none."""
+        """Those of an echoed prompt, whose first token has none."""
         return self._logprobs(token_ids, found)
 
     def tokens(self, found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Of new tokens."""
+        """Those of new tokens."""
         return self._logprobs([one.token_id for one in found], found)
 
     def _logprobs(
@@ -61,7 +61,7 @@ class CompletionLogprobsWriter:
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
+    """Concatenates the log-probabilities of consecutive tokens."""
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
@@ -71,7 +71,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Of an answer's tokens."""
+    """The log-probabilities of an answer's tokens, in the format of chats."""
     content = []
     for one in found:
         rivals = [
@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatL
 def prompt_logprobs(
     tokenizer: Tokenizer, found: Sequence[TokenLogprobs | None] | None
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """Of a prompt, in vLLM's form: for every token the ids that might have stood there."""
+    """Those of a prompt in vLLM's format: for every position the token and its alternatives."""
     if found is None:
         return None
     places: list[dict[str, PromptLogprob] | None] = []
@@ -119,7 +119,7 @@ def prompt_logprobs(
 
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text; what is no whole text alone is spelt as OpenAI does it."""
+    """The token's text; an incomplete character is written as bytes, as OpenAI does."""
     found = tokenizer.token_bytes(token_id)
     try:
         return found.decode()

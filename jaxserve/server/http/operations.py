@@ -1,7 +1,7 @@
-"""The operators' routes: metrics for everybody with a key, and the rest on a port of its own.
+"""Handlers for operators: metrics on both ports, everything else on the admin port.
 
-The admin port is on loopback only. Web pages can reach loopback too, through a browser, under a
-name of their own: so it answers to local names only, and changes nothing by GET.
+The admin port is on loopback only. Web pages can reach loopback through a browser by a host name of
+their own (DNS rebinding), so it accepts local names only and changes nothing by GET.
 """
 
 import asyncio
@@ -38,40 +38,40 @@ class State(msgspec.Struct, kw_only=True):
     live: list[str]
     """Requests that have not ended."""
     load: dict[str, int | list[float]]
-    """As `EngineLoad` has it."""
+    """The fields of `EngineLoad`."""
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    """Prometheus' exposition."""
+    """The metrics in Prometheus' text format."""
     if service.metrics is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def state(service: Service, exchange: Exchange) -> None:
-    """What runs, and how much."""
+    """Status, load and running requests."""
     _check_host(exchange)
-    generator = service.ready()
+    requests = service.live_requests()
     await exchange.reply(
         State(
-            status=generator.engine.status,
-            live=generator.live_ids(),
-            load=msgspec.structs.asdict(generator.engine.load()),
+            status=requests.engine.status,
+            live=requests.live_ids(),
+            load=msgspec.structs.asdict(requests.engine.load()),
         )
     )
 
 
 async def abort(service: Service, exchange: Exchange) -> None:
-    """Ends a request, whoever's it is."""
+    """Aborts a request of any client."""
     _check_host(exchange)
     request = await exchange.read(Abort)
-    if not service.ready().abort(request.request_id):
+    if not service.live_requests().abort(request.request_id):
         raise HttpError(404, "no such request is running", param="request_id", code="unknown")
     await exchange.reply(Status(status="aborted"))
 
 
 async def log_level(service: Service, exchange: Exchange) -> None:
-    """Says more, or less, from now on."""
+    """Sets the level of a logger."""
     _check_host(exchange)
     request = await exchange.read(LogLevel)
     if request.logger.partition(".")[0] != "jaxserve":
@@ -81,7 +81,7 @@ async def log_level(service: Service, exchange: Exchange) -> None:
 
 
 async def drain(service: Service, exchange: Exchange) -> None:
-    """Has the process end as SIGTERM does: it finishes what runs."""
+    """Drains and ends the process, as SIGTERM does."""
     _check_host(exchange)
     if service.on_drain is None:
         raise HttpError(503, "the server is starting", code="starting")

@@ -19,10 +19,10 @@ from jaxserve.engine.request import (
     MAX_STOP_TOKEN_IDS,
     MAX_UINT32,
 )
-from jaxserve.server.chat import MAX_PARTS
+from jaxserve.text.chat import MAX_PARTS
 
 MAX_CHOICES = 128
-"""Choices of one request: `n` times its prompts."""
+"""The most choices of one request, `n` times its prompts."""
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_PRIORITY = 100
@@ -64,7 +64,7 @@ Message = Annotated[
         }
     ),
 ]
-"""Checked by `server/chat.py`: it depends on the template what else a message may have."""
+"""Checked by `text/chat.py`; the template decides which further keys a message may have."""
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -76,11 +76,11 @@ class StreamOptions(Strict, kw_only=True):
     """How to stream."""
 
     include_usage: bool = False
-    """A last chunk without choices says what the request took."""
+    """A last chunk without choices has the usage."""
     continuous_usage_stats: bool = False
-    """Every chunk says what the request took so far."""
+    """Every chunk has the usage so far."""
     include_obfuscation: bool = False
-    """Taken and without effect: chunks are not padded."""
+    """Accepted without effect: chunks are not padded."""
 
 
 class JsonSchema(Strict, kw_only=True):
@@ -93,14 +93,14 @@ class JsonSchema(Strict, kw_only=True):
 
 
 class ResponseFormat(Strict, kw_only=True):
-    """The form that the answer must have."""
+    """The format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Strict, kw_only=True):
-    """The form that the answer must have, in vLLM's words; exactly one is set."""
+    """The format that the answer must have, in vLLM's terms; exactly one is set."""
 
     json: JsonObject | str | None = None
     json_object: bool | None = None
@@ -110,10 +110,10 @@ class StructuredOutputs(Strict, kw_only=True):
 
 
 class SamplingFields(Strict, kw_only=True):
-    """What every route takes that generates."""
+    """Fields of all requests that generate."""
 
     model: str | None = None
-    """The served model's name; None means it."""
+    """The served model's name, or None."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -144,14 +144,14 @@ class SamplingFields(Strict, kw_only=True):
     """False spells them out."""
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    """Lower is earlier."""
+    """Requests of lower priority values are scheduled earlier."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
-    """Prefixes are shared only with requests of the same salt."""
+    """Cached prefixes are shared only between requests of the same salt."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    """Part of the answer's id; X-Request-Id does the same."""
+    """Part of the response's id; X-Request-Id has the same effect."""
 
     user: str | None = None
-    """Taken and without effect, as the next ones."""
+    """Accepted without effect, like the following fields."""
     metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -160,12 +160,12 @@ class SamplingFields(Strict, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: TopLogprobs | None = None
-    """In a streamed chat it has no place in the chunks."""
+    """Not in the chunks of a streamed chat."""
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
 
@@ -182,12 +182,12 @@ class CompletionRequest(GenerationFields, kw_only=True):
     )
     """A text, token ids, or a list of either."""
     echo: bool | None = None
-    """The text of a choice begins with its prompt."""
+    """Whether the text of a choice begins with its prompt."""
     logprobs: TopLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    """Only as many as `n`."""
+    """Must equal `n`."""
     suffix: str | None = None
-    """Refused: no model here fills in the middle."""
+    """Refused: infilling is not supported."""
 
 
 class FunctionChoice(Strict, kw_only=True):
@@ -207,7 +207,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    """Each with `role` and `content`, and what the model's template reads beside."""
+    """Each with `role` and `content`, and further keys that the model's template reads."""
     max_completion_tokens: Count | None = None
     """The new name of max_tokens."""
     logprobs: bool | None = None
@@ -215,13 +215,13 @@ class ChatRequest(GenerationFields, kw_only=True):
     tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """Taken; the model decides."""
+    """Accepted without effect: the model decides."""
     reasoning_effort: str | None = None
-    """A switch of templates that read it."""
+    """A template variable, for templates that read it."""
     chat_template_kwargs: JsonObject | None = None
-    """Switches of the template, such as enable_thinking."""
+    """Variables of the template, such as enable_thinking."""
     add_generation_prompt: bool | None = None
-    """False goes on with the last message instead of answering it."""
+    """False continues the last message instead of answering it."""
     include_reasoning: bool | None = None
     """False leaves reasoning_content out."""
 
@@ -232,7 +232,7 @@ class TokenizeRequest(Strict, kw_only=True):
     model: str | None = None
     prompt: Text | None = None
     add_special_tokens: bool = True
-    """Whether a prompt starts with the model's begin token."""
+    """Whether to add bos to a prompt."""
     messages: Messages | None = None
     add_generation_prompt: bool = True
     tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses, and the chat that it stands for.
+"""Requests of /v1/responses, and their conversion to chats.
 
 The server keeps no responses, so what refers to kept ones is refused by name; everything else is
 the same conversation as /v1/chat/completions takes, in items instead of messages. Items of an
@@ -49,7 +49,7 @@ class FunctionTool(Strict, kw_only=True):
 
 
 class TextFormat(Strict, kw_only=True):
-    """The form that the answer must have."""
+    """The format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "schema"
@@ -59,7 +59,7 @@ class TextFormat(Strict, kw_only=True):
 
 
 class TextOptions(Strict, kw_only=True):
-    """Of the answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -67,12 +67,12 @@ class TextOptions(Strict, kw_only=True):
 
 
 class ReasoningOptions(Strict, kw_only=True):
-    """Of the model's thoughts."""
+    """Options of the model's reasoning."""
 
     effort: str | None = None
-    """A switch of templates that read it."""
+    """A template variable, for templates that read it."""
     summary: str | None = None
-    """Taken and without effect: thoughts come whole."""
+    """Accepted without effect: reasoning is never summarised."""
     generate_summary: str | None = None
 
 
@@ -82,41 +82,41 @@ class ResponseRequest(SamplingFields, kw_only=True):
     input: Text | Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
     """A text of the user, or items: messages, calls, their outputs, and reasoning."""
     instructions: str | None = None
-    """A system message before everything."""
+    """A system message at the beginning of the conversation."""
     max_output_tokens: Count | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    """Taken; the model decides."""
+    """Accepted without effect: the model decides."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: JsonObject | None = None
-    """Switches of the template, such as enable_thinking."""
+    """Variables of the template, such as enable_thinking."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Meta(max_length=16)] | None = (
         None
     )
-    """Taken and without effect: reasoning items have their text."""
+    """Accepted without effect: reasoning items always have their text."""
     truncation: Literal["disabled"] | None = None
 
     background: bool | None = None
-    """Refused where true, as all that follows: the server keeps nothing."""
+    """True is refused, like the fields below: the server stores nothing."""
     previous_response_id: str | None = None
     conversation: str | JsonObject | None = None
     prompt: JsonObject | None = None
 
 
 def check_stateless(request: ResponseRequest) -> None:
-    """Raises InvalidRequestError where a request needs something that is kept."""
+    """Raises InvalidRequestError if a request needs stored state."""
     for field in ("store", "background", "previous_response_id", "conversation", "prompt"):
         if getattr(request, field):
             raise InvalidRequestError(field, "is not supported: the server keeps no responses")
 
 
 def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
-    """The same conversation as a chat, and for every message the item it began with.
+    """The request as a chat, and for every message the index of its first item.
 
     Raises:
-      InvalidRequestError: an item is none, or of a kind that is not known here.
+      InvalidRequestError: an item is invalid or of an unknown type.
     """
     messages, origins = _messages(request)
     same = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
@@ -146,12 +146,12 @@ _NAMES = (
     (re.compile(r"^max_(completion_)?tokens$"), "max_output_tokens"),
     (re.compile(r"^reasoning_effort"), "reasoning.effort"),
 )
-"""What a chat calls a field, and what this route does."""
+"""Name of a field in chats → its name in this route."""
 
 
 @contextlib.contextmanager
 def in_words_of_responses(origins: list[int]) -> Iterator[None]:
-    """Has errors of the chat name the fields of this route; `origins` as `as_chat` gives them."""
+    """Renames fields in errors of the chat to those of this route; `origins` is from `as_chat`."""
     try:
         yield
     except InvalidRequestError as error:
@@ -192,7 +192,7 @@ class _Part(Strict, kw_only=True):
 
 
 class _Item(Strict, kw_only=True):
-    """What items have that were part of an answer; it changes nothing."""
+    """Further fields of items of earlier answers; without effect."""
 
     id: str | None = None
     status: str | None = None
@@ -234,7 +234,7 @@ _ITEMS: dict[str, type[_Item]] = {
 
 
 def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
-    """Items as messages: thoughts, text and calls of one answer are one message."""
+    """Converts items to messages: reasoning, text and tool calls of one answer are one message."""
     messages: list[JsonObject] = []
     origins: list[int] = []
 
@@ -243,7 +243,7 @@ def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
         origins.append(origin)
 
     def answer(origin: int, fits: Callable[[JsonObject], bool]) -> JsonObject:
-        """The answer that is being put together, where the next part of it fits."""
+        """The message under construction, if it can take this kind of part, else a new one."""
         if not messages or messages[-1]["role"] != "assistant" or not fits(messages[-1]):
             add(origin, "assistant", content="")
         return messages[-1]
@@ -276,7 +276,7 @@ def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
 
 
 def _read(raw: JsonObject, index: int) -> _Item:
-    """One item, checked."""
+    """Checks one item."""
     place = f"input[{index}]"
     kind = raw.get("type", "message")
     if kind not in _ITEMS:

@@ -1,4 +1,4 @@
-"""What /v1/responses answers: a response of items, and the events that tell of it as it grows.
+"""Responses of /v1/responses: the items, and the events of a stream.
 
 The writer takes the pieces of an answer as they become certain; every piece continues the item that
 is open or ends it and opens the next. Called by `response_route.py`.
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxserve.server.answers import Call, Piece
+from jaxserve.text.answers import Call, Piece
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -25,13 +25,13 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """A thought."""
+    """A reasoning text."""
 
     text: str = ""
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -40,7 +40,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thinks before."""
+    """The model's reasoning."""
 
     id: str
     summary: list[None] = []
@@ -49,7 +49,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the client is to make."""
+    """A tool call, which the client is to make."""
 
     id: str
     call_id: str
@@ -62,21 +62,21 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    """Of the answer's."""
+    """Details of the output tokens."""
 
     reasoning_tokens: int
-    """As the tokenizer counts the thoughts' text."""
+    """Tokens of the reasoning text."""
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Tokens that a request took."""
+    """The usage of a request."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -92,7 +92,7 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The answer of /v1/responses; what was asked for is repeated."""
+    """The response of /v1/responses; repeats the request's options."""
 
     id: str
     object: Literal["response"] = "response"
@@ -121,7 +121,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """What happened to a response; `type` says what, and which of the others there are."""
+    """An event of a stream; its `type` determines which of the other fields are set."""
 
     type: str
     sequence_number: int
@@ -139,9 +139,9 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class ResponseWriter:
-    """Writes one response, and tells what happens to it.
+    """Builds one response and yields its events.
 
-    Events hold the response as it is: they are to be encoded before the writer goes on.
+    Events reference the response: encode each before asking for the next.
 
     Args:
       response: without items.
@@ -153,12 +153,12 @@ class ResponseWriter:
         self._open: MessageItem | ReasoningItem | None = None
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """It exists, and is being worked on."""
+        """The events that begin the response."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
     def add(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
-        """What the model said next."""
+        """The events of further pieces of the answer."""
         for piece in pieces:
             if piece.call is not None:
                 yield from self._close("completed")
@@ -169,7 +169,7 @@ class ResponseWriter:
                 yield from self._grow(MessageItem, piece.content)
 
     def end(self, usage: ResponseUsage, *, complete: bool) -> Iterator[ResponseEvent]:
-        """There is no more: the model ended, or had to."""
+        """The events that end the response."""
         status: Status = "completed" if complete else "incomplete"
         if not self.response.output:
             yield from self._begin_item(MessageItem)
@@ -183,7 +183,7 @@ class ResponseWriter:
     def _grow(
         self, kind: type[MessageItem] | type[ReasoningItem], text: str
     ) -> Iterator[ResponseEvent]:
-        """More of a text; the item that is open grows, if it is of this kind."""
+        """Appends text to the open item, or to a new one if that is of another kind."""
         if not isinstance(self._open, kind):
             yield from self._close("completed")
             yield from self._begin_item(kind)
@@ -196,7 +196,7 @@ class ResponseWriter:
             yield self._of_part("response.reasoning_text.delta", item, delta=text)
 
     def _begin_item(self, kind: type[MessageItem] | type[ReasoningItem]) -> Iterator[ResponseEvent]:
-        """An empty item, and its only part."""
+        """Opens an empty item and its only part."""
         item = kind(id=_new_id("msg" if kind is MessageItem else "rs"))
         self._open = item
         self.response.output.append(item)
@@ -206,7 +206,7 @@ class ResponseWriter:
         yield self._of_part("response.content_part.added", item, part=part)
 
     def _close(self, status: Status) -> Iterator[ResponseEvent]:
-        """Ends the item that is open."""
+        """Closes the open item."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -220,7 +220,7 @@ class ResponseWriter:
         yield self._of_item("response.output_item.done", item=item)
 
     def _called(self, call: Call) -> Iterator[ResponseEvent]:
-        """A call, which comes whole."""
+        """Adds a complete tool call."""
         item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=call.name)
         self.response.output.append(item)
         yield self._of_item("response.output_item.added", item=item)
@@ -233,7 +233,7 @@ class ResponseWriter:
         yield self._of_item("response.output_item.done", item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
-        """Of the last item."""
+        """Fields of events about the last item."""
         return self._event(kind, output_index=len(self.response.output) - 1, **fields)
 
     def _of_part(

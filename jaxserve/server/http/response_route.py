@@ -1,7 +1,7 @@
-"""POST /v1/responses: a conversation in items, answered at once or as a stream of events.
+"""POST /v1/responses: a conversation as items, in one response or as a stream of events.
 
-OpenAI's newer API, without what it keeps: the conversation is answered as `chat.py` does it, and
-told in the words of `response_input.py` and `response_output.py`.
+OpenAI's newer API without its stored state: the request is converted to a chat and answered as in
+`chat.py`; `response_input.py` and `response_output.py` convert between the two.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import msgspec
 
-from jaxserve.server.answers import AnswerParser
+from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.response_input import (
@@ -30,8 +30,9 @@ from jaxserve.server.http.response_output import (
     ResponseUsage,
     ResponseWriter,
 )
-from jaxserve.server.http.service import Service, Source, UsageCount
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.server.http.service import Service, UsageCount
+from jaxserve.text.answers import AnswerParser
+from jaxserve.text.tokenizer import Tokenizer
 
 
 async def create_response(service: Service, exchange: Exchange) -> None:
@@ -47,7 +48,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     writer = ResponseWriter(_response(request, exchange.request_id, conversation.model))
     (parser,) = conversation.parsers
     stream = bool(request.stream)
-    async with service.running(exchange, conversation.jobs, stream=stream) as (source,):
+    async with service.answering(exchange, conversation.jobs, stream=stream) as (source,):
         if stream:
             await exchange.start_events()
             await _send(exchange, writer.begin())
@@ -77,7 +78,7 @@ async def _events(
     count: UsageCount,
     tokenizer: Tokenizer,
 ) -> AsyncIterator[Iterable[ResponseEvent]]:
-    """What happens to the response, as the model goes on."""
+    """The events of a response, as the model generates it."""
     async for output in source.outputs():
         count.add(source, output)
         yield writer.add(parser.push(output.text))

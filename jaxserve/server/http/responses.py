@@ -1,4 +1,4 @@
-"""What the server answers: the objects of OpenAI's API, as they are sent.
+"""Response bodies: the objects of OpenAI's API.
 
 Written by the handlers, documented by `document.py`. Fields that clients expect to be null are
 null; fields that are extensions are left out where there is nothing to say.
@@ -28,7 +28,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log probabilities in the form of completions: a list entry a token."""
+    """Log-probabilities in the format of completions: one list entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -37,7 +37,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token that might have stood in the prompt."""
+    """A possible token at a position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -45,11 +45,11 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For every token of a prompt, by their ids, the token itself and its rivals; the first: none."""
+"""Per token of a prompt, by id: the token itself and its alternatives; None for the first."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or a delta of it."""
 
     index: int
     text: str
@@ -63,7 +63,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The answer of /v1/completions, and each chunk of its stream."""
+    """The response of /v1/completions, and each chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -74,7 +74,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
-    """A token that might have stood there."""
+    """A possible token at this position."""
 
     token: str
     logprob: float
@@ -82,7 +82,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprob(msgspec.Struct, kw_only=True):
-    """A token and its rivals."""
+    """A token and its alternatives."""
 
     token: str
     logprob: float
@@ -91,21 +91,21 @@ class ChatLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Log probabilities in the form of chats."""
+    """Log-probabilities in the format of chats."""
 
     content: list[ChatLogprob]
     refusal: None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """What to call; in a stream, what is new of it."""
+    """The function to call; in a stream, a delta of it."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call that the model asks for; in a stream it has an index."""
+    """A tool call; in a stream it has an index."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -135,7 +135,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class Chat(msgspec.Struct, kw_only=True):
-    """The answer of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -148,7 +148,7 @@ class Chat(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """What is new of an answer."""
+    """A delta of an answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -157,7 +157,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """One answer's part of a chunk."""
+    """The delta of one choice."""
 
     index: int
     delta: ChatDelta
@@ -190,14 +190,14 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All of them: one."""
+    """The list of served models: one."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """The answer of /tokenize."""
+    """The response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -206,25 +206,25 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 class Text(msgspec.Struct, kw_only=True):
-    """The answer of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The answer of /health and /ready."""
+    """The response of /health and /ready."""
 
     status: str
 
 
 class Version(msgspec.Struct, kw_only=True):
-    """The answer of /version."""
+    """The response of /version."""
 
     version: str
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong: for people, for programs, and which field."""
+    """An error: a message, codes for programs, and the field at fault."""
 
     message: str
     type: str
@@ -233,6 +233,6 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class Error(msgspec.Struct, kw_only=True):
-    """The answer of everything that failed, and the last event of a stream that did."""
+    """The body of all error responses, and the last event of a stream that failed."""
 
     error: ErrorDetail

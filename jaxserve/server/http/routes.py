@@ -1,7 +1,7 @@
-"""The table of routes: which path is whose, what goes in and what comes out.
+"""The table of routes: paths, handlers, types of requests and responses.
 
-`app.py` serves by it, and `document.py` writes the OpenAPI document from it, so that neither can
-say something else than the other.
+Both the router in `app.py` and the OpenAPI document of `document.py` are made from it, so they
+cannot disagree.
 """
 
 from collections.abc import Awaitable, Callable
@@ -32,16 +32,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     gives: type[msgspec.Struct] | str
     """A JSON body, or the media type of another one."""
     streams: type[msgspec.Struct] | None = None
-    """What the events have, where `stream` is true."""
+    """The type of the events, where `stream` is true."""
     statuses: tuple[int, ...] = ()
-    """Of errors, beside those of every route."""
+    """Statuses of errors, in addition to those of every route."""
     public: bool = False
-    """Whether no key is asked for."""
+    """Whether it is served without an API key."""
     counted: bool = True
-    """Whether it is refused when too many requests are active, and its end waited for."""
+    """Whether it counts as an active request: limited in number, and waited for when draining."""
 
 
-GENERATION = (400, 404, 408, 413, 415, 429, 503, 504)
+GENERATION = (400, 404, 408, 413, 415, 429, 499, 503, 504)
 INFORMATION = (503,)
 
 METRICS = Endpoint(
@@ -73,7 +73,7 @@ PROBES = (
         counted=False,
     ),
 )
-"""Of every process; all that those have which only follow."""
+"""Health probes, of every process; the only endpoints of those that follow."""
 
 ENDPOINTS = (
     Endpoint(
@@ -166,7 +166,7 @@ ENDPOINTS = (
         counted=False,
     ),
 )
-"""Of the public port."""
+"""Endpoints of the public port."""
 
 ADMIN_ENDPOINTS = (
     METRICS,
@@ -208,4 +208,4 @@ ADMIN_ENDPOINTS = (
         counted=False,
     ),
 )
-"""Of the admin port."""
+"""Endpoints of the admin port."""

@@ -16,7 +16,7 @@ SAME_NAMES = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "priority"),
     "skip_special_tokens",
 )
-"""Fields that mean in `SamplingParams` what they mean in a request."""
+"""Fields with the same name and meaning in `SamplingParams`."""
 
 
 def sampling_params(
@@ -27,7 +27,7 @@ def sampling_params(
     Args:
       fields: the request.
       max_tokens: where the request has none.
-      tenant: whose it is; prefixes are shared only inside one.
+      tenant: of the request; cached prefixes are shared only within a tenant.
       more: what the request says under other names, None left out: `logprobs`, `grammar`...
 
     Raises:
@@ -46,7 +46,7 @@ def sampling_params(
 
 
 def of_choice(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of the choice `number` of `n`: seed and grammar are its own."""
+    """The parameters of choice `number`: with a seed and a grammar of its own."""
     if params.grammar is not None:
         params = msgspec.structs.replace(params, grammar=params.grammar.copy())
     if params.seed is None or number == 0:

@@ -1,11 +1,10 @@
-"""The HTTP server on a thread and event loop of its own: bind, open, refuse, stop.
+"""The HTTP server on a thread and event loop of its own: start, open, refuse, stop.
 
-The same life as `GrpcServer`, so that `serve.py` treats both alike. Called by `serve.py`; the
-application is in `app.py`.
+It has the same methods as `GrpcServer`. Made by `faces.py` and `serve.py`; the application is in
+`app.py`.
 """
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,28 +13,28 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxserve.errors import ConfigError
 from jaxserve.server.access import Access, check_bind
-from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import TextGenerator
+from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
 from jaxserve.server.http.app import App
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
-from jaxserve.server.http.service import MAX_PENDING_TOKENS, Service
+from jaxserve.server.http.service import Service
+from jaxserve.server.listener import bind
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.token_engine import StepLoop
+from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.token_engine import StepLoop
 
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_CONNECTIONS = 8192
 BACKLOG = 2048
 HEADER_SECONDS = 15.0
-"""How long a connection may take for a request line and headers, or do nothing at all."""
+"""How long a connection may take to send a request's headers, or be idle before the first."""
 KEEP_ALIVE_SECONDS = 75
 LAST_WORDS_SECONDS = 0.5
-"""How long answers may take to leave after the last request ended."""
+"""How long sending the last responses may take."""
 LAST_WORDS_LOOKS = 50
-
-logger = logging.getLogger(__name__)
 
 
 class HttpServer(LoopThread):
@@ -47,11 +46,13 @@ class HttpServer(LoopThread):
       host: an address of this machine; see `check_bind`.
       port: 0 picks a free one.
       access: what clients have to show.
-      insecure_bind: whether to serve strangers all the same.
+      insecure_bind: whether to bind to a public address without keys or TLS.
       endpoints: which routes to serve.
       request_seconds: the longest that a request may run.
       max_pending_tokens: tokens that may wait for a slow reader.
       name: of the key that sets the port, for errors.
+      share_port: whether other processes listen on the same port.
+      messages_a_second: of all streams together, as far as coalescing keeps them.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class HttpServer(LoopThread):
         request_seconds: float = 3600.0,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
         name: str = "server.http_port",
+        share_port: bool = False,
+        messages_a_second: float = MESSAGES_A_SECOND,
     ):
         super().__init__("HTTP")
         self._access = access or Access()
@@ -73,6 +76,8 @@ class HttpServer(LoopThread):
         self._endpoints = endpoints
         self._request_seconds = request_seconds
         self._max_pending_tokens = max_pending_tokens
+        self._share_port = share_port
+        self._messages_a_second = messages_a_second
 
     def open(
         self,
@@ -80,35 +85,50 @@ class HttpServer(LoopThread):
         template: ChatTemplate | None = None,
         *,
         metrics: Metrics | None = None,
-        on_drain: Callable[[], None] | None = None,
     ) -> None:
-        """Takes requests from now on.
+        """Accepts requests from now on.
 
         Args:
-          generator: behind the handlers.
+          generator: generates the text.
           template: of chats; None: they are refused.
-          metrics: what /metrics shows.
-          on_drain: has the process end in good order; called on the server's thread.
+          metrics: of /metrics.
         """
 
         async def opened() -> None:
             self._service.template = template
             self._service.metrics = metrics
-            self._service.on_drain = on_drain
-            self._service.generator, self._service.step_loop = generator, generator.engine
+            self._service.open(generator)
 
         self._call(opened())
+
+    def operate(
+        self, requests: LiveRequests, metrics: Metrics, on_drain: Callable[[], None]
+    ) -> None:
+        """Accepts operators' requests from now on; for the endpoints of the admin port.
+
+        Args:
+          requests: of /state and /abort.
+          metrics: of /metrics.
+          on_drain: starts draining the process; called on the server's thread.
+        """
+
+        async def operated() -> None:
+            self._service.requests = requests
+            self._service.metrics = metrics
+            self._service.on_drain = on_drain
+
+        self._call(operated())
 
     def watch(self, step_loop: StepLoop) -> None:
         """Answers probes about a step loop from now on; for endpoints that need no generator."""
 
         async def watched() -> None:
-            self._service.step_loop = step_loop
+            self._service.watch(step_loop)
 
         self._call(watched())
 
     def refuse(self) -> None:
-        """Takes no new requests; /ready says 503. What runs goes on."""
+        """Refuses new requests; /ready says 503. Running requests continue."""
 
         async def refused() -> None:
             self._service.draining = True
@@ -116,8 +136,11 @@ class HttpServer(LoopThread):
         self._call(refused())
 
     async def _main(self) -> None:
-        listener = self._bind()
-        self._service = Service(self._request_seconds, self._max_pending_tokens)
+        listener = bind(self._host, self._port, self._key, reuse_port=self._share_port)
+        listener.setblocking(False)
+        self._service = Service(
+            self._request_seconds, self._max_pending_tokens, self._messages_a_second
+        )
         config = uvicorn.Config(
             App(self._service, self._endpoints, self._access),
             http=_Connection,
@@ -148,31 +171,8 @@ class HttpServer(LoopThread):
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
 
-    def _bind(self) -> socket.socket:
-        """A listening socket."""
-        listener: socket.socket | None = None
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            listener.bind(address)
-            listener.setblocking(False)
-            return listener
-        except OSError as error:
-            if listener is not None:
-                listener.close()
-            raise ConfigError(
-                f"{self._key}: cannot listen on {self._host}:{self._port} "
-                f"({error.strerror or error}); is it in use?"
-            ) from None
-
     async def _stop(self, grace: float) -> None:
-        self._service.draining = True
-        if not await self._service.wait_until_idle(grace):
-            logger.warning("requests were still running after %g s and are cut", grace)
+        await self._service.drain(grace)
         for _ in range(LAST_WORDS_LOOKS):
             if not self._unsent():
                 break
@@ -180,7 +180,7 @@ class HttpServer(LoopThread):
         self._server.should_exit = True
 
     def _unsent(self) -> bool:
-        """Whether answers wait in buffers."""
+        """Whether any connection has unsent data."""
         return any(
             connection.transport.get_write_buffer_size()
             for connection in self._server.server_state.connections
@@ -188,7 +188,7 @@ class HttpServer(LoopThread):
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's, which says when it listens."""
+    """uvicorn's server, with a callback when it listens."""
 
     on_start: Callable[[], None]
 
@@ -198,7 +198,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with a deadline for headers, and known to the handlers of its requests."""
+    """uvicorn's protocol with a deadline for headers, and accessible to the handlers."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -218,7 +218,7 @@ class _Connection(H11Protocol):
         self._stop_watching()
 
     def _watch_headers(self) -> None:
-        """Sets the deadline where a request has not come whole, lifts it where it has."""
+        """Sets the deadline while a request's headers are incomplete, and lifts it after that."""
         if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
             self._stop_watching()
         elif self._headers_deadline is None:

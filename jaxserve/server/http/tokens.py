@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids and back, as the model sees them."""
+"""POST /tokenize and /detokenize: text to token ids and back, with the model's tokenizer."""
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.exchange import Exchange
@@ -29,10 +29,7 @@ def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
             add_generation_prompt=request.add_generation_prompt,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        try:
-            token_ids = generator.encode(text, add_bos=False)
-        except InvalidRequestError as error:
-            raise InvalidRequestError("messages", error.message) from None
+        token_ids = generator.encode(text, add_bos=False, field="messages")
     texts = None
     if request.return_token_strs:
         texts = [generator.tokenizer.decode([token_id]) for token_id in token_ids]

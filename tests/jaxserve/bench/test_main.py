@@ -58,6 +58,17 @@ def test_a_part_that_cannot_run(monkeypatch, capsys):
     assert "bench: needs two cores" in capsys.readouterr().err
 
 
+def test_step_host_quickly(tmp_path, capsys):
+    file = tmp_path / "host.json"
+    assert command.main(["host", "--quick", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [part["name"] for part in report["parts"]] == ["32", "256"]
+    measures = {m["name"]: m["value"] for m in report["parts"][1]["measures"]}
+    parts = [measures[name] for name in ("plan", "arrays", "encode", "complete")]
+    assert min(parts) > 0
+    assert "256 sequences a lane, 16 groups (configs/step3-v7x.yaml)" in capsys.readouterr().out
+
+
 def test_host_time_quickly(tmp_path, capsys):
     """Real loops, few rounds: the numbers mean nothing, but they are there."""
     file = tmp_path / "report.json"

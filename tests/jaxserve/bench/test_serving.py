@@ -152,4 +152,4 @@ def test_an_error_in_a_stream_is_one(rig: HttpRig) -> None:
         client.close()
         return outcome
 
-    assert "process 1 is gone" in asyncio.run(run()).error
+    assert "the engine failed; request" in asyncio.run(run()).error

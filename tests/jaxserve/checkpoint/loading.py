@@ -19,9 +19,10 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
-from jaxserve.model import ModelTemplates
-from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights
-from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.weights import ColocatedWeights
+from tests.jaxserve.both_roles import load_both
 
 
 def resident(line: str) -> int:
@@ -41,12 +42,10 @@ def main() -> None:
     before = start()
     checkpoint = open_checkpoint(folder, names)
     if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes)
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
         weights = list(ColocatedWeights(checkpoint, names, programs).flat)
     else:
-        loaded = AFDWeights(checkpoint, names, AFDPrograms(templates, deployment, meshes))
-        weights = [*loaded.embedding, *loaded.head]
-        weights += [leaf for block in (*loaded.attention, *loaded.ffn) for leaf in block]
+        weights = load_both(checkpoint, names, templates, deployment, meshes).leaves
     jax.block_until_ready(weights)
     say(before, sum(s.data.nbytes for leaf in weights for s in leaf.addressable_shards))
 

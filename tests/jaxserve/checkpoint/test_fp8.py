@@ -13,11 +13,12 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
-from jaxserve.model import ModelTemplates
-from jaxserve.pipeline.weights import AFDWeights, ColocatedWeights
-from jaxserve.programs import AFDPrograms, ColocatedPrograms
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.weights import ColocatedWeights
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests.jaxserve import layouts
+from tests.jaxserve.both_roles import load_both
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.tiny_models import TinyDeepseek, TinyModel
 
@@ -69,9 +70,7 @@ def blocks(folder, overrides):
     config, names = read_config(folder)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
-    weights = AFDWeights(
-        HFCheckpoint(folder, names), names, AFDPrograms(templates, deployment, meshes)
-    )
+    weights = load_both(HFCheckpoint(folder, names), names, templates, deployment, meshes)
     for layer in range(config.layers):
         kind = config.kind(layer)
         for template, leaves in (
@@ -188,7 +187,7 @@ def test_stacks_are_the_blocks_stacked(weights, layout, folder):
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     checkpoint = HFCheckpoint(folder, names)
-    programs = ColocatedPrograms(templates, deployment, meshes)
+    programs = ColocatedPrograms(templates, deployment, meshes.attention)
     flat = ColocatedWeights(checkpoint, names, programs).flat
     flat = flat[len(templates.embedding.names) + len(templates.head.names) :]
     for kind, start, stop in programs.stacked():

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
-from jaxserve.model import ModelTemplates
+from jaxserve.model.blocks import ModelTemplates
 from tests.jaxserve import layouts
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 

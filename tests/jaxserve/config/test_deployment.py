@@ -220,7 +220,7 @@ class TestRanges:
             ("ffn.tp", 65537),
             ("link.dispatch", "fp4"),
             ("link.route", "pigeon"),
-            ("link.transport", "pull"),
+            ("link.transport", "push"),
             ("cache.page_size", 0),
             ("cache.pages", 0),
             ("scheduler.slots", 0),
@@ -331,3 +331,90 @@ class TestDerived:
         deployment = load_deployment(Path(__file__).parent, {"attention.dp": 3})
         data = msgspec.msgpack.encode(deployment)
         assert msgspec.msgpack.decode(data, type=Deployment) == deployment
+
+
+class TestRoles:
+    """`roles:` and `links:`, which the short form's sections expand to and from."""
+
+    LONG = """
+model: m
+roles:
+  attention: {dp: 2, runtime: a}
+  ffn: {ep: 4, runtime: f, hardware: h200}
+links:
+  ffn: {transport: pull, addresses: ["10.0.0.1:5000", "10.0.0.2:5000"], dispatch: int8}
+"""
+
+    def read(self, tmp_path, text, **overrides):
+        file = tmp_path / "deployment.yaml"
+        file.write_text(text)
+        return load_deployment(file, {k.replace("__", "."): v for k, v in overrides.items()})
+
+    def test_both_forms_say_the_same(self, tmp_path):
+        short = """
+model: m
+attention: {dp: 2, runtime: a}
+ffn: {ep: 4, runtime: f, hardware: h200}
+link: {transport: pull, addresses: ["10.0.0.1:5000", "10.0.0.2:5000"], dispatch: int8}
+"""
+        assert self.read(tmp_path, self.LONG) == self.read(tmp_path, short)
+
+    def test_overrides_reach_both(self, tmp_path):
+        made = self.read(tmp_path, self.LONG, roles__attention__dp=3, links__ffn__dispatch="fp8")
+        assert (made.attention.dp, made.link.dispatch) == (3, "fp8")
+
+    def test_colocated(self, tmp_path):
+        made = self.read(tmp_path, "model: m\nroles: {colocated: {dp: 4, tp: 2}}")
+        assert (made.mode, made.attention.dp, made.attention.tp) == ("colocated", 4, 2)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("roles: {prefil: {}}", "unknown key roles.prefil; known: attention, ffn, colocated"),
+            ("links: {kv: {}}", "unknown key links.kv; known: ffn"),
+            ("roles: {attention: {dp: 2}}", "roles: ffn is missing; expected attention and ffn"),
+            ("roles: [attention]", "roles: expected sections, got ['attention']"),
+            ("roles: {attention: {}, colocated: {}}", "two ways to hold attention"),
+            ("mode: afd\nroles: {colocated: {}}", "mode = afd, but roles: "),
+            ("attention: {}\nroles: {attention: {}, ffn: {}}", "attention: is there twice"),
+            ("link: {}\nlinks: {ffn: {}}", "link: is there twice, as a section of its own and in"),
+            (
+                "roles: {attention: {dp: 4, processes: 3}, ffn: {}}",
+                "attention.processes = 3 does not divide the role's 4 devices",
+            ),
+            (
+                "roles: {attention: {runtime: a}, ffn: {runtime: f}}",
+                "attention.runtime = a and ffn.runtime = f, but link.transport = device_put",
+            ),
+            (
+                "link: {transport: pull, addresses: ['h:1']}",
+                "attention.runtime = main and ffn.runtime = main, but link.transport = pull",
+            ),
+            ("ffn: {runtime: f}\nlink: {transport: pull}", "link.addresses: empty"),
+            ("link: {addresses: ['h:1']}", "link.addresses: only with pull, not with device_put"),
+            (
+                "ffn: {runtime: f}\nlink: {transport: pull, addresses: ['h:0']}",
+                "link.addresses[0] = 'h:0': expected host:port",
+            ),
+            (
+                "ffn: {runtime: f}\nlink: {transport: pull, addresses: ['h:1', 'h:1']}",
+                "link.addresses[1] = h:1: is there twice",
+            ),
+            (
+                "attention: {dp: 2, processes: 2}\nffn: {runtime: f}\n"
+                "link: {transport: pull, addresses: ['h:1']}",
+                "attention.processes = 2: over link.transport = pull a worker has one process",
+            ),
+            (
+                "link: {route: broadcast}\nffn: {exchange: alltoall}",
+                "link.route = broadcast brings every token to every ffn device, and ffn.exchange",
+            ),
+            (
+                "mode: colocated\nlink: {transport: pull, addresses: ['h:1']}",
+                "link.transport = pull: mode colocated has no link",
+            ),
+        ],
+    )
+    def test_mistakes_are_named(self, text, message, tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            self.read(tmp_path, f"model: m\n{text}")

@@ -14,8 +14,8 @@ import numpy as np
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.pipeline.plan import StepPlan
-from jaxserve.pipeline.sampling import Finished
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import StepPlan
 from tests.conftest import REPOSITORY
 
 VOCAB = 1000
@@ -39,7 +39,7 @@ class FakeArray:
 class FakeDriver:
     """Lanes finish in the order in which they began."""
 
-    def __init__(self, lanes: int, slots: int, pace: float = 0.0):
+    def __init__(self, lanes: int, groups: int, slots: int, pace: float = 0.0):
         self.gate = threading.Event()
         self.gate.set()
         self.log: list[tuple[str, int]] = []
@@ -48,7 +48,8 @@ class FakeDriver:
         """Raised by the next `advance`."""
         self.result_fault: Exception | None = None
         """Raised by whoever reads the next result."""
-        self._lanes, self._slots, self._pace = lanes, slots, pace
+        self._lanes, self._groups, self._slots = lanes, groups, slots
+        self._pace = pace
         self._begun: list[StepPlan] = []
 
     @property
@@ -72,10 +73,9 @@ class FakeDriver:
             raise self.fault
         plan = self._begun.pop(0)
         self.log.append(("advance", plan.number))
-        sampled = np.zeros((len(plan.groups), self._slots), np.int32)
-        for group, rows in enumerate(plan.groups):
-            for row in rows:
-                sampled[group, row.slot] = row.kv_length % VOCAB
+        sampled = np.zeros(self._groups * self._slots, np.int32)
+        sampled[plan.rows] = plan.kv_lengths % VOCAB
+        sampled = sampled.reshape(self._groups, self._slots)
 
         def wait() -> None:
             time.sleep(self._pace)
@@ -125,7 +125,7 @@ def fake_engine(
         page_buckets=limits.page_buckets,
         max_waiting=limits.max_waiting,
     )
-    driver = FakeDriver(deployment.lanes, limits.slots, pace)
+    driver = FakeDriver(deployment.lanes, deployment.attention.dp, limits.slots, pace)
     engine = Engine(
         deployment,
         scheduler,

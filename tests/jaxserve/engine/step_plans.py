@@ -1,15 +1,59 @@
-"""A small scheduler, requests for it, and short words for step plans, to write tests with."""
+"""A small scheduler, requests for it, and short words for steps in full, to write tests with."""
+
+import msgspec
+import numpy as np
 
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
+from jaxserve.roles.step_arrays import LaneState
+from jaxserve.roles.step_plan import Bucket, SequenceRow, StepPlan
+from tests.jaxserve.full_steps import FullStep, Replica, arrays
 
 GROUP_SLOTS = 3
 UNSAMPLED = 999  # what the device returns where a plan samples nothing
 
 
-def make_scheduler(**limits) -> Scheduler:
+class FullScheduler:
+    """A scheduler whose steps are read in full, as its workers understand them.
+
+    Every plan goes over the wire, and the arrays that workers make of it are compared with those of
+    the full rows.
+    """
+
+    def __init__(self, **limits):
+        self.scheduler = Scheduler(**limits)
+        self._slots = limits["slots"]
+        shapes = limits["groups"], limits["slots"]
+        lanes = range(limits["lanes"])
+        self._replicas = [Replica(*shapes) for _ in lanes]
+        self._states = [LaneState(*shapes, limits["page_buckets"][-1]) for _ in lanes]
+
+    def __getattr__(self, name):
+        return getattr(self.scheduler, name)
+
+    def plan(self, lane: int) -> FullStep | None:
+        plan = self.scheduler.plan(lane)
+        if plan is None:
+            return None
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        assert received == plan
+        step = self._replicas[lane].full(received)
+        made, expected = self._states[lane].step(received), arrays(step, self._slots)
+        np.testing.assert_array_equal(made.batch, expected[0])
+        np.testing.assert_array_equal(made.page_table, expected[1])
+        return step
+
+    def complete(self, step: FullStep, result: StepResult) -> list[TokenOutput]:
+        outputs = self.scheduler.complete(step.plan, result)
+        assert len(outputs) == len(list(outputs))
+        return list(outputs)
+
+    def lost(self, step: FullStep) -> None:
+        self.scheduler.lost(step.plan)
+
+
+def make_scheduler(**limits) -> FullScheduler:
     defaults = {
         "groups": 1,
         "lanes": 1,
@@ -22,7 +66,7 @@ def make_scheduler(**limits) -> Scheduler:
         "page_buckets": [2, 8],
         "max_waiting": 4,
     }
-    return Scheduler(**(defaults | limits))
+    return FullScheduler(**(defaults | limits))
 
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **params) -> Request:
@@ -40,14 +84,14 @@ def row(slot, token_ids, kv_length, page_ids, sample=True) -> SequenceRow:
     return SequenceRow(slot, token_ids, kv_length, page_ids, sample)
 
 
-def step(number, tokens, pages, *groups, lane=0) -> StepPlan:
-    return StepPlan(lane, number, Bucket(tokens, pages), list(groups))
+def step(number, tokens, pages, *groups, lane=0) -> FullStep:
+    return FullStep(lane, number, Bucket(tokens, pages), list(groups))
 
 
-def sampled(*groups: dict[int, int]) -> StepResult:
+def sampled(*groups: dict[int, int], slots: int = GROUP_SLOTS) -> StepResult:
     """What the device returns, from `{slot: token}` a group."""
-    tokens = [[own.get(slot, UNSAMPLED) for slot in range(GROUP_SLOTS)] for own in groups]
-    return StepResult(tokens, {}, {})
+    tokens = [[own.get(slot, UNSAMPLED) for slot in range(slots)] for own in groups]
+    return StepResult(np.asarray(tokens, np.int32), {}, {})
 
 
 def news(request_id, token_ids=(), finish_reason=None, stop_token_id=None) -> TokenOutput:
@@ -59,6 +103,6 @@ def news(request_id, token_ids=(), finish_reason=None, stop_token_id=None) -> To
     )
 
 
-def in_pool(scheduler: Scheduler, pages: int = 8) -> list[int]:
+def in_pool(scheduler: FullScheduler, pages: int = 8) -> list[int]:
     """Pages in use, by group."""
     return [round(usage * pages) for usage in scheduler.kv_usage]

@@ -16,7 +16,7 @@ from jaxserve.engine.build import (
 )
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import Submeshes
-from jaxserve.pipeline.plan import FROM_DEVICE, Bucket
+from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
 
@@ -26,7 +26,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         def never(*arguments, **options):
             raise AssertionError("too late")
 
-        monkeypatch.setattr("jaxserve.programs.Program.compile", never)
+        monkeypatch.setattr("jaxserve.roles.program.Program.compile", never)
         monkeypatch.setattr("jaxserve.checkpoint.hf.HFCheckpoint.leaves", never)
 
     def test_too_few_devices(self, tiny_model):
@@ -55,7 +55,7 @@ class TestErrorsBeforeAnythingIsLoaded:
 
     @pytest.mark.parametrize("limit", [None, 10**6, 10**9])
     def test_the_memory_that_devices_report(self, tiny_model, limit, monkeypatch):
-        monkeypatch.setattr("jaxserve.engine.build._memory_limit", lambda device: limit)
+        monkeypatch.setattr("jaxserve.engine.build.memory_limit", lambda device: limit)
         deployment = layouts.deployment(tiny_model, {})
         expected = ConfigError if limit == 10**6 else AssertionError
         with pytest.raises(
@@ -81,9 +81,10 @@ class TestWarmUp:
             (0, Bucket(24, 18)),
             (1, Bucket(24, 18)),
         ]
-        (row,) = plans[0].groups[0]
-        assert (row.token_ids, row.kv_length, row.sample) == ([FROM_DEVICE], 1, True)
-        assert row.page_ids == [160], "a page past the pool: nothing is written"
+        plan = plans[0]
+        assert (plan.rows.tolist(), plan.token_ids.tolist()) == ([0], [FROM_DEVICE])
+        assert (plan.kv_lengths.tolist(), plan.samples.tolist()) == ([1], [True])
+        assert plan.new_pages.T.tolist() == [[0, 0, 160]], "past the pool: nothing is written"
 
     def test_leaves_the_driver_idle(self, afd_runtime, colocated_runtime):
         for runtime in (afd_runtime, colocated_runtime):
@@ -92,18 +93,18 @@ class TestWarmUp:
 
 
 class TestBuckets:
-    """Sizes are rounded up, so that both meshes get equal shares."""
+    """Sizes are rounded up, so that all attention devices get equal shares."""
 
     def buckets(self, monkeypatch, model, overrides):
         made = {}
 
-        def stop(programs, buckets, *rest):
+        def stop(programs, buckets):
             made["buckets"] = buckets
             raise KeyboardInterrupt
 
-        for name in ("afd_executables", "colocated_executables"):
+        for name in ("attention_programs", "colocated_programs"):
             monkeypatch.setattr(f"jaxserve.engine.build.{name}", stop)
-        for name in ("AFDWeights", "ColocatedWeights"):
+        for name in ("AttentionWeights", "ColocatedWeights"):
             monkeypatch.setattr(f"jaxserve.engine.build.{name}", lambda *arguments: None)
         limits = {
             "scheduler.token_budget": 22,
@@ -119,11 +120,9 @@ class TestBuckets:
         [
             (layouts.COLOCATED, [5, 7, 22]),
             ({}, [5, 7, 22]),
-            ({"ffn.ep": 2}, [6, 8, 22]),
-            ({"attention.dp": 2, "ffn.ep": 2}, [5, 7, 22]),
-            ({"attention.dp": 3, "ffn.ep": 2}, [6, 8, 22]),
-            (layouts.LAYOUTS["2A4F"], [8, 24]),
-            (layouts.LAYOUTS["2A4F"] | {"link.route": "broadcast"}, [6, 8, 22]),
+            ({"ffn.ep": 2}, [5, 7, 22]),
+            ({"attention.dp": 3, "ffn.ep": 2}, [5, 7, 22]),
+            (layouts.LAYOUTS["2A4F"], [6, 8, 22]),
         ],
         ids=str,
     )

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.logprobs import step_result
-from jaxserve.pipeline.plan import Bucket, SequenceRow, StepPlan
+from jaxserve.roles.step_plan import Bucket, SequenceRow, plan_of_rows
 
 
 def packed(logprob, ids, logs) -> np.ndarray:
@@ -11,8 +11,11 @@ def packed(logprob, ids, logs) -> np.ndarray:
 
 
 def test_plain_steps_have_tokens_alone():
-    plan = StepPlan(0, 0, Bucket(2, 1), [[SequenceRow(0, [1], 1, [0], sample=True, logprobs=1)]])
-    assert step_result(plan, np.asarray([[7, 8]]), None, None) == ([[7, 8]], {}, {})
+    rows = [SequenceRow(0, [1], 1, [0], sample=True, logprobs=1)]
+    plan = plan_of_rows(0, 0, Bucket(2, 1), [rows], slots=2)
+    result = step_result(plan, np.asarray([[7, 8]]), None, None)
+    assert result.sampled.tolist() == [[7, 8]]
+    assert result[1:] == ({}, {})
 
 
 def test_what_each_row_asked_for():
@@ -23,17 +26,17 @@ def test_what_each_row_asked_for():
         SequenceRow(3, [1], 1, [0], sample=True, logprobs=0),
         SequenceRow(4, [1], 1, [0], sample=True, logprobs=20),
     ]
-    plan = StepPlan(0, 0, Bucket(8, 1), [[], rows])
+    plan = plan_of_rows(0, 0, Bucket(8, 1), [[], rows], slots=5)
     slots = [packed(-slot - 0.5, [4, 5, 6], [-0.25, -1.0, -2.0]) for slot in range(5)]
     sampled = np.asarray([[0] * 5, [10, 11, 12, 13, 14]])
     logprobs = np.stack([np.stack(slots)] * 2)
     result = step_result(plan, sampled, logprobs, None)
-    assert result.sampled == sampled.tolist()
+    assert result.sampled is sampled
     everything = ((4, -0.25), (5, -1.0), (6, -2.0))
     assert result.logprobs == {
-        (1, 1): (11, -1.5, everything[:2]),
-        (1, 3): (13, -3.5, ()),
-        (1, 4): (14, -4.5, everything),  # a vocabulary of three has no more
+        6: (11, -1.5, everything[:2]),
+        8: (13, -3.5, ()),
+        9: (14, -4.5, everything),  # a vocabulary of three has no more
     }
 
 
@@ -43,8 +46,8 @@ def test_scores_are_found_behind_the_rows_before(top):
         SequenceRow(0, [1, 2], 2, [0], sample=False),
         SequenceRow(2, [3, 4, 5], 3, [0], sample=True, targets=[4, 5], target_logprobs=top),
     ]
-    plan = StepPlan(0, 0, Bucket(6, 1), [rows])
+    plan = plan_of_rows(0, 0, Bucket(6, 1), [rows], slots=3)
     scores = np.stack([[packed(-token, [9], [-0.5]) for token in range(6)]])
     result = step_result(plan, np.asarray([[0, 0, 7]]), None, scores)
     best = ((9, -0.5),) * top
-    assert result.scores == {(0, 2): [(4, -2.0, best), (5, -3.0, best)]}
+    assert result.scores == {2: [(4, -2.0, best), (5, -3.0, best)]}

@@ -145,3 +145,10 @@ def test_which_tokens_end_a_request(params, token_id, generated, ends):
         eos_token_ids=frozenset({8, 9}),
     )
     assert request.ends_at(token_id, generated) is ends
+
+
+@pytest.mark.parametrize("field", ["top_p", "repetition_penalty"])
+def test_what_is_0_in_float32_is_refused(field):
+    with pytest.raises(InvalidRequestError, match=f"{field}: 1e-46 is below 1.175e-38"):
+        SamplingParams(**{field: 1e-46}).validate()
+    SamplingParams(**{field: 1.2e-38}).validate()

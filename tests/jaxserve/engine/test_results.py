@@ -6,8 +6,8 @@ import pytest
 
 from jaxserve.engine.results import ResultReader
 from jaxserve.errors import EngineFailedError
-from jaxserve.pipeline.plan import Bucket, StepPlan
-from jaxserve.pipeline.sampling import Finished
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import Bucket, plan_of_rows
 from tests.jaxserve.engine.fake_driver import FakeArray
 
 
@@ -20,7 +20,7 @@ def reader():
 
 def step(number, wait=lambda: None):
     array = FakeArray(np.asarray([[number, number + 1]], np.int32), wait)
-    return Finished(StepPlan(0, number, Bucket(8, 1), [[]]), array, None, array)
+    return Finished(plan_of_rows(0, number, Bucket(8, 1), [[]], slots=2), array, None, array)
 
 
 def no_failure():
@@ -34,7 +34,7 @@ def test_in_the_order_of_the_steps(reader):
     assert not reader.ready()
     slow.set()
     taken = [reader.take(20, no_failure) for _ in range(2)]
-    assert [(plan.number, result.sampled) for plan, result in taken] == [
+    assert [(plan.number, result.sampled.tolist()) for plan, result in taken] == [
         (4, [[4, 5]]),
         (5, [[5, 6]]),
     ]
@@ -48,6 +48,30 @@ def test_late(reader):
     with pytest.raises(EngineFailedError, match=r"did not arrive within 0\.2 s"):
         reader.take(0.2, no_failure)
     assert 0.2 <= time.monotonic() - started < 5
+    gate.set()
+
+
+def test_a_pause_of_the_process_is_not_the_steps_fault():
+    """The clock jumps by a minute between two looks, as after a container was frozen."""
+    ticks = [0.0]
+
+    def clock():
+        ticks[0] += 60.0
+        return ticks[0]
+
+    reader, gate = ResultReader(clock), threading.Event()
+    reader.read(step(0, lambda: gate.wait(20)))
+    threading.Timer(0.7, gate.set).start()
+    plan, _ = reader.take(30, no_failure)
+    assert plan.number == 0
+    reader.close()
+
+
+def test_a_late_step_names_the_key(reader):
+    gate = threading.Event()
+    reader.read(step(0, lambda: gate.wait(20)))
+    with pytest.raises(EngineFailedError, match=r"\(cluster\.step_seconds\)"):
+        reader.take(0.1, no_failure)
     gate.set()
 
 
@@ -77,6 +101,8 @@ def test_its_thread_ends():
     before = set(threading.enumerate())
     reader = ResultReader()
     (thread,) = set(threading.enumerate()) - before
+    gate = threading.Event()
+    reader.read(step(0, lambda: gate.wait(20)))
+    threading.Timer(0.2, gate.set).start()
     reader.close()
-    thread.join(10)
-    assert not thread.is_alive()
+    assert not thread.is_alive(), "closing waits for the read under way"

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow
+from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
 from tests.jaxserve.engine.step_plans import (
     in_pool,
     make_request,
@@ -181,8 +181,8 @@ def test_groups_with_fewest_pages_in_use_come_first_and_share_one_bucket():
     assert scheduler.complete(second, sampled({0: 12}, {0: 13, 1: 14}, {0: 15})) == [
         news("a", [12]),
         news("b", [13]),
-        news("c", [15]),
         news("d", [14]),
+        news("c", [15]),
     ]
 
 
@@ -199,11 +199,11 @@ def test_lanes_complete_in_any_order_but_each_in_its_own():
     scheduler.add(make_request("a", [1]))
     scheduler.add(make_request("b", [2]))
     first, other, second = scheduler.plan(0), scheduler.plan(1), scheduler.plan(0)
-    with pytest.raises(ValueError, match="lane 0: step 2 landed, expected 0"):
+    with pytest.raises(ValueError, match="lane 0: step 2 completed, expected 0"):
         scheduler.complete(second, sampled({0: 12}))
     assert scheduler.complete(other, sampled({0: 21})) == [news("b", [21])]
     assert scheduler.complete(first, sampled({0: 11})) == [news("a", [11])]
-    with pytest.raises(ValueError, match="lane 1: step 1 landed, expected none"):
+    with pytest.raises(ValueError, match="lane 1: step 1 completed, expected none"):
         scheduler.complete(other, sampled({0: 21}))
 
 
@@ -288,6 +288,25 @@ def test_a_full_queue_refuses():
 # Checks.
 
 
+def test_groups_are_checked_one_by_one_and_once_a_change():
+    scheduler = make_scheduler(groups=3)
+    assert not scheduler.check_next_group()
+    scheduler.add(make_request("a", [1, 2, 3]))
+    scheduler.add(make_request("b", [4]))
+    plan = scheduler.plan(0)
+    checked = [scheduler.check_next_group() for _ in range(3)]
+    assert checked == [True, True, False], "nothing happened in the third group"
+    scheduler.cancel("b")
+    scheduler.complete(plan, sampled({0: 11}, {}, {}))
+    scheduler._groups[1].promised += 1
+    with pytest.raises(RuntimeError, match="group 1 counts"):
+        scheduler.check_next_group()
+    scheduler._groups[1].promised -= 1
+    scheduler._lanes[0].in_flight[0] += 1
+    with pytest.raises(RuntimeError, match="request 'a' is counted in the wrong number of steps"):
+        scheduler.check_next_group()
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -307,10 +326,17 @@ def test_integrity_names_the_request_and_what_is_wrong():
     scheduler.plan(0)
     scheduler.check_integrity()
     (sequence,) = scheduler._groups[0].residents()
-    sequence.in_flight = 0
-    with pytest.raises(RuntimeError, match="request 'a' is counted in the wrong number of steps"):
-        scheduler.check_integrity()
-    sequence.in_flight = 1
+    (lane,) = scheduler._lanes
+    for harm, message in (
+        (lane.in_flight, "is counted in the wrong number of steps"),
+        (lane.pending, "has the wrong number of tokens pending"),
+        (lane.length, "has another length in its slot"),
+        (lane.last_token, "has another last token in its slot"),
+    ):
+        harm[0] += 1
+        with pytest.raises(RuntimeError, match=f"request 'a' {message}"):
+            scheduler.check_integrity()
+        harm[0] -= 1
     sequence.page_ids.pop()
     with pytest.raises(RuntimeError, match=r"lost pages \[1\]"):
         scheduler.check_integrity()

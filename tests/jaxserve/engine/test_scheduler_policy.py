@@ -6,7 +6,7 @@ import pytest
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import InvalidRequestError
-from jaxserve.pipeline.plan import FROM_DEVICE
+from jaxserve.roles.step_plan import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     in_pool,
     make_request,
@@ -187,17 +187,17 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
     assert [one.targets for one in rows] == [[2, 3, 4, 5], [6]]
     assert [one.target_logprobs for one in rows] == [2, 2]
     assert rows[1].logprobs == 1
-    result = StepResult([[999] * 3], {}, {(0, 0): logs[2:6]})
+    result = StepResult(np.asarray([[999] * 3]), {}, {0: logs[2:6]})
     assert scheduler.complete(first, result) == []
     third = scheduler.plan(0)
     assert third.groups[0][0].targets == []
-    result = StepResult([[7, 0, 0]], {(0, 0): logs[7]}, {(0, 0): logs[6:7]})
+    result = StepResult(np.asarray([[7, 0, 0]]), {0: logs[7]}, {0: logs[6:7]})
     assert scheduler.complete(second, result) == [
         TokenOutput(
             request_id="a", token_ids=[7], logprobs=[logs[7]], prompt_logprobs=[None, *logs[2:7]]
         )
     ]
-    result = StepResult([[7, 0, 0]], {(0, 0): logs[7]}, {})
+    result = StepResult(np.asarray([[7, 0, 0]]), {0: logs[7]}, {})
     assert scheduler.complete(third, result) == [
         TokenOutput(request_id="a", token_ids=[7], finish_reason="length", logprobs=[logs[7]])
     ]

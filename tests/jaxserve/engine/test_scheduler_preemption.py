@@ -1,8 +1,10 @@
 """Pages run out, and requests go away: who leaves when, with every step written out."""
 
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.pipeline.plan import StepPlan
+import pytest
+
+from jaxserve.roles.step_plan import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
+    FullScheduler,
     in_pool,
     make_request,
     make_scheduler,
@@ -11,6 +13,7 @@ from tests.jaxserve.engine.step_plans import (
     sampled,
     step,
 )
+from tests.jaxserve.full_steps import FullStep
 
 # Pages run out.
 
@@ -55,7 +58,7 @@ def test_the_youngest_makes_room_and_recomputes_without_repeating_itself():
     assert scheduler.complete(eighth, sampled({0: 25})) == [news("b", [25])]
 
 
-def three_lanes_short_of_a_page() -> tuple[Scheduler, StepPlan]:
+def three_lanes_short_of_a_page() -> tuple[FullScheduler, FullStep]:
     """a, b and c on a lane each, c's first step in flight, a and b about to need a third page."""
     scheduler = make_scheduler(lanes=3, pages=5, max_length=10)
     for request_id, token in (("a", 1), ("b", 2), ("c", 3)):
@@ -124,6 +127,53 @@ def test_the_preempted_move_to_a_group_with_room():
     assert scheduler.plan(0) == step(
         4, 4, 8, [row(0, [14], 5, [0, 2, 1])], [row(0, [2, 21, 22, 23], 4, [0, 1], sample=False)]
     )
+
+
+# A step is lost.
+
+
+def test_a_lost_step_is_planned_again_and_says_everything_again():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [5, 6, 7]))
+    scheduler.complete(scheduler.plan(0), sampled({0: 11}))
+    first = scheduler.plan(0)
+    second = scheduler.plan(0)
+    assert first == step(1, 1, 2, [row(0, [11], 4, [0, 1])])
+    assert second == step(2, 1, 8, [row(0, [FROM_DEVICE], 5, [0, 1, 2])])
+    with pytest.raises(ValueError, match="step 1 was lost, the newest: 2"):
+        scheduler.lost(first)
+    scheduler.lost(second)
+    scheduler.lost(first)
+    scheduler.check_integrity()
+    with pytest.raises(ValueError, match="step 1 was lost, the newest: none"):
+        scheduler.lost(first)
+    again = scheduler.plan(0)
+    assert again == step(3, 1, 2, [row(0, [11], 4, [0, 1])])
+    assert [one.row for one in again.plan.new_sequences] == [0]
+    assert scheduler.complete(again, sampled({0: 12})) == [news("a", [12])]
+    assert scheduler.plan(0) == step(4, 1, 8, [row(0, [12], 5, [0, 1, 2])])
+
+
+def test_a_lost_prefill_is_begun_again():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6], presence_penalty=1.0))
+    first = scheduler.plan(0)
+    assert first.groups[0][0].rules.fresh
+    scheduler.lost(first)
+    again = scheduler.plan(0)
+    assert again.groups == first.groups
+    assert scheduler.num_preemptions == 1, "what the device counted may be wrong"
+
+
+def test_a_request_that_was_cancelled_leaves_with_its_lost_step():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    plan = scheduler.plan(0)
+    scheduler.cancel("a")
+    assert in_pool(scheduler) == [1]
+    scheduler.lost(plan)
+    assert in_pool(scheduler) == [0]
+    assert not scheduler.has_work
 
 
 # Cancellation.

@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.pipeline.plan import FROM_DEVICE, SequenceRow, StepPlan
+from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
+from tests.jaxserve.engine.step_plans import FullScheduler
+from tests.jaxserve.full_steps import FullStep
 
 VOCABULARY = 9
 EOS_IDS = frozenset({0})
@@ -97,19 +98,32 @@ class Device:
         self.slots = limits.slots
         self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
+        self.counted = {}  # (lane, group, slot) -> positions whose tokens penalties count
 
-    def run(self, plan: StepPlan) -> list[list[int]]:
+    def run(self, plan: FullStep) -> list[list[int]]:
         """Returns `sampled[group][slot]`."""
         sampled = [[NOT_SAMPLED] * self.slots for _ in plan.groups]
         for group, rows in enumerate(plan.groups):
             for row in rows:
                 home = (plan.lane, group, row.slot)
                 self._write(group, row, self.last_token.get(home))
+                self._count(home, row)
                 tokens = self._attend(group, row)
                 if row.sample:
                     sampled[group][row.slot] = next_token(row.seed, tokens)
                     self.last_token[home] = sampled[group][row.slot]
         return sampled
+
+    def break_off(self, plan: FullStep) -> None:
+        """A step that is lost on its way: what it would have written is anything."""
+        for group, rows in enumerate(plan.groups):
+            for row in rows:
+                home = (plan.lane, group, row.slot)
+                self.last_token[home] = NOT_SAMPLED
+                self.counted[home] = [NOT_SAMPLED]
+                for position in range(row.kv_length - len(row.token_ids), row.kv_length):
+                    cell = self._cell(row, position)
+                    self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
 
     def _salt(self, row: SequenceRow) -> str:
         return self.requests[str(row.seed)].params.cache_salt
@@ -123,6 +137,16 @@ class Device:
             if token == FROM_DEVICE:
                 token = last_token
             self.pages[group][self._cell(row, position)] = (self._salt(row), position, token)
+
+    def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
+        """Every generated token that is in the cache was counted once."""
+        if row.rules is None or row.rules.counts_from is None:
+            return
+        if row.rules.fresh:
+            self.counted[home] = []
+        start = max(row.rules.counts_from, row.kv_length - len(row.token_ids))
+        self.counted[home] += range(start, row.kv_length)
+        assert self.counted[home] == list(range(row.rules.counts_from, row.kv_length))
 
     def _attend(self, group: int, row: SequenceRow) -> list[int]:
         entries = [self.pages[group].get(self._cell(row, p)) for p in range(row.kv_length)]
@@ -163,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=data.draw(st.booleans(), "prefix cache"),
             side_by_side=data.draw(st.booleans(), "side by side"),
         )
-        self.scheduler = Scheduler(**vars(self.limits))
+        self.scheduler = FullScheduler(**vars(self.limits))
         self.device = Device(self.limits, self.requests)
         self.enqueued = [deque() for _ in range(self.limits.lanes)]  # steps the device has not run
         self.ran = [deque() for _ in range(self.limits.lanes)]  # steps and what they sampled
@@ -265,8 +289,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_on_device(lane)
         if self.ran[lane]:
             plan, sampled = self.ran[lane].popleft()
-            for output in self.scheduler.complete(plan, StepResult(sampled, {}, {})):
+            for output in self.scheduler.complete(plan, StepResult(np.asarray(sampled), {}, {})):
                 self.receive(output)
+
+    @rule(lane=st.integers(0, 3), data=st.data())
+    def lose(self, lane, data):
+        """A lane's steps in flight are lost, some of them after the device has run them."""
+        lane %= self.limits.lanes
+        steps = [*(step for step, _ in self.ran[lane]), *self.enqueued[lane]]
+        if not steps:
+            return
+        for step in steps[data.draw(st.integers(0, len(steps)), "steps that ran") :]:
+            self.device.break_off(step)
+        for step in reversed(steps):
+            self.scheduler.lost(step)
+        self.ran[lane].clear()
+        self.enqueued[lane].clear()
+        self.allowed_rounds += 4 * self.limits.slots * self.limits.groups * self.limits.max_length
 
     @rule(rounds=st.integers(1, 8))
     def engine_loop(self, rounds):
@@ -303,7 +342,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = [self.rank(i) for i in waited - set(self.scheduler.waiting_ids())]
         assert not admitted or not waiting or max(admitted) < min(waiting)
 
-    def check_plan(self, plan: StepPlan):
+    def check_plan(self, plan: FullStep):
         limits = self.limits
         assert len(plan.groups) == limits.groups
         assert any(plan.groups)

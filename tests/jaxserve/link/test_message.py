@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.link.message import Message, MessageFormat, row_multiple
-from jaxserve.quant.rows import encode_rows
+from jaxserve.link.message import MessageFormat
+from jaxserve.model.message import Message
+from jaxserve.model.quant.rows import encode_rows
 
 STORAGE = {
     "float32": np.float32,
@@ -147,10 +148,3 @@ def test_any_shape(tokens, d_model, top_k, rows, seed):
     m = message(tokens, d_model, top_k, seed=seed)
     packed = np.asarray(MessageFormat(d_model, top_k, rows).pack(m))
     assert packed.tobytes() == expected_bytes(m, rows)
-
-
-@pytest.mark.parametrize(
-    ("senders", "receivers", "rows"), [(1, 1, 1), (3, 2, 6), (2, 4, 4), (4, 6, 12)]
-)
-def test_row_multiple(senders, receivers, rows):
-    assert row_multiple(senders, receivers) == rows

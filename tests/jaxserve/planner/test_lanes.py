@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.pipeline.timeline import Span
+from jaxserve.observe.timeline import Span
 from jaxserve.planner.lanes import Colocated, Disaggregated, LinkMode
 from jaxserve.planner.stage_times import Given, Rows, StepTimes
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from jaxserve.pipeline import timeline_view
-from jaxserve.pipeline.timeline import Span
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import Span
 from jaxserve.plan import main
 from jaxserve.planner.hardware import CONFIGS
 

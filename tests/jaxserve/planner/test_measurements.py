@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline.timeline import Span
+from jaxserve.observe.timeline import Span
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
     calibration,

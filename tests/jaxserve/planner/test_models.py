@@ -1,7 +1,13 @@
+import msgspec
 import pytest
 
+from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.planner.models import known_models, load_model
+from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.hardware import CONFIGS
+from jaxserve.planner.models import cost_model, known_models, load_model, model_config
+from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.roles.capacity import role_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,38 @@ def test_parameters_by_tensor_parallelism():
     split, whole = group.split_parameters(7168)
     assert split == 1536 * 24576 + 512 * 128 * 256 + 16384 * 7168
     assert whole == 7168 * (1536 + 576)
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format", "dp", "tp", "ep", "ffn_tp"),
+    [
+        ("step3", "fp8", 16, 1, 16, 1),
+        ("step3", "bfloat16", 4, 4, 4, 2),
+        ("deepseek-v3", "bfloat16", 8, 2, 16, 1),
+        ("kimi-k2", "int8", 4, 4, 8, 2),
+        ("qwen3-235b-a22b", "fp8", 4, 4, 8, 1),
+        ("qwen3-32b", "int8", 2, 4, 1, 8),
+    ],
+)
+def test_bytes_of_a_device_are_those_of_the_engines_templates(
+    name, number_format, dp, tp, ep, ffn_tp
+):
+    """Norms and scales, which the sums leave out, are less than 0.5 %."""
+    config = model_config(CONFIGS / "models" / name)
+    assert config is not None
+    tree = {
+        "model": "",
+        "attention": {"dp": dp, "tp": tp, "weights": number_format},
+        "ffn": {"ep": ep, "tp": ffn_tp, "weights": number_format},
+        "cache": {"format": number_format, "pages": 512, "page_size": 16},
+    }
+    attention, ffn = role_bytes(config, msgspec.convert(tree, Deployment))
+    formats = Formats(weights=number_format, cache=number_format, dispatch="bfloat16")
+    calculator = Calculator(cost_model(config), 512 * 16, formats, Assumptions())
+    assert calculator.attention_weights(tp) == pytest.approx(attention.weights, rel=0.005)
+    mesh = ExchangeMesh(ep, ffn_tp, attention=dp * tp)
+    assert calculator.ffn_weights(mesh) == pytest.approx(ffn.weights, rel=0.005)
+    assert calculator.sequence_bytes(tp) == attention.cache
 
 
 def test_a_path_is_a_model_too(tmp_path):

@@ -1,4 +1,4 @@
-"""The simulation against what papers measured; README.md has the same numbers."""
+"""The simulator against what papers measured; jaxserve/planner/README.md has the same numbers."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxserve.planner.models import load_model
-from jaxserve.planner.paper_systems import Compared, compared_rows, inputs, upcycled
+from tests.jaxserve.planner.paper_systems import Compared, compared_rows, inputs, upcycled
 
 ERRORS = {
     ("Step-3 2A2F, 4K, FP8", "tokens/s/GPU"): -0.04,
@@ -30,7 +30,7 @@ ERRORS = {
 
 def test_errors():
     # In a process of its own: checking the types of every call takes minutes here.
-    command = [sys.executable, "-m", "jaxserve.plan", "simulate", "--paper", "--json"]
+    command = [sys.executable, "-m", "tests.jaxserve.planner.paper_systems", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     fields = Compared._fields
     found = [Compared(*(one[name] for name in fields)) for one in json.loads(done.stdout)]

@@ -9,8 +9,8 @@ from jaxserve.config.deployment import (
     SchedulerLimits,
 )
 from jaxserve.errors import ConfigError
-from jaxserve.pipeline import timeline_view
-from jaxserve.pipeline.timeline import steady_window, summarise
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import steady_window, summarise
 from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic

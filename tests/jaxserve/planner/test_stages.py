@@ -1,9 +1,12 @@
+import math
+
 import pytest
 
 from jaxserve.link.message import MessageFormat
+from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.models import FFNLayers, load_model
-from jaxserve.planner.stages import Assumptions, Calculator, Formats, Stage, meets
+from jaxserve.planner.models import load_model
+from jaxserve.planner.stages import Assumptions, Calculator, Formats, StageTime
 
 IDEAL = Assumptions(
     compute=1,
@@ -14,6 +17,8 @@ IDEAL = Assumptions(
     collective_seconds=0,
     imbalance=1,
 )
+
+H800S, ONE = ExchangeMesh(ranks=2, tensor=8, attention=16), ExchangeMesh(1, 1, 1)
 
 
 def calculator(name: str = "step3", context: int = 8192, assumed: Assumptions = IDEAL, **formats):
@@ -82,43 +87,72 @@ class TestFFN:
     def test_an_ideal_layer_of_step_3_on_16_h800(self):
         step3 = calculator(compute="fp8")
         moe = step3.model.ffn[1]
-        stage = step3.ffn(moe, load_hardware("h800"), 2048, 2, 8)
+        stage = step3.ffn(moe, load_hardware("h800"), 2048, H800S)
         read = 49 * 3 * 7168 * 5120 / 16
         assert stage.work.seconds == pytest.approx(read / 3.35e12, rel=1e-6)
         assert stage.work.bound == "memory"
         # All rows reach every device: half of them over the network, an eighth a device.
-        spread = 2048 * 7168 * (7 / 8 / 200e9 + 1 / 2 / 8 / 50e9)
-        assert stage.spread == pytest.approx(spread)
-        assert stage.gather == pytest.approx(2 * spread)
+        seconds = 2048 * (7 / 8 / 200e9 + 1 / 2 / 8 / 50e9)
+        assert stage.spread == pytest.approx(seconds * (7168 + 128))
+        assert stage.gather == pytest.approx(seconds * 7168 * 4)  # FP32 sums
 
     def test_a_large_batch_computes(self):
         step3 = calculator(compute="fp8")
-        work = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 65536, 2, 8).work
+        work = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 65536, H800S).work
         assert work.bound == "compute"
         assert work.seconds == pytest.approx(2 * 65536 * 4 * 3 * 7168 * 5120 / 16 / 1.98e15)
 
     def test_few_tokens_meet_few_experts(self):
         step3 = calculator()
-        one = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 1, 1, 1).work.seconds
+        one = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 1, ONE).work.seconds
         assert one == pytest.approx(4 * 3 * 7168 * 5120 / 3.35e12)
 
     def test_overlap_hides_what_moves(self):
         step3 = calculator()
-        parts = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 2048, 2, 8)
+        parts = step3.ffn(step3.model.ffn[1], load_hardware("h800"), 2048, H800S)
         moving = parts.spread + parts.gather
         assert parts.stage(0.0).seconds == moving + parts.work.seconds
         assert parts.stage(1.0).seconds == pytest.approx(max(moving, parts.work.seconds))
         assert parts.stage(1.0).bound == "network"
 
+    def test_an_all_to_all_moves_rows_to_the_ranks_that_need_them(self):
+        """EP 16 on two hosts: 6.52 ranks a row, half of them on the other host."""
+        deepseek = calculator("deepseek-v3")
+        mesh, h800 = ExchangeMesh(ranks=16, tensor=1, attention=16), load_hardware("h800")
+        group = deepseek.model.ffn[1]
+        assert deepseek.exchange_kind(group, mesh) == "alltoall"
+        parts = deepseek.ffn(group, h800, 2048, mesh)
+        reached = 1 - math.comb(240, 8) / math.comb(256, 8)
+        assert 16 * reached == pytest.approx(6.52, abs=0.005)
+        seconds = 2048 / 16 * reached * (7 / 200e9 + 8 / 50e9)
+        assert parts.spread == pytest.approx(seconds * (7168 + 128))
+        assert parts.gather == pytest.approx(seconds * 2 * 7168)  # BF16, summed where they arrive
+        gather = deepseek._replace(exchange="gather")
+        assert gather.ffn(group, h800, 2048, mesh).gather > 2 * parts.gather
+        # The whole shared expert on every rank: 15/16 of it more.
+        more = parts.work.seconds - gather.ffn(group, h800, 2048, mesh).work.seconds
+        assert more == pytest.approx(15 / 16 * 3 * 7168 * 2048 / 3.35e12)
+
+    def test_few_attention_devices_fill_few_ffn_devices(self):
+        """What arrives on one of eight devices leaves from it."""
+        qwen = calculator("qwen3-235b-a22b")
+        group, h100 = qwen.model.ffn[0], load_hardware("h100")
+        one, eight = (
+            qwen.ffn(group, h100, 512, ExchangeMesh(8, 1, attention=count)) for count in (1, 8)
+        )
+        assert one.spread == pytest.approx(8 * eight.spread)
+
+    def test_colocated_tensor_parallelism_adds_up_in_fp32(self):
+        qwen = calculator("qwen3-32b")
+        mesh, h100 = ExchangeMesh(ranks=1, tensor=8, attention=None), load_hardware("h100")
+        parts = qwen.ffn(qwen.model.ffn[0], h100, 64, mesh)
+        assert parts.spread == 0.0
+        assert parts.gather == pytest.approx(2 * 7 / 8 * 64 * 4 * 5120 / h100.link)
+
     def test_one_device_moves_nothing(self):
         qwen = calculator("qwen3-30b-a3b")
-        parts = qwen.ffn(qwen.model.ffn[0], load_hardware("h200"), 64, 1, 1)
+        parts = qwen.ffn(qwen.model.ffn[0], load_hardware("h200"), 64, ONE)
         assert (parts.spread, parts.gather) == (0.0, 0.0)
-
-    @pytest.mark.parametrize(("parts", "share"), [(2, 0.9965), (4, 0.9036), (8, 0.6618)])
-    def test_the_probability_of_meeting_a_part_of_the_experts(self, parts, share):
-        group = FFNLayers(layers=1, experts=256, top_k=8, expert_d_ff=1)
-        assert meets(group, parts) == pytest.approx(share, abs=5e-5)
 
 
 class TestMemory:
@@ -126,12 +160,14 @@ class TestMemory:
 
     @pytest.mark.parametrize(
         ("name", "attention_tp", "ep", "ffn_tp", "attention", "ffn"),
-        [("step3", 1, 2, 8, 14.07, 19.05), ("deepseek-v3", 1, 16, 1, 16.36, 41.11)],
+        [("step3", 1, 2, 8, 14.07, 19.05), ("deepseek-v3", 1, 16, 1, 16.36, 43.51)],
     )
     def test_weights_a_device(self, name, attention_tp, ep, ffn_tp, attention, ffn):
         model = calculator(name)
         assert model.attention_weights(attention_tp) / 1e9 == pytest.approx(attention, rel=0.001)
-        assert model.ffn_weights(ep, ffn_tp) / 1e9 == pytest.approx(ffn, rel=0.003)
+        assert model.ffn_weights(ExchangeMesh(ep, ffn_tp, 16)) / 1e9 == pytest.approx(
+            ffn, rel=0.003
+        )
 
 
 class TestHybrids:
@@ -171,4 +207,4 @@ def test_messages():
     assert calculator(dispatch="bfloat16").dispatch_bytes() == 2 * (7168 + 128)
     assert step3.combine_bytes() == 14336
     stage = step3.cross((50e9, 25e9), 100, 100, 7168)
-    assert stage == Stage(100 * 7168 / 25e9, "network")
+    assert stage == StageTime(100 * 7168 / 25e9, "network")

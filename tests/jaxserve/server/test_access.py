@@ -13,13 +13,13 @@ from jaxserve.config.deployment import Server
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, check_bind
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.text.generator import TextGenerator
 from tests.jaxserve.server import certificates
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import LETTERS, ids_of
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of
 
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
 SECONDS = 20

@@ -21,13 +21,13 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError, DrainingError, OverloadedError
 from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
-from jaxserve.server.tokenizer import Tokenizer
-from jaxserve.server.vocabulary import TokenizersVocabulary
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import TokenizersVocabulary
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -496,22 +496,43 @@ def test_a_mistake_of_ours_is_opaque_to_clients_and_logged(
     assert "a secret path" in caplog.text
 
 
-def test_a_failed_engine_is_unavailable_and_not_healthy(rig: Rig) -> None:
+def test_a_failed_engine_is_unavailable_and_not_healthy(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.engine.allowed = 3
-    call = rig.stream(text="hi")
+    call = rig.stream(text="hi", request_id="a1")
     first_delta(call)
-    rig.engine.fail("process 1 (ffn) is gone in stage ffn of lane 0")
+    rig.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert caught.value.details() == "process 1 (ffn) is gone in stage ffn of lane 0"
-    assert rig.refused(text="hi").code() == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "the engine failed; request a1"
+    assert "request a1: process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text
+    error = rig.refused(text="hi", request_id="a2")
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert error.details() == "the engine failed; request a2"
     assert rig.health() == NOT_SERVING
 
 
 def test_a_request_as_large_as_a_book_is_refused(rig: Rig) -> None:
     error = rig.refused(text="x" * (5 * 2**20))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_two_thousand_streams_at_once(rig: Rig) -> None:
+    """gRPC's own default cancels some of more than 1,000 RPCs that wait to be taken up."""
+    rig.engine.script = ids_of("a")
+
+    async def text(stub: InferenceStub) -> str:
+        call = stub.GenerateStream(pb.GenerateRequest(text="hi"))
+        return "".join([event.delta.text async for event in call])
+
+    async def many() -> list[str]:
+        async with grpc.aio.insecure_channel(rig.address) as channel:
+            stub = InferenceStub(channel)
+            return await asyncio.gather(*(text(stub) for _ in range(2000)))
+
+    assert asyncio.run(many()) == ["a"] * 2000
 
 
 # --------------------------------------------------------------------- a server's own life

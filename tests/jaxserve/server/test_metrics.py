@@ -3,11 +3,11 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.view import PipelineView, Transfers
+from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.output import GenerationOutput
-from tests.jaxserve.server.fake_engine import FakeEngine
+from jaxserve.text.output import GenerationOutput
+from tests.jaxserve.text.fake_engine import FakeEngine
 
 
 class Clock:

@@ -27,19 +27,18 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server import access as access_module
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys
-from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http import service as service_module
 from jaxserve.server.http.document import document
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS, ENDPOINTS
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
-from jaxserve.server.tokenizer import Tokenizer
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.tokenizer import Tokenizer
 from tests.jaxserve import layouts
-from tests.jaxserve.server.fake_engine import FakeEngine
 from tests.jaxserve.server.http.rig import TEMPLATE
-from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
@@ -407,7 +406,7 @@ def test_queues_are_bounded(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> No
     assert faces.grpc_error()[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
     faces.engine.refusal = None
     with monkeypatch.context() as patched:
-        patched.setattr(service_module, "MAX_ACTIVE", 0)
+        patched.setattr(faces._http._service, "max_active", 0)
         assert faces.post().status_code == 429
     assert faces.untouched()
 

@@ -9,6 +9,13 @@ from jaxserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from jaxserve.server.front_end import (
+    AbortedError,
+    DeadlineError,
+    GrammarFailedError,
+    NotReadyError,
+    SlowReaderError,
+)
 from jaxserve.server.status import StatusError, status_error
 
 
@@ -18,26 +25,25 @@ from jaxserve.server.status import StatusError, status_error
         (InvalidRequestError("top_p", "2 is not in (0, 1]"), "INVALID_ARGUMENT", "top_p: 2 is"),
         (OverloadedError("8 wait"), "RESOURCE_EXHAUSTED", "8 wait"),
         (DrainingError("shutting down"), "UNAVAILABLE", "shutting down"),
-        (EngineFailedError("process 1 is gone"), "UNAVAILABLE", "process 1 is gone"),
+        (EngineFailedError("host a, pid 7"), "UNAVAILABLE", "the engine failed; request r1"),
+        (NotReadyError("starting"), "UNAVAILABLE", "starting"),
+        (SlowReaderError("too slow"), "RESOURCE_EXHAUSTED", "too slow"),
+        (AbortedError("aborted"), "CANCELLED", "aborted"),
+        (DeadlineError("late"), "DEADLINE_EXCEEDED", "late"),
+        (GrammarFailedError("structured_outputs", "no"), "INVALID_ARGUMENT", "structured_outputs"),
+        (ValueError("secret"), "INTERNAL", "internal error; request r1"),
+        (CheckpointError("path"), "INTERNAL", "internal error; request r1"),
         (StatusError(grpc.StatusCode.ABORTED, "so"), "ABORTED", "so"),
     ],
 )
-def test_expected_errors(error: Exception, code: str, message: str) -> None:
-    status = status_error(error)
-    assert status is not None
+def test_statuses(error: Exception, code: str, message: str) -> None:
+    status = status_error(error, "r1")
     assert status.code.name == code
     assert status.rich_status().details.startswith(message)
 
 
-@pytest.mark.parametrize("error", [ValueError("secret"), CheckpointError("path")])
-def test_other_errors_have_no_status(error: Exception) -> None:
-    assert status_error(error) is None
-
-
 def detail_of(error: Exception) -> status_pb2.Status:
-    answer = status_error(error)
-    assert answer is not None
-    ((key, value),) = answer.rich_status().trailing_metadata
+    ((key, value),) = status_error(error, "r1").rich_status().trailing_metadata
     assert key == "grpc-status-details-bin"
     return status_pb2.Status.FromString(value)
 

@@ -3,8 +3,8 @@ import threading
 import time
 from collections.abc import Coroutine
 
-from jaxserve.server.output import GenerationOutput
 from jaxserve.server.stream import StreamBuffer
+from jaxserve.text.output import GenerationOutput
 
 
 def token(number: int, finish: bool = False) -> GenerationOutput:

@@ -6,13 +6,13 @@ from typing import Any
 
 import httpx
 
-from jaxserve.server.chat import ChatTemplate
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.tokenizer import Tokenizer
-from tests.jaxserve.server.fake_engine import FakeEngine
-from tests.jaxserve.server.letters import LETTERS, ids_of
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.tokenizer import Tokenizer
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of
 
 SECONDS = 20
 """No client of these tests waits longer."""

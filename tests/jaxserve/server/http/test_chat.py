@@ -3,9 +3,9 @@
 import pytest
 
 from jaxserve.engine.request import SamplingParams
-from tests.jaxserve.server.conversations import TOOLS
 from tests.jaxserve.server.http.rig import HttpRig, events
-from tests.jaxserve.server.letters import LETTERS, ids_of
+from tests.jaxserve.text.conversations import TOOLS
+from tests.jaxserve.text.letters import LETTERS, ids_of
 
 CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 

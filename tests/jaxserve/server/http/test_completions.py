@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve.server.http.rig import HttpRig, events
-from tests.jaxserve.server.letters import ids_of
+from tests.jaxserve.text.letters import ids_of
 
 
 def test_a_completion(rig: HttpRig) -> None:
@@ -334,15 +334,24 @@ def test_another_model(rig: HttpRig) -> None:
     assert error["message"] == "model: 'gpt-4' is not served here; 'fake' is"
 
 
-def test_an_error_in_a_stream_is_its_last_event(rig: HttpRig) -> None:
+def test_a_failed_engine_is_the_last_event_of_a_stream(
+    rig: HttpRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients get the request id; which host and process failed is in the log alone."""
+    caplog.set_level("INFO", "jaxserve.http")
     rig.engine.allowed = 3
-    with rig.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as call:
+    fields = {"prompt": "a", "stream": True, "request_id": "a1"}
+    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
         lines = call.iter_lines()
         assert "choices" in next(lines)
-        rig.engine.fail("process 1 (ffn) is gone")
+        rig.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
         rest = [line for line in lines if line]
-    assert '"message":"process 1 (ffn) is gone"' in rest[-1]
+    assert '"message":"the engine failed; request a1"' in rest[-1]
     assert "[DONE]" not in "".join(rest)
+    refused = rig.complete(request_id="a2")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert refused.json()["error"]["message"] == "the engine failed; request a2"
+    assert "error=process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text
 
 
 def test_choices_that_cannot_all_be_had_are_all_given_up(rig: HttpRig) -> None:

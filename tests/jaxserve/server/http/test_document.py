@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
 from jaxserve.server.http.document import document
 from jaxserve.server.http.requests import CompletionRequest
 from jaxserve.server.http.routes import ENDPOINTS
-from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
+from tests.jaxserve.text.fake_engine import pipeline_view
 
 CHECKS = [
     not_a_server_error,

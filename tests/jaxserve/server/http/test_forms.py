@@ -6,9 +6,9 @@ import openai
 import pydantic
 import pytest
 
-from jaxserve.server.answers import CALL_FORMATS
+from jaxserve.text.answers import CALL_FORMATS
 from tests.jaxserve.server.http.rig import SECONDS, TEMPLATE, HttpRig, events
-from tests.jaxserve.server.letters import LETTERS, ids_of
+from tests.jaxserve.text.letters import LETTERS, ids_of
 
 TOOLS = [
     {

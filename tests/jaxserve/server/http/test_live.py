@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
-from tests.jaxserve.server.fake_engine import pipeline_view
 from tests.jaxserve.server.http.rig import HttpRig
+from tests.jaxserve.text.fake_engine import pipeline_view
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSER = next(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.build import make_engine
-from jaxserve.server.generation import TextGenerator
 from jaxserve.server.http.server import HttpServer
+from jaxserve.text.generator import TextGenerator
 from tests.jaxserve.layouts import PROMPTS
-from tests.jaxserve.server.letters import LETTERS
+from tests.jaxserve.text.letters import LETTERS
 from tests.reference.step3_numpy import Step3Numpy
 
 SECONDS = 60

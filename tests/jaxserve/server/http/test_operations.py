@@ -21,7 +21,7 @@ def drained() -> threading.Event:
 def admin(rig: HttpRig, drained: threading.Event) -> Iterator[httpx.Client]:
     server = HttpServer(port=0, endpoints=ADMIN_ENDPOINTS)
     address = server.start()
-    server.open(rig.generator, metrics=rig.metrics, on_drain=drained.set)
+    server.operate(rig.generator, rig.metrics, drained.set)
     with httpx.Client(base_url=f"http://{address}", timeout=SECONDS) as client:
         yield client
     server.stop(0)
@@ -47,7 +47,9 @@ def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
         assert admin.post("/abort", json={"request_id": "other"}).status_code == 404
         assert admin.post("/abort", json={"request_id": live}).json() == {"status": "aborted"}
         assert rig.engine.wait_until_idle()
-        assert "[DONE]" not in "".join(lines)
+        rest = "".join(lines)
+        assert '"message":"the request was aborted"' in rest
+        assert "[DONE]" not in rest
 
 
 def test_log_level(admin: httpx.Client) -> None:

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
-from tests.jaxserve.server.letters import LETTERS, ids_of
+from tests.jaxserve.text.letters import LETTERS, ids_of
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 TOOL = {

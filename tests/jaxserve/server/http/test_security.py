@@ -287,8 +287,8 @@ def test_token_ids_are_checked_before_the_engine_sees_them(shared: HttpRig) -> N
 
 def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
     """What Hugging Face would import from the folder is never looked at."""
-    from jaxserve.server.tokenizer import Tokenizer
-    from tests.jaxserve.server.letters import raw_letters
+    from jaxserve.text.tokenizer import Tokenizer
+    from tests.jaxserve.text.letters import raw_letters
 
     marker = tmp_path / "ran"
     for name in ("tokenization_evil.py", "modeling_evil.py"):

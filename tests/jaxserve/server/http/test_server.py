@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from jaxserve.errors import ConfigError, DrainingError, OverloadedError
-from jaxserve.server.generation import TextGenerator
-from jaxserve.server.http import exchange, server, service
+from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
-from jaxserve.server.tokenizer import Tokenizer
-from jaxserve.server.vocabulary import TokenizersVocabulary
-from tests.jaxserve.server.fake_engine import FakeEngine
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import TokenizersVocabulary
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
-from tests.jaxserve.server.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
 
 STREAM = {"prompt": "hi", "stream": True}
 
@@ -113,7 +113,7 @@ def test_an_overloaded_engine_says_when_to_come_back(rig: HttpRig) -> None:
 
 
 def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkeypatch) -> None:
-    monkeypatch.setattr(service, "MAX_ACTIVE", 1)
+    monkeypatch.setattr(rig.server._service, "max_active", 1)
     rig.engine.allowed = 1
     with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
         _lines = until_first_event(call)  # who drops it closes the connection

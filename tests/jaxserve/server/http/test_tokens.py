@@ -3,7 +3,7 @@
 import pytest
 
 from tests.jaxserve.server.http.rig import HttpRig
-from tests.jaxserve.server.letters import ids_of
+from tests.jaxserve.text.letters import ids_of
 
 
 def test_a_prompt_has_bos_in_front(rig: HttpRig) -> None:

@@ -1,0 +1,97 @@
+"""Arrays of a converted checkpoint: Zarr 3 on disk, read with TensorStore.
+
+Called by `store.py` and `conversion.py`. Knows neither JAX nor models.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore
+
+from jaxserve.checkpoint.reading import THREADS, aligned_empty
+from jaxserve.checkpoint.regions import Ranges
+from jaxserve.errors import CheckpointError
+
+# Chunks in flight are memory on top of the array that they become.
+_CONTEXT = tensorstore.Context(
+    {"file_io_concurrency": {"limit": THREADS}, "data_copy_concurrency": {"limit": THREADS}}
+)
+
+
+class StoredArray(NamedTuple):
+    """An array on disk, whole and unpadded."""
+
+    path: Path
+    store: tensorstore.TensorStore
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.store.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.store.dtype.numpy_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.size * self.dtype.itemsize
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """Copies a part of the array, converted to the target's dtype.
+
+        Args:
+          ranges: (start, stop) of every axis; elements beyond the array's shape are not written.
+          target: of the ranges' sizes.
+
+        Returns:
+          The number of bytes of the array that were wanted.
+
+        Raises:
+          CheckpointError: a file is missing or damaged.
+        """
+        spans = [(low, min(high, n)) for (low, high), n in zip(ranges, self.shape, strict=True)]
+        if any(low >= high for low, high in spans):
+            return 0
+        part = self.store[tuple(slice(low, high) for low, high in spans)]
+        inside = target[tuple(slice(high - low) for low, high in spans)]
+        destination = tensorstore.array(inside, context=_CONTEXT, copy=False, write=True)
+        if part.dtype != destination.dtype:
+            part = part.astype(destination.dtype)
+        try:
+            destination.write(part.translate_to[(0,) * inside.ndim]).result()
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from None
+        return part.size * self.dtype.itemsize
+
+
+def open_array(path: Path) -> StoredArray:
+    """Opens the array in a folder; its chunks are not looked at.
+
+    Raises:
+      CheckpointError: there is no Zarr 3 array.
+    """
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        # A missing chunk is damage; without this it would read as zeros.
+        "fill_missing_data_reads": False,
+    }
+    if not (path / "zarr.json").is_file():
+        raise CheckpointError(f"{path}: no array: it has no zarr.json")
+    try:
+        store = tensorstore.open(spec, open=True, read=True, context=_CONTEXT).result()
+    except ValueError as error:
+        raise CheckpointError(f"{path}: no array that can be read: {error}") from None
+    return StoredArray(path, store)
+
+
+def read_array(array: StoredArray) -> np.ndarray:
+    """The whole array.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+    """
+    target = aligned_empty(array.shape, array.dtype)
+    array.read_into(tuple((0, size) for size in array.shape), target)
+    return target

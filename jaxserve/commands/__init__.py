@@ -1,0 +1,1 @@
+"""What `serve` runs in a process, by the part that the process plays in its runtime."""

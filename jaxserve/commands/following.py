@@ -1,0 +1,86 @@
+"""One run of `serve` in every process but the leader's, of a runtime of several processes."""
+
+import argparse
+import logging
+import os
+import signal
+from types import FrameType
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.fleet import bootstrap, worker
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.follower import Follower
+from jaxserve.observe.timeline import Recorder
+from jaxserve.server.access import Access
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.routes import PROBES
+from jaxserve.server.http.server import HttpServer
+
+LAST_ANSWERS_SECONDS = 5.0
+"""For probes' answers on their way."""
+
+logger = logging.getLogger("jaxserve.serve")
+
+
+def follow(deployment: Deployment, options: argparse.Namespace, process: ProcessArguments) -> int:
+    """The life of every process but 0: follows the leader's plans until it shuts down.
+
+    A signal is forwarded to the leader: the whole deployment drains, for which it needs this
+    process, and ends. The second signal ends this process at once.
+    """
+    follower: Follower | None = None
+    signals: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if signals:
+            os._exit(128 + number)
+        signals.append(number)
+        if follower is None:
+            raise SystemExit(128 + number)
+        name = signal.Signals(number).name
+        logger.info("%s: asking the leader to drain the deployment", name)
+        follower.request_drain(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    recorder = Recorder(process=process.process_id) if options.timeline else None
+    faces = probe_faces(deployment, options.insecure_bind)
+    for name, face in faces.items():
+        logger.info("process %d answers %s probes on %s", process.process_id, name, face.start())
+    try:
+        with bootstrap.joined(process, deployment) as peers:
+            assert isinstance(peers, Follower)
+            follower = peers
+
+            def on_ready() -> None:
+                for face in faces.values():
+                    face.watch(peers)
+
+            worker.follow(deployment, follower, recorder=recorder, on_ready=on_ready)
+    finally:
+        for face in faces.values():
+            face.stop(LAST_ANSWERS_SECONDS)
+    return 0
+
+
+def probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer | HttpServer]:
+    """The servers of a process that follows, not started; raises as `LocalFaces`."""
+    server = deployment.server
+    faces: dict[str, GrpcServer | HttpServer] = {}
+    if max(server.follower_grpc_port, server.follower_http_port) < 0:
+        return faces
+    access = Access.from_config(server)
+    if server.follower_grpc_port >= 0:
+        faces["grpc"] = GrpcServer(
+            server.host, server.follower_grpc_port, access=access, insecure_bind=insecure_bind
+        )
+    if server.follower_http_port >= 0:
+        faces["http"] = HttpServer(
+            server.host,
+            server.follower_http_port,
+            access=access,
+            insecure_bind=insecure_bind,
+            endpoints=PROBES,
+            name="server.follower_http_port",
+        )
+    return faces

@@ -1,0 +1,43 @@
+"""The command-line options that select a deployment. Called by the entry points."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.errors import ConfigError
+
+
+def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --config, --model and --set."""
+    parser.add_argument("--config", metavar="FILE", help="deployment file")
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the deployment, as in attention.dp=3; may be repeated",
+    )
+
+
+def read_deployment(
+    config: str | None, model: str | None, overrides: Sequence[str] = ()
+) -> Deployment:
+    """The deployment of a command's `--config`, `--model` and `--set`; one of the first is given.
+
+    Raises:
+      ConfigError: as `load_deployment`, or `model` is no folder.
+    """
+    if model is None:
+        assert config is not None
+        return load_deployment(config, overrides)
+    folder = Path(model).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"--model {model}: no such folder")
+    if config is None:
+        return load_deployment(folder, overrides)
+    return load_deployment(config, [*overrides, f"model={json.dumps(str(folder))}"])

@@ -1,0 +1,309 @@
+"""The sequences of one lane in arrays, so that a decode step costs no Python per sequence.
+
+A row is a slot counted over all DP groups, `group * slots + slot`, as in `StepPlan`. Written by the
+scheduler and by `DPGroup`; decides nothing: the policy is in `scheduler.py`.
+
+A sequence of P prompt tokens and g generated ones has P + g tokens. The last one is fed in its next
+step, so the cache holds P + g - 1 entries before it. Steps run on the device while the host plans
+the next one, hence two more counts: `pending`, tokens that were sampled on the device and that the
+host has not seen, and `in_flight`, steps issued and not yet complete. A slot keeps its sequence
+until its last step in flight is complete.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.engine.sequence import Sequence
+from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, RowOptions, StepPlan
+
+RECENT_TOKENS = 64
+"""Tokens of a sequence that are kept in an array before they join its list."""
+
+
+class StepInFlight(NamedTuple):
+    """A step that is issued and not complete; arrays have an entry a row."""
+
+    number: int
+    rows: np.ndarray
+    counts: np.ndarray
+    """Tokens it feeds."""
+    samples: np.ndarray
+    """Whether it samples."""
+    kv_lengths: np.ndarray
+    """Cache entries after it."""
+
+
+class LaneSlots:
+    """All rows of one lane; every array has an entry a row.
+
+    A resident sequence's own list of tokens may lack the last ones: see `write_back`.
+
+    Args:
+      lane: its number.
+      groups: DP groups.
+      slots: of each.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, lane: int, *, groups: int, slots: int, page_size: int):
+        self.lane, self.groups, self.slots = lane, groups, slots
+        self.page_size = page_size
+        rows = groups * slots
+
+        def counts() -> np.ndarray:
+            return np.zeros(rows, np.int32)
+
+        def flags() -> np.ndarray:
+            return np.zeros(rows, bool)
+
+        self.sequences = np.full(rows, None, object)
+        """The resident `Sequence`, or None."""
+        self.running = flags()
+        """Whether its status is "running"."""
+        self.ended = flags()
+        """Whether its status is "ended"."""
+        self.resident = flags()
+        """Whether there is one."""
+        self.length = counts()
+        """Its tokens, those pending included."""
+        self.longest = counts()
+        """Tokens at which it ends."""
+        self.cached = counts()
+        """Tokens in the KV cache once every issued step has run."""
+        self.pending = counts()
+        """Tokens sampled in steps in flight, unknown to the host."""
+        self.in_flight = counts()
+        """Steps issued and not complete."""
+        self.room = counts()
+        """Tokens that its pages hold."""
+        self.found = counts()
+        """Tokens that were in the KV cache when it took the slot."""
+        self.fresh = flags()
+        """Whether no step was issued since it took the slot."""
+        self.grammar = flags()
+        self.options = flags()
+        """Whether it asks more of a step than a token."""
+        self.last_token = counts()
+        """The last of its known tokens."""
+        self.recent = np.zeros((rows, RECENT_TOKENS), np.int32)
+        """The last of its known tokens, where its own list does not have them yet."""
+        self.recent_count = counts()
+        self.published = counts()
+        """Full pages that were offered to the prefix cache."""
+        self.told = flags()
+        """Whether the workers have its sampling parameters."""
+        self.pages_told = counts()
+        """How many of its pages the workers have."""
+
+    def take(self, row: int, sequence: Sequence, cached: int) -> None:
+        """Puts a sequence, which has its first pages, into a free row.
+
+        Args:
+          cached: its tokens that are in the KV cache already.
+        """
+        self.sequences[row] = sequence
+        self.running[row] = self.resident[row] = self.fresh[row] = True
+        self.ended[row] = self.told[row] = False
+        self.length[row], self.longest[row] = len(sequence.tokens), sequence.longest
+        self.cached[row] = self.found[row] = cached
+        self.pending[row] = self.in_flight[row] = self.pages_told[row] = 0
+        self.room[row] = len(sequence.page_ids) * self.page_size
+        self.grammar[row], self.options[row] = sequence.has_grammar, sequence.has_options
+        self.last_token[row] = sequence.tokens[-1]
+        self.published[row] = len(sequence.prefix)
+
+    def clear(self, row: int) -> None:
+        """Frees a row."""
+        self.write_back(row)
+        self.sequences[row] = None
+        self.running[row] = self.resident[row] = self.ended[row] = False
+
+    def stop(self, row: int, *, ended: bool) -> None:
+        """No further step for the row's sequence, which was preempted or has ended."""
+        self.write_back(row)
+        self.running[row] = False
+        self.ended[row] = ended
+
+    def add_page(self, row: int) -> None:
+        """The row's sequence has one more page."""
+        self.room[row] += self.page_size
+
+    def decoding(self) -> np.ndarray:
+        """Rows (a mask) whose next step is the usual single token rather than a prefill chunk."""
+        return self._wanting() & self._decodes()
+
+    def prefilling(self, decoding: np.ndarray) -> np.ndarray:
+        """Rows (a mask) that have tokens to prefill and are not among those of `decoding`."""
+        return self._wanting() & ~decoding & (self.fresh | ~self._decodes())
+
+    def _wanting(self) -> np.ndarray:
+        """Rows that have a token to feed. Not if the tokens in flight already reach the end."""
+        return self.running & (self.length < self.longest)
+
+    def _decodes(self) -> np.ndarray:
+        return (self.cached > 0) & (self.length - self.cached == 1)
+
+    def issue(
+        self, number: int, decode: np.ndarray, chunks: dict[int, int], buckets: "Buckets"
+    ) -> tuple[StepPlan, StepInFlight]:
+        """Makes the lane's next step and counts it as issued.
+
+        Args:
+          number: of the step.
+          decode: rows that decode a token, ascending.
+          chunks: row → tokens to prefill.
+          buckets: the sizes that steps may have.
+        """
+        rows, counts = decode, np.ones(len(decode), np.int32)
+        if chunks:
+            rows = np.concatenate([decode, np.asarray([*chunks], decode.dtype)])
+            counts = np.concatenate([counts, np.asarray([*chunks.values()], np.int32)])
+            order = np.argsort(rows)
+            rows, counts = rows[order], counts[order]
+        kv_lengths = self.cached[rows] + counts
+        samples = kv_lengths == self.length[rows]
+        token_ids = np.where(self.pending[rows] > 0, FROM_DEVICE, self.last_token[rows])
+        if chunks:
+            token_ids = self._with_chunks(np.repeat(token_ids, counts), rows, counts, chunks)
+        options = self._options(rows, counts, samples)
+        has_rules = any(one.rules is not None for one in options)
+        tokens = np.bincount(rows // self.slots, counts).max()
+        pages = -(-int(kv_lengths.max()) // self.page_size)
+        plan = StepPlan.of(
+            self.lane,
+            number,
+            buckets.smallest(int(tokens), pages),
+            columns=np.stack([rows, counts, kv_lengths, samples]),
+            token_ids=token_ids,
+            new_sequences=[
+                self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
+            ],
+            new_pages=self._new_pages(rows, kv_lengths),
+            options=options,
+            temperatures=self._temperatures(rows) if has_rules else None,
+        )
+        self.cached[rows] = kv_lengths
+        self.length[rows] += samples
+        self.pending[rows] += samples
+        self.in_flight[rows] += 1
+        self.fresh[rows] = False
+        self.told[rows] = True
+        return plan, StepInFlight(number, rows, counts, samples, kv_lengths)
+
+    def _with_chunks(
+        self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]
+    ) -> np.ndarray:
+        """The tokens of all rows, with those of the prefill chunks written in."""
+        starts = np.cumsum(counts) - counts
+        for row, count in chunks.items():
+            start, cached = int(starts[np.searchsorted(rows, row)]), int(self.cached[row])
+            tokens = self.write_back(row).tokens
+            token_ids[start : start + count] = tokens[cached : cached + count]
+        return token_ids
+
+    def _options(
+        self, rows: np.ndarray, counts: np.ndarray, samples: np.ndarray
+    ) -> list[RowOptions]:
+        options = []
+        for index in np.flatnonzero(self.options[rows]).tolist():
+            row = int(rows[index])
+            one = self.sequences[row].options(
+                row,
+                length=int(self.length[row]),
+                cached=int(self.cached[row]),
+                count=int(counts[index]),
+                fresh=bool(self.fresh[row]),
+                samples=bool(samples[index]),
+            )
+            if one is not None:
+                options.append(one)
+        return options
+
+    def _temperatures(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(
+            [self.sequences[row].request.params.temperature for row in rows.tolist()], np.float32
+        )
+
+    def _new_pages(self, rows: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+        """Pages that the step reaches and the workers do not have, `[3, pages]`."""
+        needed = -(-kv_lengths // self.page_size)
+        told = self.pages_told[rows]
+        some = needed > told
+        pages: list[tuple[int, int, int]] = []
+        changed = zip(rows[some].tolist(), told[some].tolist(), needed[some].tolist(), strict=True)
+        for row, start, end in changed:
+            page_ids = self.sequences[row].page_ids[start:end]
+            pages += [(row, place, page) for place, page in enumerate(page_ids, start)]
+        self.pages_told[rows] = np.maximum(needed, told)
+        return np.asarray(pages, np.int32).reshape(-1, 3).T
+
+    def complete(self, step: StepInFlight) -> np.ndarray:
+        """Counts a step as complete; which of its rows (a mask) got a token that they may keep."""
+        self.in_flight[step.rows] -= 1
+        self.pending[step.rows] -= step.samples
+        return step.samples & ~self.ended[step.rows]
+
+    def take_back(self, step: StepInFlight) -> None:
+        """Takes a step back that never happened, the newest first.
+
+        The workers are told everything about its sequences again.
+        """
+        rows = step.rows
+        self.in_flight[rows] -= 1
+        self.pending[rows] -= step.samples
+        self.length[rows] -= step.samples
+        self.cached[rows] -= step.counts
+        self.fresh[rows] = self.cached[rows] == self.found[rows]
+        self.told[rows] = False
+        self.pages_told[rows] = 0
+
+    def row(self, sequence: Sequence) -> int:
+        """The row of a sequence that is resident here."""
+        assert sequence.home is not None
+        return sequence.home.group * self.slots + sequence.home.slot
+
+    def unfed(self, row: int) -> int:
+        """Tokens of the row's sequence that no step has fed yet; at least 1."""
+        return int(self.length[row] - self.cached[row])
+
+    @property
+    def is_last(self) -> np.ndarray:
+        """Rows (a mask) whose sequence ends with the token that becomes known next."""
+        return self.length - self.pending == self.longest
+
+    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Adds a known token to each row's sequence."""
+        counts = self.recent_count[rows]
+        self.recent[rows, counts] = token_ids
+        self.recent_count[rows] = counts + 1
+        self.last_token[rows] = token_ids
+        for row in rows[counts == RECENT_TOKENS - 1].tolist():
+            self.write_back(row)
+
+    def write_back(self, row: int) -> Sequence:
+        """Brings the list of tokens of the row's sequence up to date; returns the sequence."""
+        sequence: Sequence = self.sequences[row]
+        if count := int(self.recent_count[row]):
+            sequence.tokens += self.recent[row, :count].tolist()
+            self.recent_count[row] = 0
+        return sequence
+
+    def full_pages(self, step: StepInFlight) -> np.ndarray:
+        """Pages of each of a complete step's rows whose tokens are all cached and known."""
+        known = self.length[step.rows] - self.pending[step.rows]
+        return np.minimum(step.kv_lengths, known) // self.page_size
+
+
+class Buckets(NamedTuple):
+    """The sizes that steps may have, each ascending."""
+
+    tokens: list[int]
+    pages: list[int]
+
+    def smallest(self, tokens: int, pages: int) -> Bucket:
+        """The smallest bucket for so many tokens a DP group and pages a sequence."""
+        return Bucket(
+            next(size for size in self.tokens if size >= tokens),
+            next(size for size in self.pages if size >= pages),
+        )

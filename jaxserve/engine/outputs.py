@@ -1,0 +1,152 @@
+"""Adds the tokens of a complete step to their sequences, and says what requests get of it.
+
+Called by the scheduler; `StepOutputs` are read by the engine and the planner's simulator. Most
+tokens of a step go to requests that simply go on: those are added in arrays, and become
+`TokenOutput`s only when somebody reads them.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
+from typing import Any, overload
+
+import numpy as np
+
+from jaxserve.engine.lane_slots import LaneSlots
+from jaxserve.engine.logprobs import StepResult, TokenLogprobs
+from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.engine.sequence import Sequence
+from jaxserve.roles.layout import NO_TOKEN
+
+logger = logging.getLogger(__name__)
+
+
+class StepOutputs(Items[TokenOutput]):
+    """One output for every request that got a token it may keep, in the order of slots.
+
+    Args:
+      sequences: whose tokens these are.
+      token_ids: one each.
+      special: index → the output of a request that ended, or that asked for more than tokens.
+    """
+
+    def __init__(
+        self, sequences: Items[Sequence], token_ids: list[int], special: dict[int, TokenOutput]
+    ):
+        self._sequences, self._token_ids, self._special = sequences, token_ids, special
+
+    @property
+    def ended(self) -> list[Sequence]:
+        """The sequences whose last output this is."""
+        return [
+            self._sequences[index]
+            for index, output in self._special.items()
+            if output.finish_reason is not None
+        ]
+
+    @property
+    def invalid(self) -> int:
+        """How many requests ended because their logits were not finite."""
+        return sum(self._token_ids[index] == NO_TOKEN for index in self._special)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        special = self._special
+        for index, sequence in enumerate(self._sequences):
+            yield special[index] if index in special else self._plain(index, sequence)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenOutput]: ...
+    def __getitem__(self, index: int | slice) -> TokenOutput | list[TokenOutput]:
+        return list(self)[index]
+
+    def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            token_ids=[self._token_ids[index]],
+            cached_tokens=sequence.found or 0,
+            queue_seconds=sequence.queue_seconds,
+        )
+
+
+def append_tokens(
+    slots: LaneSlots, rows: np.ndarray, result: StepResult, end_ids: Collection[int]
+) -> StepOutputs:
+    """Adds a sampled token to the sequence in each row, which may be its last.
+
+    Args:
+      slots: of the lane; the step is counted as complete already.
+      rows: those that got a token.
+      result: what the step gave.
+      end_ids: every id that would end one of the lane's sequences.
+    """
+    token_ids = result.sampled.reshape(-1)[rows]
+    sequences = slots.sequences[rows].tolist()
+    special = (
+        slots.options[rows]
+        | slots.grammar[rows]
+        | slots.is_last[rows]
+        | (token_ids == NO_TOKEN)
+        | np.isin(token_ids, np.fromiter(end_ids, np.int64))
+    )
+    plain = ~special
+    slots.append(rows[plain], token_ids[plain])
+    tokens = token_ids.tolist()
+    outputs = {}
+    for index in np.flatnonzero(special).tolist():
+        row = int(rows[index])
+        outputs[index] = _append(slots, row, tokens[index], result.logprobs.get(row))
+    return StepOutputs(sequences, tokens, outputs)
+
+
+def _append(
+    slots: LaneSlots, row: int, token_id: int, logprobs: TokenLogprobs | None
+) -> TokenOutput:
+    """Adds a token to a sequence that may end with it, or that has options."""
+    sequence = slots.write_back(row)
+    request, grammar = sequence.request, sequence.request.params.grammar
+    if token_id == NO_TOKEN:
+        logger.error("request %s: its logits are not finite", request.request_id)
+        message = "the model's logits for the next token are not finite numbers"
+        return _output(sequence, finish_reason="error", error=message)
+    ends = request.ends_at(token_id, sequence.generated)
+    if ends or (grammar is not None and token_id in request.end_ids):
+        return _output(sequence, finish_reason="stop", stop_token_id=token_id)
+    slots.append(np.asarray([row]), np.asarray([token_id]))
+    slots.write_back(row)
+    finish_reason: FinishReason | None = None
+    error = None
+    if grammar is not None:
+        try:
+            grammar.accept(token_id)
+            if grammar.finished:
+                finish_reason = "stop"
+            else:
+                sequence.take_mask()
+        except Exception as exception:
+            logger.warning("request %s: its grammar failed: %s", request.request_id, exception)
+            finish_reason, error = "error", f"the grammar failed: {exception}"
+    if finish_reason is None and sequence.generated == sequence.max_generated:
+        finish_reason = "length"
+    return _output(
+        sequence,
+        token_ids=[token_id],
+        finish_reason=finish_reason,
+        error=error,
+        logprobs=[] if logprobs is None else [logprobs],
+    )
+
+
+def _output(sequence: Sequence, **fields: Any) -> TokenOutput:
+    scores, sequence.scores = sequence.scores, None
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        prompt_logprobs=scores,
+        cached_tokens=sequence.found or 0,
+        queue_seconds=sequence.queue_seconds,
+        **fields,
+    )

@@ -1,0 +1,155 @@
+"""Which process of a deployment this is: flags, environment, or the cluster's own variables.
+
+Called by the entry points before `bootstrap.joined`. Starts no JAX backend and opens no connection.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.addresses import split_address
+
+TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"
+_FLAGS = {
+    "process_id": ("--process-id", "JAXSERVE_PROCESS_ID"),
+    "processes": ("--processes", "JAXSERVE_PROCESSES"),
+    "coordinator": ("--coordinator", "JAXSERVE_COORDINATOR"),
+    "control": ("--control", "JAXSERVE_CONTROL"),
+    "control_bind": ("--control-bind", "JAXSERVE_CONTROL_BIND"),
+}
+
+
+class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this process is among the processes of a deployment."""
+
+    process_id: int = 0
+    processes: int = 1
+    role: str = ""
+    """Which role this process is meant to play; empty: whatever the deployment gives it."""
+    coordinator: str = ""
+    """`host:port` of JAX's coordination service, which process 0 starts."""
+    control_address: str = ""
+    """`host:port` of the leader's control plane."""
+    control_bind: str = ""
+    """Where the leader listens; empty: at `control_address`. Differs behind a service name."""
+    local_device_ids: tuple[int, ...] | None = None
+    """Accelerators of the host that belong to this process; None: all."""
+    token: str = ""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.process_id == 0
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in msgspec.structs.asdict(self).items() if value}
+        shown["token"] = "…" if self.token else ""
+        return f"ProcessArguments({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say who a process is; each has an environment variable too."""
+    group = parser.add_argument_group(
+        "processes",
+        "The same command runs on every host. Each flag may come from the environment instead; "
+        f"the secret that processes show each other comes from {TOKEN_VARIABLE} only.",
+    )
+    helps = {
+        "process_id": "number of this process; 0 leads and serves",
+        "processes": "number of processes (1)",
+        "coordinator": "host:port on which process 0 starts JAX's coordination service",
+        "control": "host:port on which process 0 serves the control plane",
+        "control_bind": "host:port to listen on where it is not the one of --control",
+    }
+    for name, (flag, variable) in _FLAGS.items():
+        kind = int if name.startswith("process") else str
+        group.add_argument(flag, type=kind, dest=name, help=f"{helps[name]} [{variable}]")
+    group.add_argument(
+        "--role",
+        choices=("attention", "ffn", "colocated"),
+        default="",
+        help="the role to play here; needed where roles have runtimes of their own",
+    )
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="take the above from the cluster (Slurm, Open MPI, GKE, Cloud TPU), as JAX does",
+    )
+
+
+def from_arguments(
+    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> ProcessArguments:
+    """Who this process is: flags first, then the environment, then the cluster if asked.
+
+    Raises:
+      ConfigError: something is missing or no number, address or process of the deployment.
+    """
+    values: dict[str, str] = {}
+    for name, (flag, variable) in _FLAGS.items():
+        given = getattr(arguments, name, None)
+        values[name] = str(given) if given is not None else environment.get(variable, "")
+        if name.startswith("process") and values[name] and not values[name].isdecimal():
+            raise ConfigError(f"{flag} [{variable}] = {values[name]!r}: expected a whole number")
+    local_device_ids = None
+    if getattr(arguments, "distributed", False):
+        local_device_ids = _detect(values)
+    processes, process_id = int(values["processes"] or 1), int(values["process_id"] or 0)
+    token = environment.get(TOKEN_VARIABLE, "")
+    if processes < 1 or process_id >= processes:
+        raise ConfigError(
+            f"--process-id {process_id} of --processes {processes}: expected 0 to {processes - 1}"
+        )
+    if processes > 1:
+        for name in ("process_id", "coordinator", "control"):
+            if not values[name]:
+                flag, variable = _FLAGS[name]
+                raise ConfigError(f"{processes} processes need {flag} (or {variable})")
+        if not token:
+            raise ConfigError(
+                f"{processes} processes need {TOKEN_VARIABLE}: one secret, the same for each"
+            )
+        for name in ("coordinator", "control", "control_bind"):
+            if values[name]:
+                split_address(values[name], _FLAGS[name][0])
+    return ProcessArguments(
+        process_id=process_id,
+        processes=processes,
+        role=getattr(arguments, "role", ""),
+        coordinator=values["coordinator"],
+        control_address=values["control"],
+        control_bind=values["control_bind"],
+        local_device_ids=local_device_ids,
+        token=token,
+    )
+
+
+def _detect(values: dict[str, str]) -> tuple[int, ...] | None:
+    """Fills in what is missing from the cluster's own variables; returns the local device ids."""
+    # The same detection that jax.distributed.initialize() runs. It is private, but only it knows
+    # the process id before a backend or the coordination service starts.
+    from jax._src import clusters
+
+    coordinator, processes, process_id, devices = (
+        clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            values["coordinator"] or None,
+            int(values["processes"]) if values["processes"] else None,
+            int(values["process_id"]) if values["process_id"] else None,
+            None,
+            None,
+            60,
+        )
+    )
+    if coordinator is None or processes is None or process_id is None:
+        raise ConfigError(
+            "--distributed: no cluster found (Slurm, Open MPI, GKE, Cloud TPU); say "
+            "--process-id, --processes, --coordinator and --control instead"
+        )
+    values |= {"coordinator": coordinator, "processes": f"{processes}"}
+    values["process_id"] = f"{process_id}"
+    if not values["control"]:
+        host, port = split_address(coordinator, "--coordinator")
+        values["control"] = f"{host}:{port + 1 if port < 65535 else port - 1}"
+    return None if devices is None else tuple(devices)

@@ -1,0 +1,98 @@
+"""An attention worker in a runtime of its own: an engine around it, ffn workers elsewhere.
+
+Called by `serve --role attention`. It goes on while ffn workers are stopped and started again.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.special_tokens import read_special_tokens
+from jaxserve.engine.build import Runtime, load_progress, make_engine, warm_up
+from jaxserve.engine.engine import Engine
+from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
+from jaxserve.link.contract import Contract
+from jaxserve.link.pull import PullClient
+from jaxserve.link.runtime_link import ReceiveAnswer, SendMessage
+from jaxserve.link.transport import piece_sharding
+from jaxserve.roles.attention import AttentionWorker, attention_executables, attention_programs
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.schedule import Rotation
+from jaxserve.roles.weights import AttentionWeights, LeafSource
+from jaxserve.roles.worker import Observer
+
+
+class PullEnd:
+    """An attention worker's end of a link to another runtime (`link.runtime_link.AttentionEnd`)."""
+
+    def __init__(self, client: PullClient, contract: Contract):
+        self._client, self._contract = client, contract
+
+    def sender(self, layer: int, tokens: int) -> SendMessage:
+        """For messages of a layer, in steps of so many tokens a DP group."""
+        send, kind = self._client.send, self._contract.layers[layer]
+        return lambda lane, message: send(lane, kind, layer, tokens, message)
+
+    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
+        """For the answers to them; waits until one is there."""
+        return self._client.receive
+
+
+def open_attention(
+    deployment: Deployment, token: str, *, observer: Observer | None = None
+) -> tuple[Engine, PullClient]:
+    """A warm, running engine over the attention worker of this runtime.
+
+    Raises:
+      ConfigError: every ffn worker refuses this one, naming what differs.
+      EngineFailedError: no ffn worker came within `link.absent_seconds`.
+    """
+    ends = read_special_tokens(deployment.model).eos
+    role = open_role(deployment, "attention")
+    source = open_checkpoint(deployment.model, role.names)
+    cell, client = attention_cell(role, deployment, source, token, observer)
+    runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
+    warm_up(runtime)
+    engine = make_engine(runtime, eos_token_ids=ends)
+    engine.start()
+    return engine, client
+
+
+def attention_cell(
+    role: RoleRuntime,
+    deployment: Deployment,
+    source: LeafSource,
+    token: str,
+    observer: Observer | None = None,
+) -> tuple[Cell, PullClient]:
+    """The attention worker of this runtime, loaded, compiled and connected; raises as above."""
+    sharding = piece_sharding(role.mesh)
+
+    def answer_shape(kind: str, tokens: int) -> jax.ShapeDtypeStruct:
+        rows = role.mesh.size * role.contract.piece_rows(tokens)
+        dtype = jnp.dtype(role.contract.combine)
+        return jax.ShapeDtypeStruct((rows, role.contract.d_model), dtype, sharding=sharding)
+
+    programs = AttentionPrograms(role.templates, deployment, role.mesh)
+    buckets = deployment_buckets(deployment)
+    with load_progress(source, 2 + role.config.layers) as counted:
+        weights = AttentionWeights(counted, role.names, programs)
+    compiled = compile_all(attention_programs(programs, buckets))
+    client = PullClient(
+        deployment.link.addresses,
+        role.hello,
+        token,
+        domain=role.hello.worker,
+        mesh=role.mesh,
+        answer_shape=answer_shape,
+        deadlines=deadlines_of(deployment),
+    )
+    client.connect()
+    executables = attention_executables(programs, buckets, compiled)
+    worker = AttentionWorker(programs, executables, weights, PullEnd(client, role.contract))
+    rotation = Rotation(role.config.layers, deployment.lanes, gated=True)
+    return Cell(Workers(attention=(worker,)), rotation, deployment.lanes, observer), client

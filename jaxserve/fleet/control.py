@@ -1,0 +1,234 @@
+"""The messages between the leader and its followers.
+
+One gRPC stream a follower, in both directions; every message is msgpack of one of the structs
+below, so no schema has to be compiled and nothing is ever unpickled. `leader.py` and
+`follower.py` are the two ends; the engine on the leader and the driver on a follower see
+`Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
+
+    follower → leader   Register  (Heartbeat | Compiled | Collected | DrainRequest)*
+                        Failure?  Leaving
+    leader → follower   Accepted  (Boundary | LeaderHeartbeat | WarmUp | Collect)*
+                        FailureReceived?  Shutdown
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from jaxserve.config.deployment import Cluster
+from jaxserve.roles.step_plan import StepPlan
+
+SERVICE = "jaxserve.fleet.Control"
+METHOD = "Attach"
+PATH = f"/{SERVICE}/{METHOD}"
+TOKEN_KEY = "jaxserve-token"
+PROTOCOL = 5
+"""Raised whenever a message below changes its meaning."""
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""Cap of one message: step plans take kilobytes, the spans of a long timeline some megabytes."""
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # Followers may be up before the leader: try again soon, and for as long as allowed.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without this a second leader would share the port instead of being told it is taken.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a process is in its schedule."""
+
+    stage: str
+    lane: int
+    layer: int
+    step: int
+    """Number of the step plan."""
+
+    def __str__(self) -> str:
+        return f"{self.stage} of lane {self.lane}, layer {self.layer}, step {self.step}"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process sends about itself when it joins.
+
+    All fields but the first four must be the same for all processes.
+    """
+
+    process_id: int
+    role: str
+    host: str
+    pid: int
+    processes: int
+    protocol: int = PROTOCOL
+    versions: dict[str, str] = {}
+    """Of every package that must be the same everywhere."""
+    digest: str = ""
+    """Of `facts`."""
+    facts: dict[str, str] = {}
+    """The deployment, one dotted key a value, so that a difference can be named."""
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} ({self.role}, host {self.host}, pid {self.pid})"
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """First message of a follower."""
+
+    identity: Identity
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """A follower has loaded and compiled everything, and waits for `WarmUp`."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """A follower is alive, and how far it is."""
+
+    completed: int
+    """Number of the last boundary whose work is done; -1 before the first."""
+    ready: bool
+    """Whether it is warm."""
+    position: Position | None = None
+    progress: int = 0
+    """Grows as long as the follower loads or compiles (`progress.advances`)."""
+
+
+class Collected(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Collect`; `error` is empty where it went well."""
+
+    name: str
+    data: bytes
+    error: str = ""
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """A follower cannot continue."""
+
+    text: str
+    position: Position | None = None
+
+
+class DrainRequest(msgspec.Struct, frozen=True, tag=True):
+    """A follower was asked to end (SIGTERM), so the whole deployment should."""
+
+    reason: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """A follower has done everything it was sent, and closes the connection."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The leader accepts a follower's registration."""
+
+    leader: Identity
+    next_number: int
+    """Number that the next boundary will carry."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    """All processes have compiled: the steps that warm them up may begin."""
+
+
+class Boundary(msgspec.Struct, frozen=True, tag=True):
+    """The step plans that every process enqueues next, in this order."""
+
+    number: int
+    """Consecutive, from 0."""
+    plans: list[StepPlan]
+    digest: str
+    """`shapes_digest` of the plans, which every follower computes again."""
+    measured: bool = False
+    """Whether what is enqueued from here to the next boundary is measured (`observe/probe.py`)."""
+
+
+class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The leader is alive, with or without work."""
+
+
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """Asks every follower for the bytes it keeps under a name."""
+
+    name: str
+
+
+class FailureReceived(msgspec.Struct, frozen=True, tag=True):
+    """The leader has the follower's `Failure`: that process may now end."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The deployment ends; `failure` says why where that was not wanted."""
+
+    failure: str = ""
+
+
+FromFollower = Register | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
+FromLeader = Accepted | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
+
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode
+decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
+
+
+def shapes_digest(deployment_digest: str, plans: Sequence[StepPlan]) -> str:
+    """Fingerprint of everything that fixes the shapes of a boundary's arrays.
+
+    Leader and followers compute it independently: processes that disagree on a capacity would
+    otherwise exchange arrays that mean something else to each, in silence.
+    """
+    text = "".join(
+        f"|{plan.number},{plan.lane},{plan.bucket.tokens},{plan.bucket.pages}" for plan in plans
+    )
+    return hashlib.blake2s((deployment_digest + text).encode(), digest_size=8).hexdigest()
+
+
+def refusal(leader: Identity, follower: Identity) -> str:
+    """Why the leader refuses this follower; empty if it accepts it."""
+    if not 0 < follower.process_id < leader.processes:
+        return (
+            f"process id {follower.process_id} is not among the followers of {leader.processes} "
+            f"processes: 1 to {leader.processes - 1}"
+        )
+    name = f"process {follower.process_id}"
+    if follower.protocol != leader.protocol:
+        return f"control protocol {follower.protocol} on {name}, {leader.protocol} on the leader"
+    if follower.processes != leader.processes:
+        return f"--processes {follower.processes} on {name}, {leader.processes} on the leader"
+    if differences := _differences(follower.versions, leader.versions, name):
+        return f"versions differ: {differences}"
+    if follower.digest != leader.digest:
+        differences = _differences(follower.facts, leader.facts, name)
+        return (
+            f"deployment digest {follower.digest} on {name}, {leader.digest} on the leader"
+            f"{': ' if differences else ''}{differences}"
+        )
+    return ""
+
+
+def _differences(follower: Mapping[str, str], leader: Mapping[str, str], name: str) -> str:
+    """The first few keys with different values: `attention.dp = 2 on process 1, 3 on the …`."""
+    keys = [key for key in {**leader, **follower} if follower.get(key) != leader.get(key)]
+    shown = [
+        f"{key} = {follower.get(key, 'absent')} on {name}, "
+        f"{leader.get(key, 'absent')} on the leader"
+        for key in keys[:4]
+    ]
+    if len(keys) > 4:
+        shown.append(f"and {len(keys) - 4} more")
+    return "; ".join(shown)
+
+
+def heartbeat_interval(cluster: Cluster) -> float:
+    """Seconds between two heartbeats, short enough for both deadlines that build on them."""
+    return min(cluster.heartbeat_seconds / 2, cluster.step_seconds / 4)

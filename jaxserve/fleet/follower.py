@@ -1,0 +1,348 @@
+"""A follower's end of the control plane: step plans in, heartbeats out.
+
+Created by `bootstrap.joined` on every process but 0; `worker.follow` iterates `boundaries()` and
+reports what the devices have completed. A thread of this module sends the heartbeats and watches
+the leader, so a driver that is stuck in a device call is still seen, and still ends when the leader
+is gone. Knows nothing of requests or device arrays.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from jaxserve.clock import AwakeClock
+from jaxserve.config.deployment import Cluster
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.control import (
+    CHANNEL_OPTIONS,
+    PATH,
+    TOKEN_KEY,
+    Accepted,
+    Boundary,
+    Collect,
+    Collected,
+    Compiled,
+    DrainRequest,
+    Failure,
+    FailureReceived,
+    Heartbeat,
+    Identity,
+    LeaderHeartbeat,
+    Leaving,
+    Position,
+    Register,
+    Shutdown,
+    WarmUp,
+    decode_from_leader,
+    encode,
+    heartbeat_interval,
+    shapes_digest,
+)
+from jaxserve.progress import advances
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """This process's connection to the leader: registers, and receives the leader's boundaries.
+
+    Args:
+      identity: of this process.
+      address: `host:port` of the leader's control plane.
+      token: the secret of the deployment.
+      cluster: deadlines.
+      on_failure: called once, from a thread of this object, when the leader is gone, has failed or
+        sent something invalid. The driver may be stuck in a device call by then, so this is where
+        the process is ended (`bootstrap.abandon`).
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        address: str,
+        token: str,
+        cluster: Cluster,
+        on_failure: Callable[[EngineFailedError], None] = lambda error: None,
+    ):
+        self.identity = identity
+        self.address = address
+        self.failure: EngineFailedError | None = None
+        self.last_turn = time.monotonic()
+        """When (`time.monotonic`) the loop over boundaries last came round."""
+        self.position: Callable[[], Position | None] = lambda: None
+        """Where the driver is; called by the heartbeat thread, so it must be quick."""
+        self.progress: Callable[[], int] = advances
+        """Changes while this process loads or compiles; likewise."""
+        self._token = token
+        self._cluster = cluster
+        self._on_failure = on_failure
+        self._interval = heartbeat_interval(cluster)
+        self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
+        self._last_message = 0.0
+        self._completed = -1
+        self._ready = False
+        self._next = 0
+        self._leader = f"the leader (process 0, {address})"
+        self._answers: dict[str, Callable[[], bytes]] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Boundary | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._accepted = threading.Event()
+        self._warm_up_begun = threading.Event()
+        self._received_failure = threading.Event()
+        self._refusal = ""
+        self._closed = False
+        """Whether this process is leaving: from now on the stream may end."""
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._call: Any = None
+        self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
+
+    def register(self) -> None:
+        """Joins the deployment, waiting for the leader up to `cluster.start_seconds`.
+
+        Raises:
+          ConfigError: the leader refuses this process, and says why.
+          EngineFailedError: no leader answered in time.
+        """
+        attach: Any = self._channel.stream_stream(PATH)
+        self._outbox.put(encode(Register(self.identity)))
+        self._call = attach(
+            iter(self._outbox.get, None),
+            metadata=((TOKEN_KEY, self._token),),
+            wait_for_ready=True,
+        )
+        self._reader.start()
+        self._accepted.wait(self._cluster.start_seconds)
+        if self._refusal:
+            self.close()
+            raise ConfigError(f"{self.identity}: refused by {self._leader}: {self._refusal}")
+        if not self._accepted.is_set() or self.failure is not None:
+            self.close()
+            raise self.failure or EngineFailedError(
+                f"{self.identity}: {self._leader} did not answer within "
+                f"{self._cluster.start_seconds:g} s"
+            )
+        self._last_message = self._clock.tick()
+        self._watcher.start()
+
+    def wait_warm_up(self) -> None:
+        """Tells the leader that everything is loaded and compiled, and waits for all others.
+
+        Waits as long as the leader is alive.
+
+        Raises:
+          EngineFailedError: the leader is gone, or another process failed.
+        """
+        self._outbox.put(encode(Compiled()))
+        while not self._warm_up_begun.wait(self._cluster.heartbeat_seconds):
+            pass  # the watcher ends this wait when the leader is late
+        if self.failure is not None:
+            raise self.failure
+
+    def ready(self) -> None:
+        """Tells the leader that this process is warm."""
+        self._ready = True
+        self._wake.set()
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "failed" or "closed", as an engine's."""
+        if self.failure is not None:
+            return "failed"
+        if self._closed:
+            return "closed"
+        return "ready" if self._ready else "starting"
+
+    def boundaries(self) -> Iterator[Boundary]:
+        """The leader's boundaries in order, each checked; ends when the leader shuts down.
+
+        Waits as long as the leader is alive, with or without work.
+
+        Raises:
+          EngineFailedError: the leader is gone, ended because of a failure, or sent a boundary
+            that does not follow the last one or whose shapes differ from ours.
+        """
+        while True:
+            self.last_turn = time.monotonic()
+            try:
+                boundary = self._inbox.get(timeout=self._cluster.heartbeat_seconds)
+            except queue.Empty:
+                continue  # the watcher ends this wait when the leader is late
+            if self.failure is not None:
+                raise self.failure
+            if boundary is None:
+                return
+            yield boundary
+
+    def completed(self, number: int) -> None:
+        """Reports that all work of boundary `number` is done, on the devices too.
+
+        Call it for every boundary, also when no other follows: one that stays incomplete for
+        `cluster.step_seconds` is a failure.
+        """
+        self._completed = number
+
+    def answer(self, name: str, produce: Callable[[], bytes]) -> None:
+        """Sets what `Leader.collect(name)` gets; `produce` runs on the receiving thread."""
+        self._answers[name] = produce
+
+    def request_drain(self, reason: str) -> None:
+        """Asks the leader to drain and end the whole deployment. Safe in a signal handler."""
+        self._outbox.put(encode(DrainRequest(reason)))
+
+    def fail(self, problem: str, timeout: float = 2.0) -> None:
+        """Tells the leader that this process cannot continue, and waits until it knows.
+
+        It may be the leader that is gone, which shows a moment after the transfers with it break:
+        then `failure` says so when this returns. Nothing else ends here: the caller does, or the
+        leader's `Shutdown`. Nothing is sent where the leader is gone or was told before.
+        """
+        if self.failure is not None or self._received_failure.is_set():
+            return
+        if self._accepted.is_set():
+            self._outbox.put(encode(Failure(problem, self._position())))
+            self._received_failure.wait(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leaves the deployment; after it the leader may end. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._wake.set()
+        here = threading.current_thread()
+        if self._watcher.ident is not None:
+            if here is not self._watcher:
+                self._watcher.join(timeout)
+            self._outbox.put(encode(self._heartbeat()))
+            if self.failure is None:
+                self._outbox.put(encode(Leaving()))
+        self._outbox.put(None)
+        if self._watcher.ident is not None and here is not self._reader:
+            self._reader.join(timeout)
+        self._channel.close()
+
+    # ------------------------------------------------------------ receiving (own thread)
+    def _read(self) -> None:
+        try:
+            for data in self._call:
+                self._last_message = self._clock.now
+                self._received(decode_from_leader(data))
+            problem = "closed the connection before this process had finished"
+        except grpc.RpcError:
+            problem = self._stream_error()
+        except Exception as error:
+            problem = f"sent an invalid message: {type(error).__name__}: {error}"
+        if not self._closed:
+            self._failed(f"{self._leader}: {problem}")
+        self._accepted.set()
+
+    def _stream_error(self) -> str:
+        """What the end of the call means; a refusal is kept for `register`."""
+        code, details = self._call.code(), self._call.details()
+        if not self._accepted.is_set() and code in (
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.FAILED_PRECONDITION,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ):
+            self._refusal = details
+        return f"its connection closed ({code.name}: {details})"
+
+    def _received(self, message: Any) -> None:
+        match message:
+            case Boundary():
+                self._take(message)
+            case LeaderHeartbeat():
+                pass
+            case FailureReceived():
+                self._received_failure.set()
+            case WarmUp():
+                self._warm_up_begun.set()
+            case Accepted(leader, next_number):
+                self._leader = f"the leader ({leader}, {self.address})"
+                self._next = next_number
+                self._accepted.set()
+            case Collect(name):
+                self._outbox.put(encode(self._produce(name)))
+            case Shutdown(failure):
+                if failure or not self._ready:
+                    why = failure or "before it was ready"
+                    self._failed(f"{self._leader} ended the deployment: {why}")
+                self._inbox.put(None)
+
+    def _take(self, boundary: Boundary) -> None:
+        """Checks a boundary and hands it to the driver."""
+        expected = shapes_digest(self.identity.digest, boundary.plans)
+        problem = ""
+        if boundary.number != self._next:
+            problem = f"boundary {boundary.number} arrived where {self._next} is next"
+        elif boundary.digest != expected:
+            problem = (
+                f"boundary {boundary.number} has shapes digest {boundary.digest} on the leader, "
+                f"{expected} here"
+            )
+        if problem:
+            self._outbox.put(encode(Failure(problem, self._position())))
+            self._failed(f"{self.identity}: {problem}")
+            return
+        self._next += 1
+        self._inbox.put(boundary)
+
+    def _produce(self, name: str) -> Collected:
+        produce = self._answers.get(name)
+        if produce is None:
+            return Collected(name, b"", "this process keeps nothing under that name")
+        try:
+            return Collected(name, produce())
+        except Exception as error:
+            logger.exception("collecting %r", name)
+            return Collected(name, b"", f"{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------- watching (own thread)
+    def _watch(self) -> None:
+        """Sends heartbeats and fails when the leader has been silent for too long."""
+        tick = min(self._interval, 0.5)
+        sent, told_ready = -self._interval, False
+        while not self._closed:
+            now = self._clock.tick()
+            if now - sent >= self._interval or self._ready != told_ready:
+                sent, told_ready = now, self._ready
+                self._outbox.put(encode(self._heartbeat()))
+            silent = now - self._last_message
+            allowed = (
+                self._cluster.heartbeat_seconds * 2 if self._ready else self._cluster.start_seconds
+            )
+            if silent > allowed:
+                self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
+            self._wake.wait(tick)
+            self._wake.clear()
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._completed, self._ready, self._position(), self.progress())
+
+    def _position(self) -> Position | None:
+        try:
+            return self.position()
+        except Exception:
+            logger.exception("position of the driver")
+            return None
+
+    def _failed(self, text: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._closed:
+                return
+            self.failure = EngineFailedError(text)
+        self._inbox.put(None)
+        self._warm_up_begun.set()
+        self._received_failure.set()
+        if self._accepted.is_set():
+            logger.error("%s", text)
+            self._on_failure(self.failure)

@@ -1,0 +1,127 @@
+"""What the leader knows of each follower, and which of them is to blame for a failure.
+
+Called by `leader.py`, which receives the messages and holds the lock. Plain state and decisions:
+no threads, no sockets, and the time is an argument.
+"""
+
+import queue
+from collections.abc import Iterable
+
+from jaxserve.config.deployment import Cluster
+from jaxserve.fleet.control import (
+    Collected,
+    Compiled,
+    Failure,
+    Heartbeat,
+    Identity,
+    Leaving,
+    Position,
+    heartbeat_interval,
+)
+
+SETTLE_SECONDS = 1.0
+"""How long a reported error waits for a connection that closes before it is named as the cause."""
+
+
+class FollowerState:
+    """One follower as the leader sees it. Times are those of the leader's `AwakeClock`."""
+
+    def __init__(self, identity: Identity, now: float):
+        self.identity = identity
+        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Encoded messages for this follower; None closes its stream."""
+        self.position: Position | None = None
+        self.completed = -1
+        """The last boundary that its devices have completed."""
+        self.progress = 0
+        """As its last heartbeat gave it."""
+        self.compiled = False
+        self.ready = False
+        self.leaving = False
+        """Whether it announced that it leaves."""
+        self.closed = False
+        """Whether its stream has ended."""
+        self.lost = ""
+        """How the connection ended, if that was unexpected."""
+        self.error = ""
+        """What it reported."""
+        self.error_at = 0.0
+        self.message_at = now
+        """When its last message came."""
+        self.advanced_at = now
+        """When it last had nothing to do or completed a boundary."""
+        self.collected: dict[str, Collected] = {}
+
+    @property
+    def problem(self) -> str:
+        """Why it is gone, in its own words or the connection's; empty while it is well."""
+        return self.error or self.lost
+
+    def received(self, message: object, now: float) -> None:
+        """Takes what a message says into account."""
+        self.message_at = now
+        match message:
+            case Heartbeat(completed, ready, position, progress):
+                if completed != self.completed:
+                    self.advanced_at = now
+                self.completed, self.position, self.progress = completed, position, progress
+                self.ready = self.ready or ready
+            case Compiled():
+                self.compiled = True
+            case Collected(name):
+                self.collected[name] = message
+            case Failure(text, position) if not self.error:
+                self.error, self.error_at = text, now
+                self.position = position or self.position
+            case Leaving():
+                self.leaving = True
+
+    def describe(self, problem: str = "") -> str:
+        """The follower, what is wrong with it, and where it was seen last."""
+        seen = f"last seen in {self.position}" if self.position else "no step seen yet"
+        return f"{self.identity}: {problem or self.problem}; {seen}"
+
+
+def find_failure(
+    followers: Iterable[FollowerState],
+    now: float,
+    *,
+    last: int,
+    cluster: Cluster,
+    step_error: str = "",
+) -> str:
+    """Which follower is to blame, in words; empty while all are well or it is too early to tell.
+
+    The death of one process breaks the transfers and collectives of the others, and the errors
+    that they report may be here before its own connection is seen to close. So, in this order:
+    a connection that closed, silence, a reported error (once `SETTLE_SECONDS` have passed in which
+    nothing of the former was seen), a step that is late.
+
+    Args:
+      last: number of the last boundary that was broadcast.
+      step_error: of the leader's own step, which comes first where only errors are reported.
+    """
+    followers = list(followers)
+    for follower in followers:
+        if follower.lost and not follower.error:
+            return follower.describe()
+    for follower in followers:
+        # While it loads and compiles, a follower may hold the interpreter for long.
+        allowed = cluster.heartbeat_seconds * 2 if follower.ready else cluster.start_seconds
+        silent = now - follower.message_at
+        if silent > allowed and not follower.closed:
+            return follower.describe(f"no heartbeat for {silent:.1f} s")
+    if reported := sorted((f for f in followers if f.error), key=lambda f: f.error_at):
+        if now - reported[0].error_at < SETTLE_SECONDS:
+            return ""
+        errors = [follower.describe() for follower in reported]
+        return "; ".join([step_error, *errors] if step_error else errors)
+    late = []
+    for follower in followers:
+        if follower.completed >= last:
+            follower.advanced_at = now
+        stuck = now - follower.advanced_at
+        if stuck > cluster.step_seconds + heartbeat_interval(cluster):
+            problem = f"boundary {follower.completed + 1} not done after {stuck:.1f} s"
+            late.append(follower.describe(problem))
+    return "; ".join(late)

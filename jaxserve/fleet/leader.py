@@ -1,0 +1,414 @@
+"""The leader's end of the control plane: step plans out, heartbeats in, failures named.
+
+Created by `bootstrap.joined` on process 0. The engine calls `broadcast` once a boundary, which
+costs it one encoding and a queue entry a follower; threads of this module send, receive and watch.
+Who is to blame for a failure is decided in `follower_state.py`. Knows nothing of requests or device
+arrays, and never waits without a deadline.
+"""
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, cast
+
+import grpc
+import msgspec
+
+from jaxserve.clock import AwakeClock
+from jaxserve.config.deployment import Cluster
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.control import (
+    METHOD,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    Accepted,
+    Boundary,
+    Collect,
+    DrainRequest,
+    Failure,
+    FailureReceived,
+    Identity,
+    LeaderHeartbeat,
+    Register,
+    Shutdown,
+    WarmUp,
+    decode_from_follower,
+    encode,
+    heartbeat_interval,
+    refusal,
+)
+from jaxserve.fleet.follower_state import FollowerState, find_failure
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+"""How often threads that wait look at the time."""
+
+
+class Leader:
+    """Serves the control plane of `identity.processes - 1` followers.
+
+    Args:
+      identity: of this process; followers must have the same versions and deployment.
+      address: `host:port` to listen on (port 0: any free one; see `address`).
+      token: the secret that followers must present.
+      cluster: deadlines.
+      on_failure: called once, from a thread of this object, with the first failure of a follower.
+        It must not block for long, unless it ends the process (`bootstrap.abandon`).
+      on_drain: called once, likewise, when a follower was asked to end: the deployment should
+        drain. Gets the follower and its reason, in words.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        address: str,
+        token: str,
+        cluster: Cluster,
+        on_failure: Callable[[EngineFailedError], None],
+        on_drain: Callable[[str], None] = lambda reason: None,
+    ):
+        if not token:
+            raise ConfigError("cluster token: empty, so that anybody could join")
+        self.identity = identity
+        self.address = address
+        self.failure: EngineFailedError | None = None
+        self._token = token.encode()
+        self._cluster = cluster
+        self._on_failure = on_failure
+        self._on_drain = on_drain
+        self._drain_reason = ""
+        self._interval = heartbeat_interval(cluster)
+        self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
+        self._changed = threading.Condition()
+        self._followers: dict[int, FollowerState] = {}
+        self._refused: list[str] = []
+        self._next = 0
+        self._step_error = ""
+        """Of this process itself (`explain`)."""
+        self._closing = False
+        """Whether `Shutdown` was sent: from now on, followers may leave."""
+        self._closed = False
+        self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
+        self._server = grpc.server(
+            cast(Any, _Threads()),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=2 * identity.processes + 16,
+        )
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._attach)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+        )
+
+    def start(self) -> None:
+        """Listens.
+
+        Raises:
+          ConfigError: the address cannot be bound.
+        """
+        host, _, port = self.address.rpartition(":")
+        try:
+            bound = self._server.add_insecure_port(self.address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError(
+                f"control address {self.address}: cannot listen on port {port} of {host}; is it "
+                "taken, or not an address of this host?"
+            )
+        self.address = f"{host}:{bound}"
+        self._server.start()
+        self._watcher.start()
+
+    def wait_registered(self, timeout: float | None = None) -> None:
+        """Waits until every follower has joined (`cluster.start_seconds` unless told otherwise).
+
+        Raises:
+          EngineFailedError: some did not, or one that had joined is gone. Names them.
+        """
+        self._wait(lambda follower: True, "did not register", timeout)
+
+    def begin_warm_up(self, timeout: float | None = None) -> None:
+        """Waits until every follower has loaded and compiled, and lets all of them warm up; errors
+        as `wait_registered`.
+
+        A transfer waits only so long for its other end, and compiling takes what it takes. So the
+        deadline counts from the last progress (bytes loaded, programs compiled) that a follower
+        reported.
+        """
+        self._wait(lambda follower: follower.compiled, "did not compile", timeout, extend=True)
+        for follower in self._followers.values():
+            follower.outbox.put(encode(WarmUp()))
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Waits until every follower is warm; deadline and errors as `begin_warm_up`."""
+        self._wait(lambda follower: follower.ready, "did not get ready", timeout, extend=True)
+
+    def broadcast(self, boundary: Boundary) -> None:
+        """Sends a boundary to every follower; returns at once.
+
+        Raises:
+          EngineFailedError: a follower has failed, or the number does not follow the last one.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if boundary.number != self._next:
+            raise EngineFailedError(
+                f"boundary {boundary.number} to broadcast where {self._next} is next"
+            )
+        data = encode(boundary)
+        self._next += 1
+        for follower in self._followers.values():
+            follower.outbox.put(data)
+
+    def collect(self, name: str, timeout: float) -> dict[int, bytes]:
+        """Bytes that each follower keeps under a name, by process id.
+
+        Raises:
+          EngineFailedError: a follower did not answer in time, or could not.
+        """
+        for follower in self._followers.values():
+            follower.collected.pop(name, None)
+            follower.outbox.put(encode(Collect(name)))
+        self._wait(lambda follower: name in follower.collected, f"did not send {name!r}", timeout)
+        for follower in self._followers.values():
+            if error := follower.collected[name].error:
+                raise EngineFailedError(f"{follower.identity}: could not send {name!r}: {error}")
+        return {
+            process: follower.collected[name].data for process, follower in self._followers.items()
+        }
+
+    def find_cause(self, error: str, timeout: float = 3.0) -> EngineFailedError | None:
+        """The failure of a follower behind an error on this process, if there is one.
+
+        A transfer breaks a moment before its peer is missed, so this waits up to `timeout` seconds
+        for it to show. Where followers report errors, too, but none is gone, all of them are
+        named, this process's own first.
+        """
+        with self._changed:
+            self._step_error = error
+            self._changed.wait_for(lambda: self.failure is not None, timeout)
+        return self.failure
+
+    def explain(self, error: EngineFailedError, timeout: float = 3.0) -> EngineFailedError:
+        """What `find_cause` finds, or the error with what every follower was doing."""
+        cause = self.find_cause(str(error), timeout)
+        return cause or EngineFailedError(f"{error}; {self.describe()}")
+
+    def describe(self) -> str:
+        """Where every follower is, for an error about a step that is late."""
+        with self._changed:
+            return "; ".join(
+                f"{follower.identity}: {follower.position or 'no step seen yet'}, boundary "
+                f"{follower.completed} of {self._next - 1} done, last heard "
+                f"{self._clock.now - follower.message_at:.1f} s ago"
+                for follower in self._followers.values()
+            )
+
+    def close(self, *, failure: str = "", timeout: float = 10.0) -> bool:
+        """Ends the deployment: followers finish what they were sent and leave, then this returns.
+
+        Args:
+          failure: why, where the end is not an orderly one; followers then exit non-zero.
+          timeout: seconds for the followers to leave.
+
+        Returns:
+          Whether every follower left in time.
+        """
+        with self._changed:
+            followers = list(self._followers.values())
+            first, self._closing = not self._closing, True
+            if first:
+                for follower in followers:
+                    follower.outbox.put(encode(Shutdown(failure or str(self.failure or ""))))
+            self._changed.wait_for(lambda: all(each.closed for each in followers), timeout)
+            late = [str(follower.identity) for follower in followers if not follower.leaving]
+            for follower in followers:
+                follower.outbox.put(None)
+            self._closed = True
+            self._changed.notify_all()
+        if late and not self.failure and not failure:
+            logger.warning("did not leave within %g s: %s", timeout, ", ".join(late))
+        self._server.stop(grace=1.0).wait(2.0)
+        return not late
+
+    def _wait(
+        self,
+        done: Callable[[FollowerState], bool],
+        what: str,
+        timeout: float | None,
+        *,
+        extend: bool = False,
+    ) -> None:
+        """Waits until `done` is true of every follower; with `extend`, progress of those of which
+        it is not begins the time anew. Raises as `wait_registered`."""
+        limit = self._cluster.start_seconds if timeout is None else timeout
+        clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))
+        began = clock.now
+        progress: dict[int, int] = {}
+        with self._changed:
+            while True:
+                missing = self._missing(done)
+                if self.failure is not None:
+                    raise self.failure
+                if not missing:
+                    return
+                now = clock.tick()
+                current = {process: each.progress for process, each in missing.items() if each}
+                if extend and current != progress:
+                    began, progress = now, current
+                if now - began >= limit:
+                    break
+                self._changed.wait(min(_LOOK_SECONDS, limit - (now - began)))
+            names = ", ".join(
+                f"process {process}"
+                if each is None
+                else each.describe()
+                if each.problem
+                else str(each.identity)
+                for process, each in missing.items()
+            )
+            refused = "".join(f"; refused: {text}" for text in self._refused[-3:])
+            since = " of the last progress" if extend else ""
+            raise EngineFailedError(f"{names}: {what} within {limit:g} s{since}{refused}")
+
+    def _missing(self, done: Callable[[FollowerState], bool]) -> dict[int, FollowerState | None]:
+        """Followers of which `done` is not (yet) true, by process; None: not registered."""
+        everyone = range(1, self.identity.processes)
+        found = {process: self._followers.get(process) for process in everyone}
+        return {process: each for process, each in found.items() if each is None or not done(each)}
+
+    # ------------------------------------------------- one follower's stream (RPC threads)
+    def _attach(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Handles one stream: admits the follower, then sends what its outbox holds."""
+        offered = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
+        if not hmac.compare_digest(str(offered).encode(), self._token):
+            logger.warning("refused %s: wrong or no cluster token", context.peer())
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token")
+        try:
+            register = decode_from_follower(next(requests))
+        except (StopIteration, msgspec.DecodeError, grpc.RpcError):
+            register = None
+        if not isinstance(register, Register):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a registration")
+            return
+        follower, problem = self._admit(register.identity)
+        if follower is None:
+            logger.warning("refused %s: %s", register.identity, problem)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+            return
+        context.add_callback(lambda: self._ended(follower))
+        reader = threading.Thread(
+            target=self._read, args=(follower, requests), name="control-read", daemon=True
+        )
+        reader.start()
+        while (data := follower.outbox.get()) is not None:
+            yield data
+
+    def _admit(self, identity: Identity) -> tuple[FollowerState | None, str]:
+        problem = refusal(self.identity, identity)
+        with self._changed:
+            taken = self._followers.get(identity.process_id)
+            if not problem and taken is not None:
+                problem = f"process id {identity.process_id} is taken by {taken.identity}"
+            if not problem and self._closing:
+                problem = "the deployment is ending"
+            if problem:
+                self._refused.append(f"{identity}: {problem}")
+                return None, problem
+            follower = FollowerState(identity, self._clock.now)
+            follower.outbox.put(encode(Accepted(self.identity, self._next)))
+            self._followers = {**self._followers, identity.process_id: follower}
+            self._changed.notify_all()
+        logger.info("joined: %s", identity)
+        return follower, ""
+
+    def _read(self, follower: FollowerState, requests: Iterator[bytes]) -> None:
+        """Receives from one follower until its stream ends."""
+        try:
+            for data in requests:
+                message = decode_from_follower(data)
+                with self._changed:
+                    follower.received(message, self._clock.now)
+                    if isinstance(message, Failure):
+                        follower.outbox.put(encode(FailureReceived()))
+                    if isinstance(message, DrainRequest) and not self._drain_reason:
+                        self._drain_reason = f"{follower.identity}: {message.reason}"
+                    self._changed.notify_all()
+        except grpc.RpcError:
+            pass  # `_ended` deals with the end of the stream
+        except Exception as error:
+            with self._changed:
+                follower.lost = f"sent an invalid message: {error}"
+        self._ended(follower)
+
+    def _ended(self, follower: FollowerState) -> None:
+        with self._changed:
+            follower.closed = True
+            if not follower.problem and not (follower.leaving and self._closing):
+                follower.lost = "left unasked" if follower.leaving else "its connection closed"
+            follower.outbox.put(None)
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- watching (own thread)
+    def _watch(self) -> None:
+        """Sends heartbeats and looks for followers that are gone, silent or stuck."""
+        tick = min(self._interval, _LOOK_SECONDS)
+        heartbeat, sent = encode(LeaderHeartbeat()), 0.0
+        drain_told = False
+        while True:
+            now = self._clock.tick()
+            if now - sent >= self._interval:
+                sent = now
+                for follower in self._followers.values():
+                    follower.outbox.put(heartbeat)
+            with self._changed:
+                if self._closed:
+                    return
+                drain = bool(self._drain_reason) and not drain_told and not self._closing
+                failed = self._find_failure(now)
+                if not drain and not failed:
+                    self._changed.wait(tick)
+                    continue
+            if drain:
+                drain_told = True
+                self._on_drain(self._drain_reason)
+            if failed and self.failure is not None:
+                logger.error("%s; all followers: %s", self.failure, self.describe())
+                self._on_failure(self.failure)
+
+    def _find_failure(self, now: float) -> bool:
+        """Looks for the first failure; whether there is one now. Call it with the lock held."""
+        if self._closing or self.failure is not None:
+            return False
+        text = find_failure(
+            self._followers.values(),
+            now,
+            last=self._next - 1,
+            cluster=self._cluster,
+            step_error=self._step_error,
+        )
+        if text:
+            self.failure = EngineFailedError(text)
+            self._changed.notify_all()
+        return bool(text)
+
+
+class _Threads(futures.Executor):
+    """A daemon thread a task: a stream that waits never keeps the interpreter from ending."""
+
+    def submit[T](self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> futures.Future[T]:
+        future: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="control-rpc", daemon=True).start()
+        return future

@@ -1,0 +1,161 @@
+"""What each process of a deployment owns, and what it says of itself when it joins.
+
+Pure arithmetic and digests for `bootstrap.py` (devices) and the two ends of the control plane
+(`identity`). Knows nothing of JAX, sockets or command lines.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+import jaxserve
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.control import Identity
+from jaxserve.link.route import Route
+
+
+class ProcessShare(msgspec.Struct, frozen=True):
+    """The part of the deployment's devices that one process owns."""
+
+    attention: int
+    ffn: int
+
+    @property
+    def devices(self) -> int:
+        return self.attention + self.ffn
+
+    @property
+    def role(self) -> str:
+        """`attention`, `ffn`, or both."""
+        return " and ".join(name for name in ("attention", "ffn") if getattr(self, name))
+
+
+def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare, ...]:
+    """How the deployment's devices divide over its processes, in process order.
+
+    One process has all. Otherwise attention lives on the first a processes and ffn on the rest,
+    where a divides both evenly; of several such a, the one with the most equal processes.
+    A colocated deployment has its one mesh on all processes.
+
+    Raises:
+      ConfigError: nothing divides evenly; the message shows the arithmetic.
+    """
+    roles = deployment.attention, deployment.ffn
+    attention, ffn = (role.devices for role in roles)
+    sizes = (
+        f"attention dp {roles[0].dp} × tp {roles[0].tp} = {attention} devices",
+        f"ffn ep {roles[1].ep} × tp {roles[1].tp} = {ffn} devices",
+    )
+    if deployment.mode == "colocated":
+        if attention % processes:
+            raise ConfigError(f"{sizes[0]} do not divide evenly over {processes} processes")
+        return (ProcessShare(attention // processes, 0),) * processes
+    if processes == 1:
+        return (ProcessShare(attention, ffn),)
+    roles_processes = roles[0].processes, roles[1].processes
+    if all(roles_processes):
+        if sum(roles_processes) != processes:
+            raise ConfigError(
+                f"attention.processes {roles_processes[0]} + ffn.processes {roles_processes[1]} = "
+                f"{sum(roles_processes)}, but --processes is {processes}"
+            )
+        a, f = roles_processes
+        return (ProcessShare(attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
+    splits = [(first, processes - first) for first in range(1, processes)]
+    fitting = [(a, f) for a, f in splits if not attention % a and not ffn % f]
+    if not fitting:
+        tried = ", ".join(f"{attention}/{a} and {ffn}/{f}" for a, f in splits)
+        raise ConfigError(
+            f"{sizes[0]} and {sizes[1]} do not divide evenly over {processes} processes, the "
+            f"first for attention and the rest for ffn: {tried}"
+        )
+    a, f = min(fitting, key=lambda split: abs(attention / split[0] - ffn / split[1]))
+    return (ProcessShare(attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
+
+
+def describe_roles(deployment: Deployment) -> str:
+    """The roles and links of a deployment as a table: `serve --check`."""
+    a, f, link = deployment.attention, deployment.ffn, deployment.link
+    sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
+        "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
+        "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
+    }
+    if deployment.mode == "colocated":
+        sizes = {"colocated": sizes["attention"]}
+    rows = [["role", "runtime", "devices", "processes", "hardware"]]
+    for name, (role, devices) in sizes.items():
+        apart = link.transport == "pull"
+        processes = str(role.processes or (1 if apart else "as started"))
+        rows.append([name, role.runtime, devices, processes, role.hardware or "-"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    if deployment.mode == "afd":
+        route = Route(a.devices, f.devices)
+        where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
+        lines.append(
+            f"link: {route.attention} pieces a message in {len(route.legs)} "
+            f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
+            f"{deployment.dispatch_format}, answers in {deployment.dtype}{where}"
+        )
+    return "\n".join(lines)
+
+
+def role_share(deployment: Deployment, role: str) -> ProcessShare:
+    """What the one process of a role owns that has a runtime for itself."""
+    if role == "attention":
+        return ProcessShare(deployment.attention.devices, 0)
+    return ProcessShare(0, deployment.ffn.devices)
+
+
+def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
+    """What this process says of itself when it joins (see `control.refusal`)."""
+    facts = deployment_facts(deployment)
+    text = "\n".join(f"{key} = {value}" for key, value in facts.items())
+    return Identity(
+        process_id=process_id,
+        processes=processes,
+        role=process_shares(deployment, processes)[process_id].role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions={
+            "jaxserve": jaxserve.__version__,
+            "jax": importlib.metadata.version("jax"),
+            "jaxlib": importlib.metadata.version("jaxlib"),
+        },
+        digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
+        facts=facts,
+    )
+
+
+def deployment_facts(deployment: Deployment) -> dict[str, str]:
+    """Everything that all processes must agree on, one dotted key a value.
+
+    The model counts by what its config.json says, not by the path, which may differ from host to
+    host; the addresses of the network faces concern the leader alone.
+    """
+    facts: dict[str, str] = {}
+
+    def flatten(tree: Mapping[str, object], prefix: str) -> None:
+        for name, value in tree.items():
+            if isinstance(value, Mapping):
+                flatten(value, f"{prefix}{name}.")
+            else:
+                facts[f"{prefix}{name}"] = str(value)
+
+    tree = msgspec.to_builtins(deployment)
+    del tree["server"]
+    config = Path(deployment.model) / "config.json"
+    tree["model"] = "no config.json"
+    if config.is_file():
+        tree["model"] = hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()
+    flatten(tree, "")
+    return facts

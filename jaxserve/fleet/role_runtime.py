@@ -1,0 +1,79 @@
+"""What the runtimes of single roles begin with (`link.transport: pull`): model, mesh and hello.
+
+Each sees its own devices alone. `attention_runtime.py` and `ffn_runtime.py` go on from here.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.engine.build import memory_limit, use_compilation_cache
+from jaxserve.fleet.membership import deployment_facts
+from jaxserve.link.channel import Deadlines
+from jaxserve.link.contract import Contract
+from jaxserve.link.hello import Hello, make_hello
+from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.capacity import check_capacity, deployment_buckets, memory_of
+
+AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model")
+"""Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
+
+
+class RoleRuntime(NamedTuple):
+    """One role in a runtime of its own, before anything is loaded."""
+
+    config: ModelConfig
+    names: CheckpointNames
+    templates: ModelTemplates
+    mesh: Mesh
+    contract: Contract
+    hello: Hello
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
+    ) -> "RoleRuntime":
+        """Of a model that is known already, on this runtime's devices."""
+        mesh = role_mesh(deployment, role)
+        templates = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
+        contract = Contract.of(config, deployment)
+        return cls(config, names, templates, mesh, contract, _hello(deployment, contract, role))
+
+
+def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
+    """Reads the model's configuration and checks that the role's part of it fits here.
+
+    Raises:
+      ConfigError, CheckpointError: it does not, or is not readable.
+    """
+    use_compilation_cache()
+    config, names = read_config(deployment.model, deployment.ignored_model_keys)
+    runtime = RoleRuntime.of(config, names, deployment, role)
+    reported = min(map(memory_limit, runtime.mesh.devices.flat), key=lambda size: size or 1 << 62)
+    check_capacity(config, deployment, memory_of(deployment, {role: reported}))
+    return runtime
+
+
+def _hello(deployment: Deployment, contract: Contract, role: Role) -> Hello:
+    known = deployment_facts(deployment)
+    facts = {key: known[key] for key in AGREED}
+    facts |= {f"contract.{name}": str(value) for name, value in contract.facts().items()}
+    facts["tokens"] = str(token_sizes(deployment))
+    versions = {"jax": jax.__version__, "platform": jax.default_backend()}
+    return make_hello(role, facts, versions=versions)
+
+
+def token_sizes(deployment: Deployment) -> list[int]:
+    """Tokens a DP group of the steps that there are, ascending."""
+    return sorted({bucket.tokens for bucket in deployment_buckets(deployment)})
+
+
+def deadlines_of(deployment: Deployment) -> Deadlines:
+    """Of the link's waits."""
+    return Deadlines(answer=deployment.cluster.step_seconds, absent=deployment.link.absent_seconds)

@@ -1,0 +1,143 @@
+"""What a process does once it has joined: process 0 leads an engine, the others follow its plans.
+
+Both build the same runtime over the same deployment. Called by `serve.py` and the bench; what the
+processes send each other is in `control.py`.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.engine.build import build_engine, build_runtime, warm_up
+from jaxserve.engine.engine import Engine
+from jaxserve.fleet.control import Boundary, Position, shapes_digest
+from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.leader import Leader
+from jaxserve.observe.probe import Measured, Probe
+from jaxserve.observe.timeline import Recorder, Span
+from jaxserve.observe.watch import TAKE_SECONDS
+from jaxserve.roles.cell import Cell
+from jaxserve.roles.colocated import ColocatedWorker
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.worker import Observer
+
+SPANS = "spans"
+"""Name under which followers keep their measured spans."""
+MEASURED = "measured"
+"""And what their probes measured."""
+
+
+def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = None) -> Engine:
+    """A warm, running engine that sends every boundary to all followers first.
+
+    Raises:
+      EngineFailedError: a follower failed, or did not get ready in time.
+    """
+    digest = leader.identity.digest
+    number = 0
+
+    def broadcast(plans: list[StepPlan], measured: bool) -> None:
+        nonlocal number
+        leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans), measured))
+        number += 1
+
+    engine = build_engine(
+        deployment,
+        observer=observer,
+        broadcast=broadcast,
+        explain=leader.explain,
+        meet=leader.begin_warm_up,
+        collect=lambda timeout: collect_measured(leader, timeout),
+    )
+    leader.wait_ready()
+    engine.start()
+    return engine
+
+
+def follow(
+    deployment: Deployment,
+    follower: Follower,
+    *,
+    recorder: Recorder | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs the leader's plans until it shuts the deployment down.
+
+    Raises:
+      EngineFailedError: the leader is gone or sent something invalid.
+      ConfigError, CheckpointError: this process cannot load its part.
+    """
+    runtime = build_runtime(deployment, observer=recorder)
+    follower.wait_warm_up()
+    warm_up(runtime)
+    driver = runtime.driver
+    follower.position = lambda: position(driver)
+    if recorder is not None:
+        follower.answer(SPANS, lambda: _spans(recorder))
+    probe = Probe(driver, jax.process_index())
+    follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
+    completions = _Completions(follower)
+    follower.ready()
+    on_ready()
+    for boundary in follower.boundaries():
+        probe.turn(boundary.measured)
+        for plan in boundary.plans:
+            driver.begin(plan)
+        completions.put(boundary.number, driver.advance().last)
+
+
+def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
+    """The measured spans of every follower."""
+    return [
+        msgspec.msgpack.decode(data, type=list[Span])
+        for data in leader.collect(SPANS, timeout).values()
+    ]
+
+
+def collect_measured(leader: Leader, timeout: float) -> list[Measured]:
+    """What the probe of every follower measured.
+
+    Raises:
+      EngineFailedError: one did not answer in time; names it.
+    """
+    answers = leader.collect(MEASURED, timeout)
+    return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
+
+
+def position(driver: Cell | ColocatedWorker) -> Position | None:
+    """Where the driver is in the schedule, for heartbeats and errors."""
+    at = driver.position()
+    return None if at is None else Position(*at)
+
+
+def _spans(recorder: Recorder) -> bytes:
+    recorder.flush(5.0)
+    return msgspec.msgpack.encode(recorder.spans())
+
+
+class _Completions:
+    """Tells the leader which boundaries are done on the devices, from a thread of its own."""
+
+    def __init__(self, follower: Follower):
+        self._follower = follower
+        self._queue: queue.SimpleQueue[tuple[int, jax.Array]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="jaxserve-completions", daemon=True).start()
+
+    def put(self, number: int, last: Any) -> None:
+        """`last` is there when boundary `number` is done."""
+        self._queue.put((number, last))
+
+    def _run(self) -> None:
+        while True:
+            number, last = self._queue.get()
+            try:
+                last.block_until_ready()
+            except Exception as error:
+                self._follower.fail(f"{type(error).__name__}: {error}")
+                return
+            self._follower.completed(number)

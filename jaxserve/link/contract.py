@@ -1,0 +1,88 @@
+"""What both ends of a link know of its messages, from the configuration alone.
+
+Each end computes its own contract; ends of independent runtimes compare facts and digest when they
+meet (`link/pull.py`). Plain Python: the formats' arithmetic without JAX.
+"""
+
+import hashlib
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import FFNKind, ModelConfig
+from jaxserve.link.route import Route
+from jaxserve.model.row_width import row_words
+
+WORD_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
+
+
+class Contract(msgspec.Struct, frozen=True, kw_only=True):
+    """Shapes of everything that crosses between an attention worker and an ffn worker.
+
+    Attributes:
+      groups: DP groups.
+      attention_devices: devices of the attention mesh; a message has as many pieces.
+      d_model: values a row.
+      top_k: routed experts a row of a MoE layer.
+      experts: routed experts of the model, without padding.
+      layers: kind of every layer's FFN.
+      dispatch: format of rows on their way to the ffn mesh.
+      combine: dtype of rows on their way back.
+    """
+
+    groups: int
+    attention_devices: int
+    d_model: int
+    top_k: int
+    experts: int
+    layers: tuple[FFNKind, ...]
+    dispatch: Literal["float32", "bfloat16", "fp8", "int8"]
+    combine: Literal["float32", "bfloat16"]
+
+    @classmethod
+    def of(cls, config: ModelConfig, deployment: Deployment) -> "Contract":
+        """The contract of a model on a deployment."""
+        return cls(
+            groups=deployment.attention.dp,
+            attention_devices=deployment.attention.devices,
+            d_model=config.d_model,
+            top_k=config.top_k,
+            experts=config.experts,
+            layers=tuple(config.kind(layer).ffn for layer in range(config.layers)),
+            dispatch=deployment.dispatch_format,
+            combine=deployment.dtype,
+        )
+
+    def piece_rows(self, tokens: int) -> int:
+        """Rows of one piece, both ways, of a step with so many tokens a DP group.
+
+        Raises:
+          ValueError: the rows cannot be cut into equal pieces.
+        """
+        rows = self.groups * tokens
+        if rows % self.attention_devices:
+            raise ValueError(
+                f"{rows} rows cannot be cut into {self.attention_devices} equal pieces"
+            )
+        return rows // self.attention_devices
+
+    def row_words(self, kind: FFNKind) -> int:
+        """Words of a packed row; a word has the bytes of one value."""
+        word = WORD_BYTES[self.dispatch]
+        top_k = self.top_k if kind == "moe" else 0
+        return row_words(self.d_model, top_k, word, has_scale=word == 1)
+
+    def route(self, ffn_devices: int) -> Route:
+        """Where the pieces land on an ffn mesh of so many devices."""
+        return Route(self.attention_devices, ffn_devices)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that both ends must agree on, by name."""
+        return msgspec.to_builtins(self)
+
+    def digest(self) -> str:
+        """Of the facts: equal if and only if they are."""
+        text = json.dumps(self.facts(), sort_keys=True)
+        return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,147 @@
+"""Copies device to device inside one runtime, also between its processes.
+
+One copy a slot, however many devices it reaches: the host pays for its own devices' pieces and not
+for those of the other side. A list of arrays in one call is paired up wrongly between processes
+(seen with jax 0.12 on CPU), single arrays are not.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_shards
+from jaxserve.link.route import Route
+from jaxserve.link.transport import Arrays, Direction, Transport, piece_sharding
+
+
+class _Leg(NamedTuple):
+    """One copy: some devices' pieces of one array."""
+
+    array: int
+    """Which of the sender's arrays."""
+    pieces: tuple[int, ...]
+    """Places of the copied shards among those of this process."""
+    join: Assemble | None
+    """Makes what is copied of them; None: the array is copied as a whole."""
+    copy: Copy
+
+
+class DevicePutTransport(Transport):
+    """A `Transport` of whole-array copies."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        route: Route,
+        attention: Mesh,
+        ffn: Mesh,
+        piece: tuple[int, int],
+        dtype: jnp.dtype,
+    ):
+        super().__init__(direction, route, attention, ffn, piece, dtype)
+        here = jax.process_index()
+        make_copy = fast_copy()
+        self._shards, make_assemble = fast_shards()
+        self._assemble = make_assemble(self.received_shape, dtype, self.destination_sharding)
+        source, destination = list(self.source.devices.flat), list(self.destination.devices.flat)
+        local = [device for device in source if device.process_index == here]
+        self._legs = []
+        placed: list[list[jax.Device]] = []
+        for leg in route.legs:
+            from_, to = (
+                (leg.attention, leg.ffn) if direction == "dispatch" else (leg.ffn, leg.attention)
+            )
+            senders, receivers = [source[i] for i in from_], [destination[i] for i in to]
+            taken = tuple(local.index(d) for d in senders if d.process_index == here)
+            join = None
+            if senders != source:
+                shape = len(senders) * piece[0], piece[1]
+                join = make_assemble(shape, dtype, _line(senders))
+            self._legs.append(
+                _Leg(
+                    leg.slot if direction == "combine" else 0,
+                    taken,
+                    join,
+                    make_copy(
+                        self.destination_sharding if receivers == destination else _line(receivers)
+                    ),
+                )
+            )
+            placed.append(receivers)
+        complete = all(receivers == destination for receivers in placed)
+        self._fill: list[list[Shard]] | None = None
+        if not complete:
+            self._fill = _fill_orders(placed, destination, direction, piece, dtype)
+        self._copy_whole = None
+        if len(self._legs) == 1 and self._legs[0].join is None and complete:
+            self._copy_whole = self._legs[0].copy
+
+    def copy(self, arrays: Arrays) -> Arrays:
+        if self._copy_whole is not None:
+            return self._copy_whole(arrays)
+        arrived: list[jax.Array] = []
+        for array, pieces, join, copy in self._legs:
+            moved = arrays[array]
+            if join is not None:
+                shards = self._shards(moved)
+                moved = join([shards[place] for place in pieces])
+            arrived += copy([moved])
+        return arrived if self._fill is None else self._put_together(arrived)
+
+    def _put_together(self, arrived: Arrays) -> Arrays:
+        """The receiver's arrays, of the copies' shards and of padding."""
+        assert self._fill is not None
+        shards = [self._shards(array) for array in arrived]
+        return [
+            self._assemble(
+                [
+                    shards[shard[0]][shard[1]] if isinstance(shard, tuple) else shard
+                    for shard in order
+                ]
+            )
+            for order in self._fill
+        ]
+
+
+Shard = tuple[int, int] | jax.Array
+"""Of a local device: a leg, and the place among this process's shards of what it brought; or
+padding where no piece lands."""
+
+
+def _fill_orders(
+    placed: list[list[jax.Device]],
+    destination: list[jax.Device],
+    direction: Direction,
+    piece: tuple[int, int],
+    dtype: jnp.dtype,
+) -> list[list[Shard]]:
+    """For each of the receiver's arrays its local shards in order.
+
+    Args:
+      placed: devices that each leg reaches, in the order of its shards.
+    """
+    here = jax.process_index()
+    mine = [[device for device in leg if device.process_index == here] for leg in placed]
+    # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
+    arrays = [[leg] for leg in range(len(placed))]
+    if direction == "combine":
+        arrays = [list(range(len(placed)))]
+    orders: list[list[Shard]] = []
+    for legs in arrays:
+        found = {device: (leg, place) for leg in legs for place, device in enumerate(mine[leg])}
+        orders.append(
+            [
+                found.get(device) or jax.device_put(np.zeros(piece, dtype), device)
+                for device in destination
+                if device.process_index == here
+            ]
+        )
+    return orders
+
+
+def _line(devices: list[jax.Device]) -> NamedSharding:
+    """One piece on each of these devices, in this order."""
+    return piece_sharding(Mesh(np.array(devices), ("pieces",)))

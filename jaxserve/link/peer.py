@@ -1,0 +1,371 @@
+"""The attention worker's connection to one ffn worker, kept up.
+
+A `Peer` stands for an address. Its thread connects (channel, hello, a fresh transfer server, one
+probe there and back), then reads frames, probes and watches deadlines until the connection is lost,
+and begins again. `PullClient` (`pull.py`) sends over whichever peer is up.
+
+    CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly
+
+Every way in which a connection ends passes through `Connection.fail`, which turns what is still
+being pulled into errors, so that nobody waits for it. Knows nothing of attention and ffn.
+"""
+
+import dataclasses
+import enum
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.clock import AwakeClock
+from jaxserve.errors import ConfigError
+from jaxserve.link.channel import AuthenticationError, Channel, Deadlines, cut_off, dial
+from jaxserve.link.frames import (
+    Echo,
+    Failed,
+    Join,
+    Note,
+    Probe,
+    Refused,
+    Welcome,
+    decode_from_ffn,
+    encode,
+)
+from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.transfers import Transfers, is_ready, new_uuid
+
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 4096
+RETRY_SECONDS = 0.1
+REFUSED_RETRY_SECONDS = 2.0
+TICK_SECONDS = 0.1
+LONGEST_TICK_SECONDS = 0.5
+
+
+class PeerState(enum.Enum):
+    """What is known of the other end."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(eq=False)
+class Posting:
+    """A message that was sent over one connection.
+
+    References go from messages to postings and connections only, so that all are freed, arrays and
+    sockets too, without the garbage collector.
+
+    Attributes:
+      uuid: of the message on this connection.
+      answer: the answer as being pulled; None where the connection failed before.
+      due: on the connection's clock, when it is late; None while the message is computed.
+      refused: whether the ffn worker said that there will be no answer.
+    """
+
+    what: str
+    packed: jax.Array
+    uuid: int
+    answer: jax.Array | None = None
+    due: float | None = None
+    refused: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Message:
+    """What a lane has sent and has no answer to.
+
+    Attributes:
+      packed: the message on the attention mesh; kept to be sent again.
+      answer_shape: of its answer, on the attention mesh.
+      connection, posting: how it was last sent; None before.
+      posts: how often it was sent.
+      refusals: how often an ffn worker said that it gets no answer.
+    """
+
+    lane: int
+    kind: str
+    layer: int
+    tokens: int
+    packed: jax.Array
+    answer_shape: jax.ShapeDtypeStruct
+    connection: "Connection | None" = None
+    posting: Posting | None = None
+    posts: int = 0
+    refusals: int = 0
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} of lane {self.lane} ({self.tokens} tokens)"
+
+
+class Refusal(Exception):
+    """The other end, or this one, does not want this link; the message says why."""
+
+
+class Connection:
+    """One connection to an ffn worker, from hello to loss.
+
+    The peer's thread drives it (`join`, `serve`); the engine's thread posts messages; any thread
+    may `fail` it.
+    """
+
+    def __init__(self, channel: Channel, device: jax.Device, deadlines: Deadlines):
+        self.channel = channel
+        self.failure: str | None = None
+        self.silent = 0.0
+        """Seconds since the last frame of the peer."""
+        self._transfers = Transfers(device, channel.local_host)
+        self._deadlines = deadlines
+        self._failing = threading.Lock()
+        self._clock = AwakeClock(LONGEST_TICK_SECONDS)
+        self._heard = 0.0
+        self._posted: dict[int, Posting] = {}
+        self._epoch = 0
+        sharding = SingleDeviceSharding(device)
+        self._probe = jax.device_put(np.arange(PROBE_BYTES // 4, dtype=np.int32), sharding)
+        self._probe_shape = jax.ShapeDtypeStruct(
+            self._probe.shape, self._probe.dtype, sharding=sharding
+        )
+        self._probed: jax.Array | None = None
+        self._probe_time = 0.0
+        self._probes = 0
+
+    def join(self, hello: Hello, domain: str) -> Hello:
+        """Introduces this worker and has one probe go there and back.
+
+        Raises:
+          Refusal: the two ends do not fit.
+          OSError, EOFError, RuntimeError: the connection is lost.
+        """
+        self.channel.send(encode(Join(hello, domain, self._transfers.address)))
+        match decode_from_ffn(self.channel.receive()):
+            case Welcome(hello=theirs, transfer_address=address):
+                if reason := refusal(hello, theirs):
+                    raise Refusal(reason)
+            case Refused(reason=reason):
+                raise Refusal(reason)
+            case frame:
+                raise Refusal(f"unexpected {type(frame).__name__} instead of a welcome")
+        self._epoch = hello.epoch
+        self._transfers.connect(address)
+        returned = self._send_probe()
+        if not np.array_equal(returned, self._probe):
+            raise Refusal("a probe came back changed")
+        self._probed = None
+        self._clock.tick()
+        self._heard = self._probe_time = self._clock.now
+        return theirs
+
+    def post(self, message: Message, domain: str) -> None:
+        """Registers and announces the message and asks for its answer; does not wait.
+
+        Raises OSError or RuntimeError when the connection is lost.
+        """
+        uuid, answer = new_uuid(), new_uuid()
+        note = Note(
+            domain,
+            message.lane,
+            message.kind,
+            message.layer,
+            message.tokens,
+            uuid,
+            answer,
+            self._epoch,
+        )
+        posting = Posting(str(message), message.packed, uuid)
+        message.connection, message.posting = self, posting
+        message.posts += 1
+        self._posted[message.lane] = posting
+        self._transfers.register(uuid, [message.packed])
+        self.channel.send(encode(note))
+        (posting.answer,) = self._transfers.pull(answer, [message.answer_shape])
+
+    def answered(self, message: Message) -> None:
+        """The message's answer is there."""
+        self._posted.pop(message.lane, None)
+
+    def fail(self, reason: str) -> None:
+        """Gives the connection up; the first reason counts."""
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = reason
+        self._transfers.cancel()
+        self.channel.shutdown()
+
+    def serve(self, limit: Callable[[], float]) -> None:
+        """Reads, probes and watches until the connection has failed.
+
+        Args:
+          limit: seconds of silence that are allowed just now.
+        """
+        while self.failure is None:
+            try:
+                if self.channel.wait(TICK_SECONDS):
+                    self._take(self.channel.receive())
+                self._tick(limit)
+            except (EOFError, OSError) as error:
+                self.fail(f"the connection closed ({error or 'end of file'})")
+            except (RuntimeError, msgspec.DecodeError) as error:
+                self.fail(str(error))
+
+    def _take(self, data: bytes) -> None:
+        self._heard = self._clock.now
+        match decode_from_ffn(data):
+            case Echo():
+                pass
+            case Failed(uuid=uuid, text=text):
+                for posting in list(self._posted.values()):
+                    posting.refused |= posting.uuid == uuid
+                self.fail(text)
+            case frame:
+                self.fail(f"unexpected {type(frame).__name__}")
+
+    def _tick(self, limit: Callable[[], float]) -> None:
+        now = self._clock.tick()
+        self.silent = now - self._heard
+        if self.silent > limit():
+            self.fail(f"silent for {self.silent:.1f} s")
+            return
+        for posting in list(self._posted.values()):
+            answer = posting.answer
+            if posting.due is None or not is_ready(posting.packed):
+                posting.due = now + self._deadlines.answer
+            elif now > posting.due and answer is not None and not is_ready(answer):
+                self.fail(f"no answer to {posting.what} within {self._deadlines.answer:g} s")
+                return
+        if now - self._probe_time < self._deadlines.probe:
+            return
+        if self._probed is None or is_ready(self._probed):
+            if self._probed is not None:
+                self._probed.block_until_ready()  # Raises where it came back as an error.
+            self._probed = self._send_probe()
+            self._probe_time = now
+        elif now - self._probe_time > limit():
+            self.fail(f"a probe was not returned within {now - self._probe_time:.1f} s")
+
+    def _send_probe(self) -> jax.Array:
+        self._probes += 1
+        uuid, answer = new_uuid(), new_uuid()
+        self._transfers.register(uuid, [self._probe])
+        self.channel.send(encode(Probe(uuid, answer)))
+        self.channel.send(encode(Echo(self._probes)))
+        return self._transfers.pull(answer, [self._probe_shape])[0]
+
+
+class Peer:
+    """One address of an ffn worker.
+
+    Args:
+      on_change: called after every change of `state`.
+      limit: seconds of silence allowed to this peer just now.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        domain: str,
+        device: jax.Device,
+        deadlines: Deadlines,
+        on_change: Callable[[], None],
+        limit: Callable[["Peer"], float],
+    ):
+        self.address = address
+        self.connection: Connection | None = None
+        self.reason = "not connected yet"
+        """Why it is not up, for people."""
+        self.connections = 0
+        self._state = PeerState.CONNECTING
+        self._hello, self._token, self._domain = hello, token, domain
+        self._device, self._deadlines = device, deadlines
+        self._on_change, self._limit = on_change, limit
+        self._channel: Channel | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep_up, name=f"link to {address}", daemon=True
+        )
+
+    @property
+    def state(self) -> PeerState:
+        """What is known of the other end."""
+        connection = self.connection
+        if self._state is PeerState.UP and connection is not None:
+            if connection.failure is not None:
+                return PeerState.DOWN
+            if connection.silent > self._deadlines.suspect:
+                return PeerState.SUSPECT
+        return self._state
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._thread.start()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends the connection and the thread."""
+        self._closing.set()
+        if (connection := self.connection) is not None:
+            connection.fail("closed here")
+        if (channel := self._channel) is not None:
+            channel.shutdown()
+        self._thread.join(seconds)
+
+    def _keep_up(self) -> None:
+        while not self._closing.is_set():
+            pause = RETRY_SECONDS
+            started = time.monotonic()
+            try:
+                self._live_once()
+            except (Refusal, AuthenticationError, ConfigError) as error:
+                if str(error) != self.reason:
+                    logger.warning("link to %s refused: %s", self.address, error)
+                self._become(PeerState.REFUSED, str(error))
+                pause = REFUSED_RETRY_SECONDS
+            except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
+                self._become(PeerState.CONNECTING, str(error) or type(error).__name__)
+            except Exception as error:  # A defect; but without this thread nobody would notice.
+                logger.exception("link to %s", self.address)
+                self._become(PeerState.CONNECTING, f"{type(error).__name__}: {error}")
+            # A connection that lived for long is sought again at once.
+            self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
+
+    def _live_once(self) -> None:
+        self._channel = channel = dial(self.address, self._deadlines.handshake)
+        connection = None
+        try:
+            with cut_off(channel.shutdown, self._deadlines.handshake):
+                channel.authenticate(self._token, accepted=False)
+            connection = Connection(channel, self._device, self._deadlines)
+            late = functools.partial(connection.fail, "the handshake took too long")
+            with cut_off(late, self._deadlines.handshake):
+                theirs = connection.join(self._hello, self._domain)
+            self.connections += 1
+            self.connection = connection
+            if self._closing.is_set():
+                return
+            self._become(PeerState.UP, "")
+            logger.info("link to %s is up: %s", self.address, theirs.worker)
+            connection.serve(lambda: self._limit(self))
+            if not self._closing.is_set():
+                logger.warning("link to %s is down: %s", self.address, connection.failure)
+            self._become(PeerState.DOWN, connection.failure or "")
+        finally:
+            if connection is not None:
+                connection.fail("closed here")
+            self.connection = None
+            channel.close()
+
+    def _become(self, state: PeerState, reason: str) -> None:
+        self._state, self.reason = state, reason
+        self._on_change()

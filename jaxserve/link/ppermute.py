@@ -1,0 +1,80 @@
+"""Moves messages by one collective program on the union of both meshes, a `ppermute` a slot."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.link.route import Route
+from jaxserve.link.transport import Arrays, Direction, Transport
+from jaxserve.mesh import cached_sharding
+
+
+class PermuteTransport(Transport):
+    """A `Transport` of one jitted collective."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        route: Route,
+        attention: Mesh,
+        ffn: Mesh,
+        piece: tuple[int, int],
+        dtype: jnp.dtype,
+    ):
+        super().__init__(direction, route, attention, ffn, piece, dtype)
+        here = jax.process_index()
+        union = Mesh(np.array(self.attention_devices + self.ffn_devices), ("devices",))
+        self._sharding = cached_sharding(union, PartitionSpec("devices"))
+        self._shape = (union.size * piece[0], piece[1])
+        self._idle = [
+            jax.device_put(np.zeros(piece, dtype), device)
+            for device in self.destination.devices.flat
+            if device.process_index == here
+        ]
+        self._receivers = {d for d in self.destination.devices.flat if d.process_index == here}
+        body = functools.partial(_permute, direction, route)
+        spec = PartitionSpec("devices")
+        program = jax.jit(
+            jax.shard_map(body, mesh=union, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+        argument = jax.ShapeDtypeStruct(self._shape, dtype, sharding=self._sharding)
+        inputs = 1 if direction == "dispatch" else route.slots
+        self._program = program.lower(*[argument] * inputs).compile()
+
+    def copy(self, arrays: Arrays) -> Arrays:
+        united = [self._unite(array) for array in arrays]
+        return [
+            jax.make_array_from_single_device_arrays(
+                self.received_shape,
+                self.destination_sharding,
+                [s.data for s in array.addressable_shards if s.device in self._receivers],
+                dtype=self.dtype,
+            )
+            for array in self._program(*united)
+        ]
+
+    def _unite(self, array: jax.Array) -> jax.Array:
+        """The array over both meshes: the source's pieces, and room for the destination's."""
+        pieces = [shard.data for shard in array.addressable_shards]
+        parts = pieces + self._idle if self.direction == "dispatch" else self._idle + pieces
+        return jax.make_array_from_single_device_arrays(
+            self._shape, self._sharding, parts, dtype=self.dtype
+        )
+
+
+def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Inside `shard_map` over attention then ffn devices: every slot one `ppermute`."""
+    me = jax.lax.axis_index("devices")
+    received = []
+    for leg in route.legs:
+        pairs = [(a, route.attention + f) for a, f in zip(leg.attention, leg.ffn, strict=True)]
+        if direction == "dispatch":
+            received.append(jax.lax.ppermute(arrays[0], "devices", pairs))
+            continue
+        back = jax.lax.ppermute(arrays[leg.slot], "devices", [(f, a) for a, f in pairs])
+        mine = jnp.zeros(route.attention + route.ffn, bool).at[np.array(leg.attention)].set(True)
+        received.append(jnp.where(mine[me], back, received[-1] if received else back))
+    return tuple(received) if direction == "dispatch" else (received[-1],)

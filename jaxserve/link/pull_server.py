@@ -1,0 +1,314 @@
+"""The ffn worker's end of a `pull` link: a message server.
+
+Attention workers connect, announce messages and pull their answers. For each there are two threads:
+one reads notes and starts the pulls, the other waits until a message has arrived and only then
+enqueues the worker's program, because device queues are in order and a program ahead of its message
+would block every other domain's. So every domain is served in the order of its notes, and domains
+in the order of arrival. Nothing is kept but what is in flight: a domain that is lost is forgotten.
+`pull.py` is the other end. Knows nothing of ffn, plans or requests.
+"""
+
+import contextlib
+import functools
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import msgspec
+from jax.sharding import Mesh
+
+from jaxserve.clock import AwakeClock
+from jaxserve.link.channel import (
+    DEFAULT_DEADLINES,
+    AuthenticationError,
+    Channel,
+    Deadlines,
+    accept,
+    cut_off,
+    join_address,
+    listen,
+)
+from jaxserve.link.frames import (
+    Echo,
+    Failed,
+    Join,
+    Note,
+    Probe,
+    Refused,
+    Welcome,
+    decode_from_attention,
+    encode,
+)
+from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.peer import LONGEST_TICK_SECONDS, PROBE_BYTES, TICK_SECONDS
+from jaxserve.link.transfers import Transfers, refuse_several_processes
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""Domains, and strangers in the middle of a handshake, at a time."""
+
+MessageShapes = Callable[[str, int], Sequence[jax.ShapeDtypeStruct]]
+"""(kind, tokens) → the arrays, with shardings, as which a message lands: together one buffer a
+piece, in the order of the pieces."""
+
+Run = Callable[[str, int, int, Sequence[jax.Array]], Sequence[jax.Array]]
+"""(kind, layer, tokens, message) → the answer: arrays with one buffer a piece, in the order of the
+pieces; enqueued, not waited for. Raises where there is no such work."""
+
+
+class PullServer:
+    """Serves messages of any number of attention workers.
+
+    Args:
+      address: to listen on; port 0 takes a free one.
+      hello: what this worker is; attention workers that differ are refused.
+      token: the secret of the deployment.
+      run: what the worker does with a message; called by one thread at a time.
+      mesh: of this worker alone.
+      message_shapes: as what a message lands on it.
+      deadlines: of every wait.
+
+    Raises:
+      ConfigError: a runtime of several processes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        run: Run,
+        *,
+        mesh: Mesh,
+        message_shapes: MessageShapes,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        refuse_several_processes()
+        self.hello = hello
+        self.run = run
+        self.message_shapes = functools.cache(message_shapes)
+        self.deadlines = deadlines
+        self.device: jax.Device = mesh.devices.flat[0]
+        self._address, self._token = address, token
+        self._turn = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._domains: set[_Domain] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="link server", daemon=True)
+
+    def start(self) -> str:
+        """Begins to serve and returns the address.
+
+        Raises:
+          ConfigError: the address cannot be listened on, or needs a token.
+        """
+        self._socket = listen(self._address, self._token)
+        self._thread.start()
+        return join_address(*self._socket.getsockname()[:2])
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of the attention workers that are connected."""
+        return sorted(domain.name for domain in list(self._domains) if domain.name)
+
+    @contextlib.contextmanager
+    def between_messages(self) -> Iterator[None]:
+        """Keeps `run` from being called in the body: for what must not meet a message."""
+        with self._turn:
+            yield
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections."""
+        self._closing = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(seconds)
+            self._socket.close()
+        for domain in list(self._domains):
+            domain.fail("the ffn worker ends")
+        for domain in list(self._domains):
+            domain.thread.join(seconds)
+
+    def forget(self, domain: "_Domain") -> None:
+        """The domain's threads have ended."""
+        self._domains.discard(domain)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        while not self._closing:
+            try:
+                sock, address = self._socket.accept()
+            except OSError as error:
+                if not self._closing:
+                    logger.warning("link: a connection could not be accepted: %s", error)
+                    threading.Event().wait(TICK_SECONDS)
+                continue
+            if len(self._domains) < MOST_CONNECTIONS:
+                self._admit(sock)
+            else:
+                logger.warning("link: %s turned away: %d connections", address, MOST_CONNECTIONS)
+                sock.close()
+
+    def _admit(self, sock: socket.socket) -> None:
+        domain = _Domain(self, sock, self._token)
+        self._domains.add(domain)
+        domain.thread.start()
+
+
+class _Domain:
+    """One connected attention worker."""
+
+    def __init__(self, server: PullServer, sock: socket.socket, token: str):
+        self.name = ""
+        self.failure: str | None = None
+        self.thread = threading.Thread(target=self._live, name="link domain", daemon=True)
+        self._server = server
+        self._sock, self._token = sock, token
+        self._failing = threading.Lock()
+        self._channel: Channel | None = None
+        self._transfers: Transfers | None = None
+        self._arriving: queue.SimpleQueue[tuple[Note, list[jax.Array]] | None] = queue.SimpleQueue()
+        sharding = jax.sharding.SingleDeviceSharding(server.device)
+        self._probe_shape = jax.ShapeDtypeStruct((PROBE_BYTES // 4,), "int32", sharding=sharding)
+
+    def fail(self, reason: str) -> None:
+        """Gives the connection up; the first reason counts."""
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = reason
+        if self._transfers is not None:
+            self._transfers.cancel()
+        if self._channel is not None:
+            self._channel.shutdown()
+
+    def _live(self) -> None:
+        """From the accepted socket to the connection's loss."""
+        worker = None
+        try:
+            self._channel = accept(self._sock, self._token, self._server.deadlines.handshake)
+            late = functools.partial(self.fail, "the handshake took too long")
+            with cut_off(late, self._server.deadlines.handshake):
+                if not self._welcome(self._channel):
+                    return
+            worker = threading.Thread(target=self._work, name=f"link {self.name}", daemon=True)
+            worker.start()
+            self._read(self._channel)
+        except AuthenticationError:
+            logger.warning("link: refused a worker with another token")
+        except (EOFError, OSError) as error:
+            self.fail(f"the connection closed ({error or 'end of file'})")
+        except (RuntimeError, msgspec.DecodeError) as error:
+            self.fail(str(error))
+        finally:
+            self.fail("closed here")
+            if worker is not None:
+                self._arriving.put(None)
+                worker.join()
+                logger.info("link: %s has left: %s", self.name, self.failure)
+            self._transfers = None
+            if self._channel is not None:
+                self._channel.close()
+            self._server.forget(self)
+
+    def _welcome(self, channel: Channel) -> bool:
+        """Takes the attention worker in, or tells it why not."""
+        frame = decode_from_attention(channel.receive())
+        if not isinstance(frame, Join):
+            channel.send(encode(Refused(f"unexpected {type(frame).__name__} instead of a join")))
+            return False
+        if reason := refusal(self._server.hello, frame.hello):
+            logger.warning("link: refused %s: %s", channel.peer, reason)
+            channel.send(encode(Refused(reason)))
+            return False
+        self._transfers = Transfers(self._server.device, channel.local_host)
+        self._transfers.connect(frame.transfer_address)
+        self.name = frame.domain
+        channel.send(encode(Welcome(self._server.hello, self._transfers.address)))
+        logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
+        return True
+
+    def _read(self, channel: Channel) -> None:
+        assert self._transfers is not None
+        clock = AwakeClock(LONGEST_TICK_SECONDS)
+        heard = clock.now
+        while self.failure is None:
+            if not channel.wait(TICK_SECONDS):
+                silent = clock.tick() - heard
+                if silent > self._server.deadlines.down:
+                    self.fail(f"silent for {silent:.1f} s")
+                continue
+            frame = decode_from_attention(channel.receive())
+            heard = clock.tick()
+            match frame:
+                case Note():
+                    self._announced(frame)
+                case Probe(uuid=uuid, answer=answer):
+                    # Registered while it arrives: nothing waits for it here.
+                    probe = self._transfers.pull(uuid, [self._probe_shape])
+                    self._transfers.register(answer, probe)
+                case Echo():
+                    channel.send(encode(frame))
+                case Join():
+                    self.fail("joined twice")
+
+    def _announced(self, note: Note) -> None:
+        assert self._transfers is not None
+        if note.epoch != self._server.hello.epoch:
+            self._refuse(note, f"epoch {note.epoch}, here {self._server.hello.epoch}")
+            return
+        try:
+            shapes = self._server.message_shapes(note.kind, note.tokens)
+        except Exception as error:
+            logger.exception("link: no shapes of %s", note)
+            self._refuse(note, f"{type(error).__name__}: {error}")
+            return
+        self._arriving.put((note, self._transfers.pull(note.uuid, shapes)))
+
+    def _work(self) -> None:
+        """Runs what has arrived."""
+        while self.failure is None and self._serve_one():
+            pass
+        # What has not been served would keep its memory for as long as this object lives.
+        while not self._arriving.empty():
+            self._arriving.get()
+
+    def _serve_one(self) -> bool:
+        """Waits for the next message and runs it; False at the end."""
+        item = self._arriving.get()
+        if item is None:
+            return False
+        note, message = item
+        try:
+            for array in message:
+                array.block_until_ready()
+        except RuntimeError as error:
+            self._refuse(note, f"the message arrived as an error: {error}")
+            return False
+        return self._run(note, message)
+
+    def _run(self, note: Note, message: list[jax.Array]) -> bool:
+        transfers = self._transfers
+        assert transfers is not None
+        try:
+            with self._server.between_messages():
+                answer = self._server.run(note.kind, note.layer, note.tokens, message)
+            transfers.register(note.answer, answer)
+        except Exception as error:
+            if self.failure is None:
+                logger.exception("link: no answer to %s", note)
+                self._refuse(note, f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _refuse(self, note: Note, text: str) -> None:
+        """Tells the domain that a message gets no answer, and ends the connection."""
+        if self.failure is None and self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.send(encode(Failed(note.uuid, text)))
+        self.fail(text)

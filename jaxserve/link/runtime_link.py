@@ -1,0 +1,122 @@
+"""The link between an attention worker and an ffn worker of one runtime, with its two ends.
+
+`fleet/` makes one for a deployment, and gives each worker its end; a worker sees the protocols
+`AttentionEnd` and `FFNEnd` alone, which the link between runtimes has too (`pull.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config.model import FFNKind
+from jaxserve.link.contract import Contract
+from jaxserve.link.device_put import DevicePutTransport
+from jaxserve.link.message import message_formats
+from jaxserve.link.ppermute import PermuteTransport
+from jaxserve.link.transport import Arrays, Transport
+
+TRANSPORTS: dict[str, type[Transport]] = {
+    "device_put": DevicePutTransport,
+    "ppermute": PermuteTransport,
+}
+
+SendMessage = Callable[[int, jax.Array], None]
+"""Takes the lane and the message."""
+ReceiveAnswer = Callable[[int], jax.Array]
+"""Takes the lane, returns the answer to its message."""
+
+
+class AttentionEnd(Protocol):
+    """Where an attention worker sends messages and receives answers."""
+
+    def sender(self, layer: int, tokens: int) -> SendMessage:
+        """For messages of a layer, in steps of so many tokens a DP group."""
+        ...
+
+    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
+        """For the answers to them."""
+        ...
+
+
+class FFNEnd(Protocol):
+    """Where an ffn worker of the same runtime receives messages and sends answers."""
+
+    def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
+        """For messages of a layer, one array a slot."""
+        ...
+
+    def sender(self, tokens: int) -> Callable[[Arrays], None]:
+        """For the answers."""
+        ...
+
+
+class RuntimeLink:
+    """Both directions, for every kind of layer and size of a step.
+
+    Args:
+      transport: a key of `TRANSPORTS`.
+
+    Attributes:
+      attention, ffn: the two ends.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        contract: Contract,
+        attention: Mesh,
+        ffn: Mesh,
+        token_sizes: Sequence[int],
+    ):
+        cls = TRANSPORTS[transport]
+        route = contract.route(ffn.size)
+        dispatch: dict[tuple[FFNKind, int], Transport] = {}
+        combine: dict[int, Transport] = {}
+        for tokens in token_sizes:
+            rows = contract.piece_rows(tokens)
+            for kind, message in message_formats(contract).items():
+                piece = rows, message.width
+                dispatch[kind, tokens] = cls("dispatch", route, attention, ffn, piece, message.word)
+            piece, dtype = (rows, contract.d_model), jnp.dtype(contract.combine)
+            combine[tokens] = cls("combine", route, attention, ffn, piece, dtype)
+        self.attention = _AttentionEnd(contract, dispatch, combine)
+        self.ffn = _FFNEnd(contract, dispatch, combine)
+
+
+class _End:
+    def __init__(
+        self,
+        contract: Contract,
+        dispatch: dict[tuple[FFNKind, int], Transport],
+        combine: dict[int, Transport],
+    ):
+        self._contract, self._dispatch, self._combine = contract, dispatch, combine
+
+    def dispatch(self, layer: int, tokens: int) -> Transport:
+        """That carries the messages of a layer."""
+        return self._dispatch[self._contract.layers[layer], tokens]
+
+    def combine(self, tokens: int) -> Transport:
+        """That carries the answers."""
+        return self._combine[tokens]
+
+
+class _AttentionEnd(_End):
+    def sender(self, layer: int, tokens: int) -> SendMessage:
+        send = self.dispatch(layer, tokens).send
+        return lambda lane, message: send((message,))
+
+    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
+        receive = self._combine[tokens].receive
+        return lambda lane: receive()[0]
+
+
+class _FFNEnd(_End):
+    def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
+        return self.dispatch(layer, tokens).receive
+
+    def sender(self, tokens: int) -> Callable[[Arrays], None]:
+        return self._combine[tokens].send

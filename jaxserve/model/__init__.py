@@ -1,0 +1,1 @@
+"""A decoder in blocks: attention, feed-forward layers, embedding, head and sampler."""

@@ -1,0 +1,51 @@
+"""The index arrays that attention needs for a flat, ragged batch.
+
+Built once per program from the step's int32 arrays (`roles/step_plan.py`) and passed to every
+layer.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class RaggedBatch(NamedTuple):
+    """One DP group's batch: the tokens of several sequences, concatenated."""
+
+    sequence_of_token: Int[Array, " tokens"]
+    """Slot of each token's sequence; for padding tokens the last slot."""
+    position: Int[Array, " tokens"]
+    """Position of each token in its sequence; -1 for padding."""
+    page_table: Int[Array, "slots pages"]
+    """Page ids of each sequence, within the DP group's pool."""
+    chunk_start: Int[Array, " tokens"]
+    """Position of the first token in this batch of each token's sequence."""
+
+
+def ragged_batch(
+    query_start: Int[Array, " slots_plus_one"],
+    kv_length: Int[Array, " slots"],
+    page_table: Int[Array, "slots pages"],
+    tokens: int,
+) -> RaggedBatch:
+    """Builds the batch from query ranges and KV lengths."""
+    slot, position, chunk_start = positions(query_start, kv_length, tokens)
+    return RaggedBatch(slot, position, page_table, chunk_start)
+
+
+def positions(
+    query_start: Int[Array, " slots_plus_one"], kv_length: Int[Array, " slots"], tokens: int
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """Slot, position and chunk start of every token; see `RaggedBatch`.
+
+    Token t belongs to the slot s with query_start[s] <= t < query_start[s+1]; the last token of a
+    sequence sits at position kv_length - 1.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    slot = jnp.sum(token[:, None] >= query_start[None, 1:], axis=1, dtype=jnp.int32)
+    valid = slot < kv_length.shape[0]
+    slot = jnp.minimum(slot, kv_length.shape[0] - 1)
+    position = kv_length[slot] - (query_start[slot + 1] - token)
+    chunk_start = kv_length[slot] - (query_start[slot + 1] - query_start[slot])
+    return slot, jnp.where(valid, position, -1), chunk_start

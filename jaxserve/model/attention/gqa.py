@@ -1,0 +1,79 @@
+"""Grouped-query attention (Qwen3): norms of q and k per head, sliding window, optional biases.
+
+One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: query heads and K and V heads are split over `tp`. Where there
+are fewer K heads than devices, all devices compute all of them, and each keeps the one that its
+query heads read.
+"""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.config.model import GQA as Sizes
+from jaxserve.config.model import ModelConfig
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages, attend, write
+from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.module import Formats, Weight, add_once, linear, matrix, rms_norm, scale, zeros
+
+
+class GQA(nnx.Module):
+    """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
+
+    Attributes:
+      query: [q_heads·head_dim, d_model].
+      key, value: [kv_heads·head_dim, d_model].
+      out: [d_model, q_heads·head_dim].
+      query_norm, key_norm: [head_dim], of every head.
+      query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        self.sizes, self.window = sizes, window
+        self.rope, self.epsilon = config.rope, config.norm_epsilon
+        dtype, d_model = formats.dtype, config.d_model
+        heads = {"q_heads": sizes.q_heads * sizes.head_dim}
+        split = sizes.kv_heads % formats.shards.get("q_heads", 1) == 0
+        kv = {"kv_heads" if split else "kv_heads_everywhere": sizes.kv_heads * sizes.head_dim}
+        self.query = matrix(rngs, formats, **heads, d_model=d_model)
+        self.key = matrix(rngs, formats, **kv, d_model=d_model)
+        self.value = matrix(rngs, formats, **kv, d_model=d_model)
+        self.out = matrix(rngs, formats, d_model=d_model, **heads)
+        self.query_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
+        self.key_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
+        self.query_bias = zeros(dtype, **heads) if sizes.qkv_bias else None
+        self.key_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
+        self.value_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
+        self.out_bias = zeros(dtype, d_model=d_model) if sizes.out_bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """As `MFA.__call__`."""
+        head_dim, tokens = self.sizes.head_dim, x.shape[0]
+        query = linear(x, self.query, self.query_bias).reshape(tokens, -1, head_dim)
+        key = linear(x, self.key, self.key_bias).reshape(tokens, -1, head_dim)
+        value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
+        if key.shape[1] > pages[0].shape[1]:
+            key, value = self._own_head(key, query), self._own_head(value, query)
+        turn = rotation(batch.position, head_dim, self.rope)
+        query = rotate(self._normed(query, self.query_norm), *turn)
+        key = rotate(self._normed(key, self.key_norm), *turn)
+        with jax.named_scope("write_pages"):
+            pages = write(pages, (key, value), batch)
+        with jax.named_scope("paged_attention"):
+            mixed = attend(query, pages, batch, scale=head_dim**-0.5, window=self.window)
+        share = linear(mixed.reshape(tokens, -1), self.out)
+        return add_once(share, self.out_bias), pages
+
+    def _own_head(self, heads: Array, query: Array) -> Array:
+        """Selects, from all K or V heads, the one that this device's query heads attend to."""
+        group = self.sizes.q_heads // self.sizes.kv_heads
+        first_query = jax.lax.axis_index("tp") * query.shape[1]
+        return jax.lax.dynamic_slice_in_dim(heads, first_query // group, 1, axis=1)
+
+    def _normed(self, x: Array, norm: Weight | None) -> Array:
+        return x if norm is None else rms_norm(x, norm[...], self.epsilon)

@@ -1,0 +1,128 @@
+"""The paged KV cache of one layer: its arrays, their shapes and their sharding.
+
+A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each: keys and values,
+or MLA's latent alone. In an 8-bit format each of them comes with an array of FP32 scales,
+`[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as their bits,
+uint8. Every DP group owns its `pages` rows, and the page ids in a page table are relative to the
+group. `pallas_kernels/attention` defines the layout inside a page; `engine/pages.py` decides which
+sequence owns which page.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.quant import as_bits
+from jaxserve.model.quant.rows import STORAGE, quantize_heads
+from pallas_kernels.attention.api import paged_attention, write_rows
+from pallas_kernels.quantize.api import Format
+
+Pages = tuple[Array, ...]
+"""(keys, values) or (latent,), then their scales in the same order."""
+
+PAGES_SPEC = PartitionSpec("dp", "tp")
+
+
+def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Global shapes and dtypes of one layer's cache.
+
+    Heads are divided over tp; where there are fewer heads than devices, several devices hold a copy
+    of the same head.
+    """
+    attention, cache = config.attention, deployment.cache
+    heads = max(attention.kv_heads, deployment.attention.tp)
+    if isinstance(attention, MLA):
+        widths = [attention.kv_latent + attention.rope_dim]
+    else:
+        widths = [attention.head_dim] * 2
+    dtype = STORAGE[deployment.cache_format]
+    if dtype == jnp.float8_e4m3fn:
+        dtype = jnp.dtype(jnp.uint8)  # its bits, which are cheaper to move (quantize/bits.py)
+    rows = (deployment.attention.dp * cache.pages, heads, cache.page_size)
+    arrays = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in widths]
+    if dtype.itemsize == 1:
+        arrays += [jax.ShapeDtypeStruct(rows, jnp.float32)] * len(widths)
+    return tuple(arrays)
+
+
+def write(
+    pages: Pages, rows: tuple[Float[Array, "tokens heads _"], ...], batch: RaggedBatch
+) -> Pages:
+    """Writes the keys and values (or latents) of the batch's tokens, quantised to the cache's
+    format."""
+    if len(pages) > len(rows):
+        values, scales = zip(*(quantize_heads(row, _format(pages)) for row in rows), strict=True)
+        rows = (*map(as_bits, values), *scales)
+    return write_rows(
+        pages,
+        tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+    )
+
+
+def attend(
+    queries: Float[Array, "tokens q_heads width"],
+    pages: Pages,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+) -> Float[Array, "tokens q_heads v_width"]:
+    """Attention of every token to the cached tokens of its sequence, itself included."""
+    keys, values, *scales = pages
+    k_scales, v_scales = scales or (None, None)
+    return paged_attention(
+        queries,
+        keys,
+        values,
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+        scale=scale,
+        window=window,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+
+
+def attend_latent(
+    queries: Float[Array, "tokens q_heads width"],
+    pages: Pages,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    v_width: int,
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
+    """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
+    values; also returns the log-sum-exp of every row and head."""
+    out, lse = paged_attention(
+        queries,
+        pages[0],
+        None,
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+        scale=scale,
+        v_width=v_width,
+        k_scales=pages[1] if len(pages) > 1 else None,
+        with_lse=True,
+    )
+    return out, lse
+
+
+def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "tokens heads _"]:
+    """The row rounded as the cache stores it: quantised and dequantised."""
+    if pages[0].dtype.itemsize > 1:
+        return row.astype(pages[0].dtype).astype(row.dtype)
+    values, scales = quantize_heads(row, _format(pages))
+    return (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
+
+
+def _format(pages: Pages) -> Format:
+    return "int8" if pages[0].dtype == jnp.int8 else "fp8"

@@ -1,0 +1,66 @@
+"""Multi-matrix factorization attention (Step-3 §2.2): low-rank queries, one K and one V head.
+
+One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: query heads are split over `tp`, K and V are computed everywhere.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.config.model import MFA as Sizes
+from jaxserve.config.model import ModelConfig
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages, attend, write
+from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
+
+
+class MFA(nnx.Module):
+    """q = RoPE(RMSNorm(x·W_down)·W_up) per head; k, v = x·W_kv, shared by all query heads.
+
+    Attributes:
+      down: [latent + 2·kv_heads·head_dim, d_model], the query's low-rank map, K and V side by side.
+      inter_norm: [latent], RMSNorm between the two query matrices.
+      up: [q_heads·head_dim, latent].
+      out: [d_model, q_heads·head_dim].
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        self.sizes, self.window = sizes, window
+        self.rope, self.epsilon = config.rope, config.norm_epsilon
+        heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        parts = (sizes.latent, kv, kv)
+        self.down = side_by_side(
+            rngs, formats, parts, latent_and_kv=sum(parts), d_model=config.d_model
+        )
+        self.inter_norm = scale(formats.dtype, latent=sizes.latent)
+        self.up = matrix(rngs, formats, q_heads=heads, latent=sizes.latent)
+        self.out = matrix(rngs, formats, d_model=config.d_model, q_heads=heads)
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """Attention of normed tokens, after their K and V are written to the pages.
+
+        Returns this device's share of the output projection (the caller sums over `tp`, in FP32)
+        and the pages.
+        """
+        sizes, tokens = self.sizes, x.shape[0]
+        kv = sizes.kv_heads * sizes.head_dim
+        query, key, value = jnp.split(
+            linear(x, self.down), [sizes.latent, sizes.latent + kv], axis=-1
+        )
+        query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
+        turn = rotation(batch.position, sizes.head_dim, self.rope)
+        query = rotate(query.reshape(tokens, -1, sizes.head_dim), *turn)
+        key = rotate(key.reshape(tokens, sizes.kv_heads, -1), *turn)
+        value = value.reshape(tokens, sizes.kv_heads, -1)
+        with jax.named_scope("write_pages"):
+            pages = write(pages, (key, value), batch)
+        with jax.named_scope("paged_attention"):
+            mixed = attend(query, pages, batch, scale=sizes.head_dim**-0.5, window=self.window)
+        return linear(mixed.reshape(tokens, -1), self.out), pages

@@ -1,0 +1,158 @@
+"""Multi-head latent attention (DeepSeek-V2 §2.1): the cache holds one latent a token.
+
+One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: query heads are split over `tp`, the latent is computed
+everywhere.
+
+Two formulations give the same result. *Absorbed*: queries are projected to the latent space and
+attend to the cached latents directly. It reads little, which suits decode. *Naive*: keys and values
+of every head are expanded from the latents. It takes a third of the FLOPs for each pair of tokens,
+which suits prefill. A step with more tokens than sequences has prefill chunks: it attends naively
+within the chunks, absorbed to what was cached before, and merges both by their log-sum-exps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.config.model import MLA as Sizes
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write
+from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.module import Formats, add_once, linear, matrix, rms_norm, scale, weight, zeros
+from pallas_kernels.attention.api import chunk_attention, merge
+
+
+class MLA(nnx.Module):
+    """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
+
+    Attributes:
+      query_down: [q_latent, d_model], or None: then `query_up` starts from d_model.
+      query_norm: [q_latent].
+      query_up: [q_heads·(nope_dim + rope_dim), q_latent].
+      latent_down: [kv_latent + rope_dim, d_model], the latent and the shared rotated key.
+      latent_norm: [kv_latent].
+      key_up: [q_heads, nope_dim, kv_latent].
+      value_up: [q_heads, v_dim, kv_latent].
+      out: [d_model, q_heads·v_dim].
+      query_bias, latent_bias, out_bias: of the down maps and `out`; None where there are none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        if window:
+            raise ConfigError("latent attention with a sliding window is not supported")
+        self.sizes, self.rope = sizes, config.rope
+        dtype, d_model = formats.dtype, config.d_model
+        heads, latent = sizes.q_heads, sizes.kv_latent
+        queries = heads * (sizes.nope_dim + sizes.rope_dim)
+        biased = sizes.bias
+        low = sizes.q_latent
+        self.query_down = matrix(rngs, formats, latent=low, d_model=d_model) if low else None
+        self.query_norm = scale(dtype, latent=low) if low else None
+        self.query_bias = zeros(dtype, latent=low) if low and biased else None
+        self.query_up = matrix(
+            rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
+        )
+        down = latent + sizes.rope_dim
+        self.latent_down = matrix(rngs, formats, latent=down, d_model=d_model)
+        self.latent_norm = scale(dtype, latent=latent)
+        self.latent_bias = zeros(dtype, latent=down) if biased else None
+        # Small for each head, and absorption multiplies them in full precision: not quantised.
+        self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
+        self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
+        self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
+        self.out_bias = zeros(dtype, d_model=d_model) if biased else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """As `MFA.__call__`."""
+        tokens = x.shape[0]
+        turn = rotation(batch.position, self.sizes.rope_dim, self.rope)
+        nope, rope = self._query(x, turn)
+        row = self._row(x, turn)
+        with jax.named_scope("write_pages"):
+            pages = write(pages, (row,), batch)
+        absorbed = self._absorb(nope, rope)
+        scale, width = self.sizes.scale, self.sizes.kv_latent
+        with jax.named_scope("paged_attention"):
+            if tokens <= batch.page_table.shape[0]:
+                mixed, _ = attend_latent(absorbed, pages, batch, scale=scale, v_width=width)
+                heads = self._values(mixed)
+            else:
+                before = batch._replace(
+                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1)
+                )
+                mixed, history = attend_latent(absorbed, pages, before, scale=scale, v_width=width)
+                inside, chunk = self._naive(nope, rope, stored(row, pages), batch)
+                heads = merge((self._values(mixed), inside), (history, chunk))
+        share = linear(heads.reshape(tokens, -1), self.out)
+        return add_once(share, self.out_bias), pages
+
+    def _query(
+        self, x: Array, turn: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
+        """The queries' two parts, the second one rotated."""
+        sizes = self.sizes
+        if self.query_down is not None:
+            assert self.query_norm is not None
+            x = linear(x, self.query_down, self.query_bias)
+            x = rms_norm(x, self.query_norm[...], sizes.latent_epsilon)
+        query = linear(x, self.query_up)
+        query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
+        nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
+        return nope, rotate(rope, *turn, interleaved=self.rope.interleaved)
+
+    def _row(self, x: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens 1 width"]:
+        """The cached row of each token: its normed latent, then its rotated key."""
+        row = linear(x, self.latent_down, self.latent_bias)
+        latent, key = jnp.split(row, [self.sizes.kv_latent], axis=-1)
+        latent = rms_norm(latent, self.latent_norm[...], self.sizes.latent_epsilon)
+        key = rotate(key[:, None], *turn, interleaved=self.rope.interleaved)
+        return jnp.concatenate([latent[:, None], key], axis=-1)
+
+    def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
+        """Absorbed queries: W^UK is applied to the queries instead of the keys."""
+        query = _einsum("thn,hnc->thc", nope, self.key_up[...])
+        return jnp.concatenate([query, rope], axis=-1)
+
+    def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
+        """Weighted sums of latents to weighted sums of values: W^UV is applied after the
+        softmax."""
+        return _einsum("thc,hvc->thv", mixed, self.value_up[...])
+
+    def _naive(
+        self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
+    ) -> tuple[Array, Array]:
+        """Attention of the batch's tokens to each other, and its log-sum-exp for every head."""
+        latent, key = row[:, 0, : self.sizes.kv_latent], row[:, :, self.sizes.kv_latent :]
+        keys = _einsum("tc,hnc->thn", latent, self.key_up[...])
+        shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))
+        return chunk_attention(
+            jnp.concatenate([nope, rope], axis=-1),
+            jnp.concatenate([keys, shared], axis=-1),
+            _einsum("tc,hvc->thv", latent, self.value_up[...]),
+            batch.sequence_of_token,
+            batch.position,
+            scale=self.sizes.scale,
+        )
+
+
+def _einsum(products: str, x: Array, w: Array) -> Array:
+    """A product of heads with FP32 accumulation, in x's dtype."""
+
+    def on_cpu(x: Array, w: Array) -> Array:
+        # XLA's CPU backend has no batched BF16 product; FP32 operands give the same numbers.
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum(products, x.astype(jnp.float32), w.astype(jnp.float32), precision=highest)
+
+    def elsewhere(x: Array, w: Array) -> Array:
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
+
+    return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere).astype(x.dtype)

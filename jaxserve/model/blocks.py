@@ -1,0 +1,278 @@
+"""The blocks of a decoder, split where the link is: each layer has the part that the attention role
+runs and the part that the ffn role runs. The programs in `roles/` place them on meshes.
+
+A block is an nnx module; inside a program it holds one device's slices of the weights.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import FFNKind, LayerKind, ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.family import attention_module
+from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.ffn.dense import DenseFFN
+from jaxserve.model.ffn.experts import Experts
+from jaxserve.model.ffn.router import Router
+from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
+from jaxserve.model.message import Message
+from jaxserve.model.module import BLOCK, Formats, Template, WeightFormat, rms_norm, scale, weight
+from jaxserve.model.quant.matmul import matmul
+from jaxserve.model.quant.rows import EncodedRows, WireFormat, norm_and_encode_rows
+from pallas_kernels.grouped_matmul.api import RowFormat
+
+
+class AttentionBlock(nnx.Module):
+    """The attention role's part of a layer: norm, attention, residual, norm, router.
+
+    Attributes:
+      dispatch: number format of the rows sent to the ffn role.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        formats: Formats,
+        dispatch: WireFormat,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.dispatch = config, dispatch
+        self.input_norm = scale(formats.dtype, d_model=config.d_model)
+        self.attention = attention_module(config, kind.window, formats, rngs)
+        self.post_norm = scale(formats.dtype, d_model=config.d_model)
+        routed = config.router if kind.ffn == "moe" else None
+        self.router = Router(config.d_model, routed, formats.dtype, rngs) if routed else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
+    ) -> tuple[Float[Array, "tokens d_model"], Message, Pages]:
+        """Returns the residual stream after attention, the message to the ffn role, and the
+        pages."""
+        epsilon = self.config.norm_epsilon
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.input_norm[...], epsilon)
+            mixed, pages = self.attention(normed, pages, batch)
+            x = x + jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
+        with jax.named_scope("router"):
+            normed, encoded = self._norm(x)
+            experts = gates = None
+            if self.router is not None:
+                experts, gates = self.router(normed, batch.position >= 0, sentinel)
+            return x, Message(normed, experts, gates, encoded), pages
+
+    def _norm(
+        self, x: Float[Array, "tokens d_model"]
+    ) -> tuple[Float[Array, "tokens d_model"], EncodedRows | None]:
+        """Normed rows for the router and, unless each tp device sends its own share of the rows,
+        the same rows encoded for the wire."""
+        norm, epsilon = self.post_norm[...], self.config.norm_epsilon
+        if jax.lax.axis_size("tp") > 1:
+            return rms_norm(x, norm, epsilon), None
+        return norm_and_encode_rows(x, norm, epsilon, self.dispatch)
+
+
+class FFNBlock(nnx.Module):
+    """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: FFNKind,
+        ranks: tuple[int, int],
+        exchange: ExchangeKind,
+        formats: Formats,
+        rngs: nnx.Rngs,
+    ):
+        d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
+        own_rows = kind == "moe" and exchange == "alltoall"
+        shards = tensor_ranks if own_rows else expert_ranks * tensor_ranks
+        d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
+        d_ff = -(-d_ff // shards) * shards
+        self.experts = Experts(config, ranks, formats, rngs) if kind == "moe" else None
+        split: Literal["d_ff", "shared_d_ff"] = "shared_d_ff" if own_rows else "d_ff"
+        self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if d_ff else None
+
+    def __call__(
+        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+    ) -> Float[Array, "tokens d_model"]:
+        """This device's share of the layer's output, FP32.
+
+        Args:
+          message: the rows and routing that the attention role sent.
+          rank: this device's ep coordinate.
+          layer: index into stacked expert weights; see `Experts`.
+        """
+        return self.with_load(message, rank, layer)[0]
+
+    def with_load(
+        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+    ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"] | None]:
+        """The same, and the tokens that each of this device's routed experts got; None: it has
+        none."""
+        load = None
+        share = jnp.zeros(message.tokens.shape, jnp.float32)
+        if self.dense is not None:
+            with jax.named_scope("dense"):
+                share += self.dense(message.tokens)
+        if self.experts is not None:
+            assert message.experts is not None
+            assert message.gates is not None
+            with jax.named_scope("experts"):
+                routed, load = self.experts.routed(
+                    message.tokens, message.experts, message.gates, rank, layer
+                )
+                share += routed
+        return share, load
+
+
+class Embedding(nnx.Module):
+    """Token embedding [vocab, d_model], columns split over tp."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.table = weight(rngs, dtype, rows=config.vocab, embedding=config.d_model)
+
+    def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
+        return jax.lax.all_gather(self.table[...][token_ids], "tp", axis=1, tiled=True)
+
+
+class Head(nnx.Module):
+    """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
+
+    def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
+        self.norm = scale(dtype, d_model=config.d_model)
+        self.weight = weight(rngs, dtype, vocab=vocab, d_model=config.d_model)
+
+    def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
+        """FP32 logits."""
+        normed = rms_norm(x, self.norm[...], self.config.norm_epsilon)
+        local = matmul(normed, self.weight[...])
+        logits = jax.lax.all_gather(local, "tp", axis=1, tiled=True)
+        return logits[:, : self.config.vocab]
+
+
+class ModelTemplates:
+    """The templates of every block of a model on a deployment's meshes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        deployment: Deployment,
+        meshes: Submeshes | AbstractSubmeshes,
+    ):
+        check_layout(config, deployment)
+        dtype = jnp.dtype(deployment.dtype)
+        self.config = config
+        self.dtype = dtype
+        self.ranks = (meshes.ffn.shape[meshes.ffn_axes[0]], meshes.ffn.shape[meshes.ffn_axes[1]])
+        tensor_ranks = axis_product(meshes.attention, "tp")
+        attention = Formats(
+            dtype,
+            weight_format(deployment.attention.weights, config),
+            shards(meshes.attention, ATTENTION_RULES),
+        )
+        ffn = Formats(
+            dtype,
+            weight_format(deployment.ffn.weights, config),
+            shards(meshes.ffn, meshes.ffn_rules),
+            expert_rows(deployment, config),
+        )
+        self.embedding = Template(functools.partial(Embedding, config, dtype))
+        self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
+        self.attention = {
+            kind: Template(
+                functools.partial(
+                    AttentionBlock, config, kind, attention, deployment.dispatch_format
+                )
+            )
+            for kind in config.kinds()
+        }
+        self.exchange = exchange_of(config, deployment)
+        self.ffn = {
+            kind.ffn: Template(
+                functools.partial(FFNBlock, config, kind.ffn, self.ranks, self.exchange, ffn)
+            )
+            for kind in config.kinds()
+        }
+
+
+def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
+    """The weight format of a role with `auto` resolved to the checkpoint's own format.
+
+    `fp8` keeps the FP8 blocks of a checkpoint that has them.
+    """
+    if wanted == "auto":
+        return config.stored
+    if config.stored == "fp8_block" and wanted == "fp8":
+        return "fp8_block"
+    formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8"}
+    return formats.get(wanted, "plain")
+
+
+def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None:
+    """The `row_format` of routed experts that `ffn.expert_rows` asks for.
+
+    Raises:
+      ConfigError: `blocks` with weights that are not in 8 bits, or that are sharded within a block.
+    """
+    if deployment.ffn.expert_rows == "auto":
+        return None
+    weights = weight_format(deployment.ffn.weights, config)
+    if weights == "plain":
+        raise ConfigError(
+            f"ffn.expert_rows = {deployment.ffn.expert_rows} needs 8-bit weights, ffn.weights is "
+            f"{deployment.ffn.weights}"
+        )
+    if deployment.ffn.expert_rows == "float":
+        return "float"
+    afd = deployment.mode == "afd"
+    field, tp = ("ffn.tp", deployment.ffn.tp) if afd else ("attention.tp", deployment.attention.tp)
+    d_ff = -(-config.expert_d_ff // tp)
+    if weights == "fp8_block" and tp > 1 and d_ff % BLOCK:
+        raise ConfigError(
+            f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
+            f"{tp} leaves {d_ff} of the experts' {config.expert_d_ff} columns"
+        )
+    return "int8" if weights == "int8" else "fp8"
+
+
+def check_layout(config: ModelConfig, deployment: Deployment) -> None:
+    """Checks that every sharded dimension divides as the deployment asks.
+
+    Raises:
+      ConfigError: one does not; names the key and the sizes."""
+    tp = deployment.attention.tp
+    q_heads, kv_heads = config.attention.q_heads, config.attention.kv_heads
+    for name, size in (("query heads", q_heads), ("d_model", config.d_model)):
+        if size % tp:
+            raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(
+            f"attention.tp = {tp} is neither a divisor nor a multiple of the model's key and value "
+            f"heads = {kv_heads}"
+        )
+    if deployment.scheduler.max_length > config.max_positions:
+        raise ConfigError(
+            f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
+            f"{config.max_positions} positions"
+        )
+    afd = deployment.mode == "afd"
+    field, ep = ("ffn.ep", deployment.ffn.ep) if afd else ("attention.dp", deployment.attention.dp)
+    if config.experts and ep > config.experts:
+        raise ConfigError(f"{field} = {ep} is more than the model's {config.experts} experts")
+    if deployment.ffn.exchange != "alltoall":
+        return
+    if not config.experts:
+        raise ConfigError("ffn.exchange = alltoall, but the model has no routed experts")
+    if ep == 1:
+        raise ConfigError(f"ffn.exchange = alltoall needs 2 or more ranks of experts, {field} = 1")

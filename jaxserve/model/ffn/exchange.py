@@ -1,0 +1,359 @@
+"""How rows get to the devices that hold their experts, and results back to where the rows were.
+
+Called by the programs of the ffn role and of colocated mode, inside their `shard_map`. Every device
+brings equally many packed rows, some of which may be padding (expert ids past the last slot), and
+gets their finished results. Dropless: what is received has room for the worst routing. Knows mesh
+axes and blocks; not how rows came to the mesh, nor how they are packed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
+
+from jaxserve.config.model import FFNKind
+from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.traffic import ExchangeKind
+from jaxserve.model.message import Message
+from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
+
+Unpack = Callable[[UInt[Array, "rows words"]], Message]
+"""Packed rows to what is in them (`MessageFormat.unpack`)."""
+
+
+class Axes(NamedTuple):
+    """The mesh axes of an exchange."""
+
+    experts: str
+    """Routed experts are divided over it."""
+    tensor: str
+    """Every expert's d_ff is divided over it."""
+    rows: tuple[str, ...]
+    """Over which the devices' own rows differ: both, major first, or `experts` alone if the devices
+    of `tensor` hold the same rows."""
+
+    @property
+    def split(self) -> bool:
+        """Whether the devices of `tensor` have different rows."""
+        return self.tensor in self.rows
+
+
+class Blocks(NamedTuple):
+    """The equal blocks that all devices' rows consist of, device after device."""
+
+    total: int = 1
+    filled: tuple[int, ...] = (0,)
+    """Those that hold rows; the others hold padding, which is neither computed nor sent on."""
+
+    @property
+    def all_filled(self) -> bool:
+        """Whether there is no padding."""
+        return len(self.filled) == self.total
+
+
+class Exchange(Protocol):
+    """One layer of the ffn role on all rows of a mesh."""
+
+    def __call__(
+        self,
+        packed: UInt[Array, "rows words"],
+        block: FFNBlock,
+        unpack: Unpack,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
+        """The layer's output for this device's own rows, and how many rows, of all devices, each of
+        this device's routed experts got (None: it has none).
+
+        Args:
+          layer: see `Experts`.
+        """
+        ...
+
+
+def make_exchanges(
+    kind: ExchangeKind, axes: Axes, dtype: jnp.dtype, blocks: Blocks | None = None
+) -> dict[FFNKind, Exchange]:
+    """The exchange of every kind of layer. Those without routed experts need all rows everywhere.
+
+    Args:
+      dtype: of results that are not yet summed over ranks.
+      blocks: None: all devices' rows are rows.
+    """
+    blocks = blocks or Blocks()
+    gather = GatherExchange(axes, blocks)
+    moe: Exchange = AllToAllExchange(axes, blocks, dtype) if kind == "alltoall" else gather
+    return {"dense": gather, "moe": moe}
+
+
+class GatherExchange(NamedTuple):
+    """All rows to all devices, whose shares of the results are summed: an all-gather and an FP32
+    reduce-scatter."""
+
+    axes: Axes
+    blocks: Blocks
+
+    def __call__(
+        self,
+        packed: UInt[Array, "rows words"],
+        block: FFNBlock,
+        unpack: Unpack,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
+        """See `Exchange`."""
+        axes = self.axes
+        everything = jax.lax.all_gather(packed, axes.rows, axis=0, tiled=True)
+        rank = jax.lax.axis_index(axes.experts)
+        share, load = block.with_load(unpack(self._real(everything)), rank, layer)
+        rows = jax.lax.psum_scatter(
+            self._in_place(share), axes.rows, scatter_dimension=0, tiled=True
+        )
+        return _summed_over_tensor(rows, axes), load
+
+    def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
+        """The rows of the filled blocks."""
+        if self.blocks.all_filled:
+            return rows
+        blocks = rows.reshape(self.blocks.total, -1, rows.shape[1])
+        return blocks[np.array(self.blocks.filled)].reshape(-1, rows.shape[1])
+
+    def _in_place(self, results: Float32[Array, "real d_model"]) -> Float32[Array, "rows d_model"]:
+        """The results where their rows were, zeros elsewhere."""
+        if self.blocks.all_filled:
+            return results
+        total, filled = self.blocks
+        of_blocks = results.reshape(len(filled), -1, results.shape[1])
+        blocks = jnp.zeros((total, *of_blocks.shape[1:]), results.dtype)
+        return blocks.at[np.array(filled)].set(of_blocks).reshape(-1, results.shape[1])
+
+
+class AllToAllExchange(NamedTuple):
+    """A row goes once to each rank that holds at least one of its experts (xDeepServe §3.2), which
+    returns one row of results; both ways are ragged all-to-alls.
+
+    If the devices of a rank have different rows, a row goes to each of them, and each returns its
+    share: no gather in the rank, whose static shape would be that of the worst routing. Results
+    travel in `dtype` and are summed in FP32 where the rows were. The shared expert's d_ff is
+    divided over `tensor` alone, so that a rank computes it for its own rows.
+    """
+
+    axes: Axes
+    blocks: Blocks
+    dtype: jnp.dtype
+
+    def __call__(
+        self,
+        packed: UInt[Array, "rows words"],
+        block: FFNBlock,
+        unpack: Unpack,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
+        """See `Exchange`."""
+        experts, axes = block.experts, self.axes
+        assert experts is not None
+        own = unpack(packed)
+        assert own.experts is not None
+        with jax.named_scope("dispatch"):
+            plan = make_send_plan(own.experts // experts.local, axes, self.blocks)
+            received, there = plan.dispatch(packed)
+            message = unpack(received)
+            assert message.experts is not None
+            assert message.gates is not None
+            nowhere = experts.local * jax.lax.axis_size(axes.experts)
+            chosen = jnp.where(there[:, None], message.experts, nowhere)
+        with jax.named_scope("experts"):
+            rank = jax.lax.axis_index(axes.experts)
+            results, load = experts.routed(message.tokens, chosen, message.gates, rank, layer)
+        with jax.named_scope("combine"):
+            rows = plan.combine(results.astype(self.dtype))
+        if block.dense is not None:
+            with jax.named_scope("dense"):
+                rows += self._shared(packed, own, block.dense, unpack)
+        return _summed_over_tensor(rows, axes), load
+
+    def _shared(
+        self,
+        packed: UInt[Array, "rows words"],
+        own: Message,
+        expert: Callable[[Array], Array],
+        unpack: Unpack,
+    ) -> Float32[Array, "rows d_model"]:
+        """The shared expert on this device's own rows, or its share if others have them, too."""
+        tensor = self.axes.tensor
+        if not self.axes.split or jax.lax.axis_size(tensor) == 1:
+            return expert(own.tokens)
+        of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
+        share = expert(unpack(of_rank).tokens)
+        return jax.lax.psum_scatter(share, tensor, scatter_dimension=0, tiled=True)
+
+
+class SendPlan(NamedTuple):
+    """Which rows of one layer go from which device to which rank.
+
+    Devices are numbered over `axes.rows`; `copies` consecutive ones make a rank, and each of them
+    gets the same rows. A send buffer holds a device's rows sorted by rank; a receive buffer holds
+    the rows of all devices, in the order of their numbers.
+
+    Attributes:
+      order: this device's rows, sorted by rank.
+      starts: index in a device's send buffer of its first row for a rank.
+      places: index in a rank's receive buffer of the first row from a device.
+      sizes: how many rows each device sends to each rank.
+      rank: this device's rank.
+      device: this device's number.
+    """
+
+    axes: Axes
+    blocks: Blocks
+    order: Order
+    starts: Int32[Array, "devices ranks"]
+    places: Int32[Array, "devices ranks"]
+    sizes: Int32[Array, "devices ranks"]
+    rank: Int32[Array, ""]
+    device: Int32[Array, ""]
+
+    @property
+    def copies(self) -> int:
+        """Devices of a rank that a row goes to."""
+        return self.sizes.shape[0] // self.sizes.shape[1]
+
+    @property
+    def most(self) -> int:
+        """Length of a send buffer: a row goes to `top_k` ranks at most, and to each once."""
+        rows, top_k = self.order.place.shape
+        return rows * min(top_k, self.sizes.shape[1])
+
+    def dispatch(
+        self, packed: UInt[Array, "rows words"]
+    ) -> tuple[UInt[Array, "received words"], Bool[Array, " received"]]:
+        """This device's receive buffer, and which of its rows exist (the first ones do)."""
+        rows, devices = packed.shape[0], self.sizes.shape[0]
+        repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
+        arriving = self.sizes[:, self.rank]
+        everything = devices * rows // self.blocks.total * len(self.blocks.filled)
+        received = ragged_all_to_all(
+            packed[self.order.source[: self.most]],
+            jnp.zeros((everything, packed.shape[1]), packed.dtype),
+            repeat(self.starts[self.device]),
+            repeat(self.sizes[self.device]),
+            repeat(self.places[self.device]),
+            arriving,
+            axes=self.axes.rows,
+            rows=rows,
+        )
+        return received, jnp.arange(everything) < jnp.sum(arriving)
+
+    def combine(self, results: Float[Array, "received d_model"]) -> Float32[Array, "rows d_model"]:
+        """Returns results to where their rows came from; the sums of this device's own rows."""
+        rows, devices = self.order.place.shape[0], self.sizes.shape[0]
+        repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
+        tensor_rank = self.device % self.copies
+        # The last row stays zero; it stands for choices that were not sent.
+        returned = ragged_all_to_all(
+            results,
+            jnp.zeros((self.copies * self.most + 1, results.shape[1]), results.dtype),
+            self.places[:, self.rank],
+            self.sizes[:, self.rank],
+            self.starts[:, self.rank] + tensor_rank * self.most,
+            repeat(self.sizes[self.device]),
+            axes=self.axes.rows,
+            rows=rows,
+        )
+        place = [self.order.place + copy * self.most for copy in range(self.copies)]
+        here = jnp.tile(self.order.here, (1, self.copies))
+        everywhere = self.order._replace(place=jnp.concatenate(place, axis=1), here=here)
+        return combine(returned, jnp.ones(here.shape, jnp.float32), everywhere)
+
+
+def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: Blocks) -> SendPlan:
+    """Counts rows by rank, and tells all devices the counts.
+
+    Args:
+      ranks_chosen: the rank of every choice of this device's rows; past the last rank: nowhere.
+    """
+    ranks, device = jax.lax.axis_size(axes.experts), jax.lax.axis_index(axes.rows)
+    first = _first_of_each_rank(ranks_chosen, ranks)
+    if not blocks.all_filled:
+        filled = np.zeros(blocks.total, bool)
+        filled[list(blocks.filled)] = True
+        mine = jnp.asarray(filled.reshape(jax.lax.axis_size(axes.rows), -1))[device]
+        there = jnp.repeat(mine, first.shape[0] // mine.shape[0])
+        first = jnp.where(there[:, None], first, ranks)
+    order = sort_choices(first, ranks)
+    sizes = jax.lax.all_gather(order.sizes[None], axes.rows, axis=0, tiled=True)
+    return SendPlan(
+        axes,
+        blocks,
+        order,
+        starts=jnp.cumsum(sizes, axis=1) - sizes,
+        places=jnp.cumsum(sizes, axis=0) - sizes,
+        sizes=sizes,
+        rank=jax.lax.axis_index(axes.experts),
+        device=device,
+    )
+
+
+def _first_of_each_rank(
+    chosen: Int[Array, "rows top_k"], nowhere: int
+) -> Int32[Array, "rows top_k"]:
+    """The rank of each choice, or `nowhere` if an earlier choice of its row has it already."""
+    earlier = jnp.tril(jnp.ones((chosen.shape[1],) * 2, bool), -1)
+    again = jnp.any((chosen[:, :, None] == chosen[:, None, :]) & earlier, axis=2)
+    return jnp.where(again, nowhere, chosen).astype(jnp.int32)
+
+
+def ragged_all_to_all(
+    operand: Array,
+    output: Array,
+    input_offsets: Int32[Array, " devices"],
+    send_sizes: Int32[Array, " devices"],
+    output_offsets: Int32[Array, " devices"],
+    recv_sizes: Int32[Array, " devices"],
+    *,
+    axes: tuple[str, ...],
+    rows: int,
+) -> Array:
+    """`jax.lax.ragged_all_to_all`; on CPUs, which have none, an all-to-all of padded pieces.
+
+    Args:
+      rows: that one device sends to another at most.
+    """
+    return jax.lax.platform_dependent(
+        *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
+        cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
+        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
+    )
+
+
+def padded_all_to_all(
+    operand: Array,
+    output: Array,
+    input_offsets: Int32[Array, " devices"],
+    send_sizes: Int32[Array, " devices"],
+    output_offsets: Int32[Array, " devices"],
+    recv_sizes: Int32[Array, " devices"],
+    *,
+    axes: tuple[str, ...],
+    rows: int,
+) -> Array:
+    """The same with pieces of `rows` rows, however many of them are meant: every platform has it,
+    and it moves as much as a gather."""
+    within = jnp.arange(rows, dtype=jnp.int32)
+    places = jnp.minimum(input_offsets[:, None] + within, operand.shape[0] - 1)
+    exchange = functools.partial(
+        jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
+    )
+    pieces, starts = exchange(operand[places]), exchange(output_offsets)
+    past = output.shape[0]
+    target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, past)
+    flat = pieces.reshape(-1, *operand.shape[1:])
+    return output.at[target.reshape(-1)].set(flat, mode="drop")
+
+
+def _summed_over_tensor(
+    rows: Float32[Array, "rows d_model"], axes: Axes
+) -> Float32[Array, "rows d_model"]:
+    return rows if axes.split else jax.lax.psum(rows, axes.tensor)

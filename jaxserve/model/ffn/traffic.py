@@ -1,0 +1,172 @@
+"""What the exchanges of the ffn role move, in bytes, and which of them moves less: plain Python.
+
+Called by the templates and programs, which run what is chosen here, by `serve --check`, and by the
+planner, which charges it. Bytes are those that a device receives for each row of its own; on
+average it sends as many. Knows sizes, not arrays.
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.model.row_width import row_words
+
+ExchangeKind = Literal["gather", "alltoall"]
+
+FP32 = 4
+
+WORTH = 0.5
+"""`auto` takes the all-to-all where it moves at most this part of what the gather moves. The rest
+pays for what bytes do not show: rows are sorted by rank and back, sizes go ahead of them, and
+every rank reads the whole shared expert."""
+
+_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
+
+
+class ExchangeMesh(NamedTuple):
+    """The devices that exchange rows."""
+
+    ranks: int
+    """Over which the routed experts are divided."""
+    tensor: int
+    """Devices of a rank, which share every expert's d_ff."""
+    attention: int | None
+    """Attention devices, whose rows arrive at as many of these devices, if there are not fewer.
+    None: colocated, where the devices of a rank have the same rows."""
+
+    @property
+    def split(self) -> bool:
+        """Whether the devices of a rank have different rows."""
+        return self.attention is not None
+
+    @property
+    def own(self) -> float:
+        """The part of all rows that a device has room for."""
+        if self.attention is None:
+            return 1 / self.ranks
+        return -(-self.attention // self.peers) / self.attention
+
+    @property
+    def peers(self) -> int:
+        """Devices with rows of their own."""
+        return self.ranks * self.tensor if self.split else self.ranks
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a row."""
+
+    packed: int
+    """On its way to the experts."""
+    result: int
+    """Of a result in the model's dtype."""
+    sum: int
+    """Of a partial sum in FP32."""
+
+
+class Moved(NamedTuple):
+    """Bytes that a device receives for each row of its own, on average over routings."""
+
+    there: float
+    back: float
+
+    @property
+    def total(self) -> float:
+        """Both ways."""
+        return self.there + self.back
+
+
+def reach(experts: int, top_k: int, parts: int) -> float:
+    """Probability that a row has a chosen expert in a given one of `parts` equal parts of the
+    experts, 1 − C(E − E/parts, k) / C(E, k), if all choices are equally likely. A router that
+    chooses groups of experts first reaches fewer."""
+    elsewhere = experts - experts / parts
+    misses = 1.0
+    for index in range(top_k):
+        misses *= max(0.0, elsewhere - index) / (experts - index)
+    return 1 - misses
+
+
+def gather_moves(mesh: ExchangeMesh, row: RowBytes) -> Moved:
+    """Every row to every device, and partial sums in FP32 back."""
+    others = mesh.peers - 1
+    return Moved(others * row.packed, others * row.sum + _tensor_sum(mesh, row))
+
+
+def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> Moved:
+    """A row to the devices of those ranks that have an expert of it, and their results back.
+
+    Args:
+      reached: the probability that a rank has one (`reach`).
+      shared: whether there is a shared expert, for which the devices of a rank gather their rows
+        if they have different ones.
+    """
+    others = reached * (mesh.peers - 1)
+    beside = mesh.tensor - 1 if shared and mesh.split else 0
+    there = (others + beside) * row.packed
+    return Moved(there, others * row.result + beside * row.sum + _tensor_sum(mesh, row))
+
+
+def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> ExchangeKind:
+    """What `ffn.exchange: auto` means for a layer with routed experts."""
+    if mesh.ranks == 1:
+        return "gather"
+    apart = alltoall_moves(mesh, row, reached, shared).total
+    return "alltoall" if apart <= WORTH * gather_moves(mesh, row).total else "gather"
+
+
+def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
+    """The devices of a rank that have the same rows add up their results."""
+    return 0.0 if mesh.split else 2 * (mesh.tensor - 1) / mesh.tensor * row.sum
+
+
+def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
+    """Of the deployment's ffn role; in colocated mode DP groups are the ranks."""
+    if deployment.mode == "colocated":
+        return ExchangeMesh(deployment.attention.dp, deployment.attention.tp, None)
+    return ExchangeMesh(deployment.ffn.ep, deployment.ffn.tp, deployment.attention.devices)
+
+
+def row_bytes(d_model: int, top_k: int, sent: str, dtype: str) -> RowBytes:
+    """Of rows that are sent in the format `sent` by a model in `dtype`."""
+    size = _BYTES[sent]
+    words = row_words(d_model, top_k, size, has_scale=size == 1)
+    return RowBytes(words * size, d_model * _BYTES[dtype], d_model * FP32)
+
+
+def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
+    """How the deployment exchanges the rows of layers with routed experts. Dense layers, which
+    every device has a part of, always gather."""
+    if not config.experts:
+        return "gather"
+    if deployment.ffn.exchange != "auto":
+        return deployment.ffn.exchange
+    if deployment.mode == "afd" and deployment.link.route == "broadcast":
+        return "gather"  # every row to every device is what was asked for
+    mesh = exchange_mesh(deployment)
+    row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    reached = reach(config.experts, config.top_k, mesh.ranks)
+    return choose(mesh, row, reached, shared=config.shared_d_ff > 0)
+
+
+def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
+    """The exchange and its bytes, for people; empty if there is nothing to exchange."""
+    mesh = exchange_mesh(deployment)
+    if not config.experts or mesh.ranks == 1:
+        return []
+    row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    reached = reach(config.experts, config.top_k, mesh.ranks)
+    kind = exchange_of(config, deployment)
+    moved: dict[ExchangeKind, Moved] = {
+        "gather": gather_moves(mesh, row),
+        "alltoall": alltoall_moves(mesh, row, reached, config.shared_d_ff > 0),
+    }
+    (other,) = moved.keys() - {kind}
+    numbers = {
+        name: f"{way.there / 1e3:.1f} KB there, {way.back / 1e3:.1f} KB back"
+        for name, way in moved.items()
+    }
+    return [
+        f"{kind}: {numbers[kind]}; {other}: {numbers[other]}",
+        "what a device receives a layer, for each of its own rows, which have experts on "
+        f"{reached * mesh.ranks:.2f} of {mesh.ranks} ranks",
+    ]

@@ -1,0 +1,18 @@
+"""The dispatch message of a layer, unpacked: what the attention role sends to the ffn role."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from jaxserve.model.quant.rows import EncodedRows
+
+
+class Message(NamedTuple):
+    """A message, unpacked."""
+
+    tokens: Float[Array, "tokens d_model"]
+    experts: Int[Array, "tokens top_k"] | None
+    """None in dense layers."""
+    gates: Float[Array, "tokens top_k"] | None
+    encoded: EncodedRows | None = None
+    """The tokens encoded for the wire, if the norm already quantised them; else None."""

@@ -1,0 +1,204 @@
+"""Building blocks of both roles' modules: weights with named dimensions, linear maps, RMSNorm.
+
+Modules are `flax.nnx` modules that hold global (unsharded) shapes; a program gets the sharded
+leaves and `nnx.merge`s them inside `shard_map`, where every module sees its device's slices. Sits
+below `attention/` and `ffn/` and knows neither.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.mesh import Rules, partition_spec
+from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.norm_quantize import rms_norm as rms_norm
+from pallas_kernels.quantize.api import QuantArray, quantize_weight
+
+WeightFormat = Literal["plain", "fp8", "fp8_block", "int8"]
+"""Storage format of matrices: the role's dtype, or 8 bits with scales (`quant/`)."""
+
+BLOCK = 128
+"""Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats:
+    """The number formats of a role's modules.
+
+    Attributes:
+      dtype: dtype of activations, norms and everything that is not quantised.
+      weights: storage format of the matrices that `matrix` makes.
+      shards: number of shards of a dimension on the role's mesh, by name; 1 where missing.
+      expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it.
+    """
+
+    dtype: jnp.dtype
+    weights: WeightFormat = "plain"
+    shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    expert_rows: RowFormat | None = None
+
+
+class Weight(nnx.Param):
+    """A parameter whose metadata `dimensions` names its axes for the sharding rules."""
+
+
+class QuantWeight(nnx.Module):
+    """An 8-bit matrix, or a stack of them, with its scales.
+
+    Attributes:
+      values: [..., d_out, d_in].
+      scales: FP32, one per block.
+      block: (rows, columns) that share a scale; 0 means the whole axis.
+    """
+
+    def __init__(
+        self,
+        value: Array,
+        weights: Literal["fp8", "fp8_block", "int8"],
+        block: tuple[int, int],
+        dimensions: tuple[str, ...],
+    ):
+        quantised = quantize_weight(value, weights, block)
+        *outer, d_out, d_in = dimensions
+        self.block = block
+        self.values = Weight(quantised.values, dimensions=dimensions)
+        self.scales = Weight(
+            quantised.scales, dimensions=(*outer, d_out, d_in if block[1] else None)
+        )
+
+    def __getitem__(self, key: EllipsisType) -> QuantArray:
+        """`[...]`, as of a `Weight`."""
+        return QuantArray(self.values[...], self.scales[...], self.block)
+
+
+def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
+    """A weight with normally distributed values of standard deviation 1/√(last axis); the keywords
+    name the axes, in order.
+
+    A trailing underscore in a name keeps two equal dimensions apart (`d_model`, `d_model_`).
+    """
+    shape = tuple(dimensions.values())
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
+    return Weight(value.astype(dtype), dimensions=_names(dimensions))
+
+
+def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
+    """A matrix [..., d_out, d_in] of a linear map, in the role's format.
+
+    The contracted axis comes last, as in checkpoints (loading is then a plain read) and as tensor
+    cores require for 8-bit operands.
+    """
+    return side_by_side(rngs, formats, (), **dimensions)
+
+
+def side_by_side(
+    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
+) -> Weight | QuantWeight:
+    """The matrices of several linear maps, concatenated along d_out.
+
+    Args:
+      parts: d_out of each map; scale blocks do not span two maps.
+    """
+    plain = weight(rngs, formats.dtype, **dimensions)
+    if formats.weights == "plain":
+        return plain
+    names = _names(dimensions)
+    block = (1, 0)
+    if formats.weights == "fp8_block":
+        d_out, d_in = (
+            _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))
+            for name in list(dimensions)[-2:]
+        )
+        block = (math.gcd(d_out, *parts[:-1]), d_in)
+    return QuantWeight(plain[...], formats.weights, block, names)
+
+
+def _block(size: int, shards: int) -> int:
+    """The block size of an axis: small enough that no block spans two devices."""
+    return BLOCK if shards == 1 else math.gcd(BLOCK, size // shards)
+
+
+def zeros(dtype: jnp.dtype, **dimensions: int) -> Weight:
+    """A bias, zero everywhere."""
+    return Weight(jnp.zeros(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
+
+
+def scale(dtype: jnp.dtype, **dimensions: int) -> Weight:
+    """A norm's weight, one everywhere."""
+    return Weight(jnp.ones(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
+
+
+def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
+    return tuple(name.rstrip("_") for name in dimensions)
+
+
+def linear(
+    x: Float[Array, "tokens d_in"],
+    w: Weight | QuantWeight,
+    bias: Weight | None = None,
+) -> Float[Array, "tokens d_out"]:
+    """x · w with FP32 accumulation, plus the bias, in x's dtype."""
+    product = matmul(x, w[...])
+    if bias is not None:
+        product += bias[...].astype(jnp.float32)
+    return product.astype(x.dtype)
+
+
+def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Array, "tokens d"]:
+    """This device's summand of a sum over `tp`; the first device alone adds the bias."""
+    if bias is None:
+        return share
+    return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
+
+
+class Template:
+    """A module without arrays: its structure, and the name, shape and dimensions of every leaf.
+
+    Programs rebuild the module from flat leaves, the loader makes the leaves, and workers pass
+    them to programs, all in the same order.
+
+    Attributes:
+      names: dotted path of each leaf.
+      leaves: shape and dtype of each leaf, global.
+      dimensions: the axis names of each leaf.
+    """
+
+    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
+        self._build = build
+        graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        flat = nnx.to_flat_state(state)
+        self._graph = graph
+        self._paths = [path for path, _ in flat]
+        variables = [variable for _, variable in flat]
+        self.names = tuple(".".join(map(str, path)) for path in self._paths)
+        self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(v.get_value() for v in variables)
+        self.dimensions: tuple[tuple[str | None, ...], ...] = tuple(
+            v.get_metadata("dimensions") for v in variables
+        )
+        self._variables = variables
+
+    def merge(self, leaves: Sequence[Array]) -> Any:
+        """The module with these leaves (global or one device's slices)."""
+        flat = [
+            (path, variable.replace(leaf))
+            for path, variable, leaf in zip(self._paths, self._variables, leaves, strict=True)
+        ]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
+        """The partition spec of every leaf."""
+        return tuple(partition_spec(names, rules) for names in self.dimensions)
+
+    def random(self, seed: int) -> list[Array]:
+        """Random leaves, for benchmarks and tests without a checkpoint."""
+        _, state = nnx.split(self._build(nnx.Rngs(seed)))
+        return [variable.get_value() for _, variable in nnx.to_flat_state(state)]

@@ -1,0 +1,79 @@
+"""Activations in 8 bits: one scale per token on the wire, one per token and head in the KV cache.
+
+`float32` and `bfloat16` are casts without scales; `fp8` (e4m3) and `int8` are symmetric and scaled
+by the row's largest magnitude (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: INT8).
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Num
+
+from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
+from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
+
+WireFormat = Literal["float32", "bfloat16", "fp8", "int8"]
+
+STORAGE: dict[WireFormat, jnp.dtype] = {
+    "float32": jnp.dtype(jnp.float32),
+    "bfloat16": jnp.dtype(jnp.bfloat16),
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "int8": jnp.dtype(jnp.int8),
+}
+
+
+class EncodedRows(NamedTuple):
+    """Rows of activations encoded in one of the wire formats."""
+
+    values: Array
+    """[tokens, d_model], in the format's storage dtype."""
+    scales: Float[Array, " tokens"] | None
+    """FP32, one per row; None for formats without scales."""
+
+
+def has_scales(row_format: WireFormat) -> bool:
+    """Whether rows of this format travel with a scale each."""
+    return row_format in ("fp8", "int8")
+
+
+def encode_rows(x: Float[Array, "tokens d_model"], row_format: WireFormat) -> EncodedRows:
+    """Values in the format's storage dtype and, for 8-bit formats, FP32 scales."""
+    if row_format in ("fp8", "int8"):
+        return EncodedRows(*quantize_rows(x, row_format))
+    return EncodedRows(x.astype(STORAGE[row_format]), None)
+
+
+def norm_and_encode_rows(
+    x: Float[Array, "tokens d_model"],
+    weight: Float[Array, " d_model"],
+    epsilon: float,
+    row_format: WireFormat,
+) -> tuple[Float[Array, "tokens d_model"], EncodedRows]:
+    """`rms_norm` followed by `encode_rows`, in one kernel where the platform has one."""
+    if row_format in ("fp8", "int8"):
+        normed, values, scales = rms_norm_quantize(x, weight, epsilon, row_format)
+        return normed, EncodedRows(values, scales)
+    normed = rms_norm(x, weight, epsilon)
+    return normed, encode_rows(normed, row_format)
+
+
+def decode_rows(
+    values: Array, scales: Float[Array, " tokens"] | None, dtype: jnp.dtype
+) -> Float[Array, "tokens d_model"]:
+    """Decodes what `encode_rows` encoded, to `dtype`."""
+    if scales is None:
+        return values.astype(dtype)
+    return dequantize_rows(values, scales, dtype)
+
+
+def quantize_heads(
+    rows: Float[Array, "tokens heads width"], row_format: Format
+) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"]]:
+    """8-bit values and FP32 scales of keys, values or latents for the KV cache, one scale per token
+    and head.
+
+    The arithmetic is that of `quantize_rows`; `paged_attention` reads pages of both arrays.
+    """
+    tokens, heads, width = rows.shape
+    values, scales = quantize_rows(rows.reshape(tokens * heads, width), row_format)
+    return values.reshape(rows.shape), scales.reshape(tokens, heads)

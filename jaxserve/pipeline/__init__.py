@@ -1,1 +1,0 @@
-"""The order of stages, the driver that enqueues them, and what they took."""

@@ -1,0 +1,174 @@
+"""The attention worker: embedding, attention with its KV cache, router, head and sampler.
+
+It runs the attention stages of every lane's step, sends each layer's message and takes in the
+answer. Which lane's stage is next is its runner's decision (`cell.py`). Each hot call takes flat,
+committed arguments and stays on JAX's C++ path.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.config.model import LayerKind
+from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
+from jaxserve.roles.sampling import (
+    Finished,
+    Sampling,
+    SamplingExecutables,
+    options_programs,
+    sampling_executables,
+)
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.weights import AttentionWeights, Leaves, zeroed
+from jaxserve.roles.worker import OnLoad
+
+
+class AttentionExecutables(NamedTuple):
+    """What a step of one bucket runs."""
+
+    enter: jax.stages.Compiled
+    attend: dict[LayerKind, jax.stages.Compiled]
+    leave: jax.stages.Compiled
+    sampling: SamplingExecutables
+    load: jax.stages.Compiled | None
+    """Counts the tokens of each expert; None: the model has none."""
+
+
+def attention_programs(
+    programs: AttentionPrograms, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """Everything that steps of these buckets run; the longest to compile first."""
+    first, later = _kinds(programs)
+    wanted = options_programs(programs, buckets)
+    for bucket in buckets:
+        tokens = Bucket(bucket.tokens, 1)
+        wanted[ProgramKey("enter", first, bucket)] = programs.enter(bucket, first)
+        for kind in later:
+            wanted[ProgramKey("attend", kind, bucket)] = programs.attend(bucket, kind)
+        wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
+        if "moe" in programs.formats:
+            wanted[ProgramKey("load", None, tokens)] = programs.load(bucket)
+    return wanted
+
+
+def attention_executables(
+    programs: AttentionPrograms, buckets: Sequence[Bucket], compiled: Compiled
+) -> dict[Bucket, AttentionExecutables]:
+    """By bucket. What sees no pages is shared by buckets of equal tokens."""
+    first, later = _kinds(programs)
+
+    def bind(bucket: Bucket) -> AttentionExecutables:
+        tokens = Bucket(bucket.tokens, 1)
+        return AttentionExecutables(
+            enter=compiled[ProgramKey("enter", first, bucket)],
+            attend={kind: compiled[ProgramKey("attend", kind, bucket)] for kind in later},
+            leave=compiled[ProgramKey("leave", None, tokens)],
+            sampling=sampling_executables(compiled, bucket),
+            load=compiled.get(ProgramKey("load", None, tokens)),
+        )
+
+    return {bucket: bind(bucket) for bucket in buckets}
+
+
+def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
+    """Kind of layer 0, and the kinds of all others."""
+    kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+    return kinds[0], list(dict.fromkeys(kinds[1:]))
+
+
+class _Layer(NamedTuple):
+    """What the stages of one layer run, looked up once."""
+
+    attend: jax.stages.Compiled
+    """In layer 0 the program `enter`."""
+    send: SendMessage
+    receive: ReceiveAnswer
+    leaves: Leaves
+
+
+class AttentionWorker:
+    """Runs the attention stages of all lanes.
+
+    A lane's step is a sequence of stages: for each layer attend, dispatch and combine, and leave at
+    the end. `stage` runs a lane's next one.
+
+    Attributes:
+      on_load: told what the experts of a layer got, after every attend of a MoE layer; None: nobody
+        asks.
+    """
+
+    def __init__(
+        self,
+        programs: AttentionPrograms,
+        executables: dict[Bucket, AttentionExecutables],
+        weights: AttentionWeights,
+        link: AttentionEnd,
+    ):
+        self._executables, self._weights = executables, weights
+        kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+        self._layers = {
+            bucket: [
+                _Layer(
+                    bound.attend[kind] if layer else bound.enter,
+                    link.sender(layer, bucket.tokens),
+                    link.receiver(layer, bucket.tokens),
+                    weights.layers[layer],
+                )
+                for layer, kind in enumerate(kinds)
+            ]
+            for bucket, bound in executables.items()
+        }
+        self._routed = [kind.ffn == "moe" for kind in kinds]
+        self._pages = [zeroed(programs.page_arrays, programs.mesh) for _ in kinds]
+        self._put = GroupPut(programs)
+        lanes = programs.deployment.lanes
+        self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
+        self._sampling = Sampling(programs, weights.head, self._put.rows)
+        self._steps: list[Iterator[jax.Array | Finished | None]] = [iter(())] * lanes
+        self.on_load: OnLoad | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Puts a step on a lane; its stages follow."""
+        self._steps[plan.lane] = self._step(plan, *self._put(plan))
+
+    def stage(self, lane: int) -> jax.Array | Finished | None:
+        """Enqueues the next stage of the lane's step.
+
+        Returns what it makes on the attention mesh: the message after attend, nothing after
+        dispatch, the answer after combine, the finished step after leave.
+        """
+        return next(self._steps[lane])
+
+    def _step(
+        self, plan: StepPlan, batch: jax.Array, table: jax.Array
+    ) -> Iterator[jax.Array | Finished | None]:
+        """The stages of one step.
+
+        The first attend is `enter`, which takes the last tokens and the embedding where the others
+        take the residual stream (and donate it) and the answer of the layer before.
+        """
+        pages, lane = self._pages, plan.lane
+        executables = self._executables[plan.bucket]
+        x = before = self._last_tokens[lane]
+        combined: tuple[jax.Array, ...] = self._weights.embedding
+        for layer, (attend, send, receive, leaves) in enumerate(self._layers[plan.bucket]):
+            x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
+            if self.on_load is not None and self._routed[layer]:
+                assert executables.load is not None
+                self.on_load((layer,), executables.load(message))
+            yield message
+            send(lane, message)
+            yield None
+            combined = (receive(lane),)
+            yield combined[0]
+        left = executables.leave(x, before, batch, *combined, *self._weights.head)
+        self._last_tokens[lane], finished = self._sampling.finish(
+            plan, executables.sampling, batch, before, left, (x, *combined)
+        )
+        yield finished

@@ -1,0 +1,191 @@
+"""The programs of the attention role (design, decision 1).
+
+`enter` (embed, first attend), `attend` and `leave` (last combine, head, sample); every layer of a
+kind shares one of each. A message leaves as one array with a piece on each attention device, and
+its answer comes back likewise (`link/contract.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind
+from jaxserve.link.contract import Contract
+from jaxserve.link.message import message_formats
+from jaxserve.mesh import ATTENTION_RULES
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenPrograms, cut
+
+
+class AttentionPrograms(TokenPrograms):
+    """What runs on the attention mesh of a deployment with a separate ffn role."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+        super().__init__(templates, deployment, mesh)
+        self.contract = Contract.of(templates.config, deployment)
+        self.formats = message_formats(self.contract)
+
+    def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
+        """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, message, pages…)."""
+        embedding, layer = self.templates.embedding, self.templates.attention[kind]
+        cuts = (len(self.page_arrays), len(embedding.leaves), len(layer.leaves))
+
+        def body(last: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            pages, table_leaves, leaves = cut(rest, cuts)
+            context = self.step_context(bucket, batch, table)
+            x = self.embed(context, last, table_leaves)
+            return self._attend(kind, x, pages, context.batch, leaves)
+
+        pages = [PAGES_SPEC] * len(self.page_arrays)
+        return Program(
+            f"enter_{kind}",
+            body,
+            self.mesh,
+            (
+                *self.step_shapes(bucket),
+                *self.page_arrays,
+                *embedding.leaves,
+                *layer.leaves,
+            ),
+            (
+                *(ROWS, ROWS, ROWS),
+                *pages,
+                *embedding.specs(ATTENTION_RULES),
+                *layer.specs(ATTENTION_RULES),
+            ),
+            (ROWS, PIECES, *pages),
+            donated=tuple(range(3, 3 + len(pages))),
+        )
+
+    def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
+        """(x, batch, page_table, pages…, combined, layer…) → (x, message, pages…)."""
+        layer = self.templates.attention[kind]
+        cuts = (len(self.page_arrays), 1, len(layer.leaves))
+
+        def body(x: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            pages, (combined,), leaves = cut(rest, cuts)
+            context = self.step_context(bucket, batch, table)
+            return self._attend(kind, add_combined(x, combined), pages, context.batch, leaves)
+
+        pages = [PAGES_SPEC] * len(self.page_arrays)
+        return Program(
+            f"attend_{kind}",
+            body,
+            self.mesh,
+            (
+                self._stream_shape(bucket),
+                *self.step_shapes(bucket)[1:],
+                *self.page_arrays,
+                self._stream_shape(bucket),
+                *layer.leaves,
+            ),
+            (
+                *(ROWS, ROWS, ROWS),
+                *pages,
+                PIECES,
+                *layer.specs(ATTENTION_RULES),
+            ),
+            (ROWS, PIECES, *pages),
+            donated=(0, *range(3, 3 + len(pages))),
+        )
+
+    def load(self, bucket: Bucket) -> Program:
+        """(message) → the tokens of this device's piece that go to each expert,
+        `[devices, 1, experts]`. Runs only in steps that are measured."""
+        message = self.formats["moe"]
+
+        def body(piece: Array) -> Array:
+            experts = message.unpack(piece, self.dtype).experts
+            assert experts is not None
+            return jnp.bincount(experts.reshape(-1), length=self.sentinel)[None, None]
+
+        rows = self.mesh.size * self.contract.piece_rows(bucket.tokens)
+        return Program(
+            "load",
+            body,
+            self.mesh,
+            (self.shape(rows, message.width, dtype=message.word),),
+            (PIECES,),
+            PIECES,
+            donated=(),
+        )
+
+    def leave(self, bucket: Bucket) -> Program:
+        """(x, last_tokens, batch, combined, head…) → (last_tokens, sampled, logits)."""
+        head = self.templates.head
+
+        def body(
+            x: Array, last: Array, batch: Array, combined: Array, *leaves: Array
+        ) -> tuple[Array, ...]:
+            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+            return self.sample_step(add_combined(x, combined), last, fields, leaves)
+
+        return Program(
+            "leave",
+            body,
+            self.mesh,
+            (
+                self._stream_shape(bucket),
+                *self.step_shapes(bucket)[:2],
+                self._stream_shape(bucket),
+                *head.leaves,
+            ),
+            (ROWS, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
+            (ROWS, REPLICATED, ROWS),
+            donated=(),
+        )
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """(x, combined), as `leave` takes them."""
+        return self._stream_shape(bucket), self._stream_shape(bucket)
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """Of (x, combined)."""
+        return ROWS, PIECES
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """x with the last layer's output."""
+        return add_combined(*parts)
+
+    def _attend(
+        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """One layer on the attention mesh; the message leaves as this device's piece."""
+        block = self.templates.attention[kind].merge(leaves)
+        x, message, pages = block(x, pages, batch, self.sentinel)
+        with jax.named_scope("pack"):
+            packed = self.formats[kind.ffn].pack(_share(message, "tp"))
+        return x, packed, *pages
+
+    def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        rows = self.groups * bucket.tokens
+        return self.shape(rows, self.config.d_model, dtype=self.dtype)
+
+
+def add_combined(
+    x: Float[Array, "tokens d_model"], combined: Float[Array, "rows d_model"]
+) -> Float[Array, "tokens d_model"]:
+    """The residual stream with the ffn role's output, of which this device has its piece's rows."""
+    with jax.named_scope("combine"):
+        return x + jax.lax.all_gather(combined, "tp", axis=0, tiled=True)
+
+
+def _share(message: Any, axis: str) -> Any:
+    """This device's equal share of a message that all devices of `axis` hold."""
+    ranks, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    if ranks == 1:
+        return message
+
+    def cut(rows: Array) -> Array:
+        size = rows.shape[0] // ranks
+        return jax.lax.dynamic_slice_in_dim(rows, me * size, size)
+
+    return jax.tree.map(cut, message)

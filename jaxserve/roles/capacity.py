@@ -1,0 +1,401 @@
+"""What a model and a deployment weigh, from their templates: parameters, and bytes on every device.
+
+Nothing is allocated and no device is needed, so a deployment of a thousand devices is checked on a
+laptop. Called before anything is loaded (`engine/build.py`) and by `serve --check`; reads no files.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import msgspec
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxserve.config.deployment import Deployment, SchedulerLimits
+from jaxserve.config.model import MLA, FFNKind, ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.link.message import MessageFormat
+from jaxserve.link.route import Route
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Rules
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.traffic import describe_exchange, exchange_mesh, exchange_of
+from jaxserve.model.module import Template
+from jaxserve.roles.layout import Bucket
+
+Role = Literal["attention", "ffn"]
+
+GB = 10**9
+FP32 = 4
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters of a text model; scales of 8-bit formats are none."""
+
+    total: int
+    """Without multi-token prediction; a tied head counts once."""
+    activated: int
+    """That one token meets: all but the embedding, of which it reads a row, and the experts that
+    are not its own."""
+    prediction: int
+    """The multi-token-prediction modules, without the embedding and head that they share."""
+
+
+def count_parameters(config: ModelConfig) -> Parameters:
+    """How large the model is, whatever format its files and its deployments have."""
+    templates = _whole(config)
+    embedding, head = _size(templates.embedding), _size(templates.head)
+    if config.tied_head:
+        head -= config.d_model * config.vocab
+    total, activated = embedding + head, head + (embedding if config.tied_head else 0)
+    for layer in range(config.layers):
+        kind = config.kind(layer)
+        for template in (templates.attention[kind], templates.ffn[kind.ffn]):
+            total += _size(template)
+            activated += _activated(template, config)
+    return Parameters(total, activated, config.mtp_layers * _prediction(config))
+
+
+def _prediction(config: ModelConfig) -> int:
+    """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
+    if not config.mtp_layers:
+        return 0
+    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)))
+    templates = _whole(layer)
+    blocks = (*templates.attention.values(), *templates.ffn.values())
+    return sum(map(_size, blocks)) + 2 * config.d_model**2 + 3 * config.d_model
+
+
+def _whole(config: ModelConfig) -> ModelTemplates:
+    """The templates on one device a role, where nothing is padded, and without scales."""
+    plain = msgspec.structs.replace(config, stored="plain")
+    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
+    return ModelTemplates(plain, one, AbstractSubmeshes(one))
+
+
+def _size(template: Template) -> int:
+    return sum(math.prod(leaf.shape) for leaf in template.leaves)
+
+
+def _activated(template: Template, config: ModelConfig) -> int:
+    leaves = zip(template.leaves, template.dimensions, strict=True)
+    return sum(
+        math.prod(leaf.shape)
+        * (config.top_k if names[0] == "experts" else 1)
+        // (config.experts if names[0] == "experts" else 1)
+        for leaf, names in leaves
+    )
+
+
+class RoleBytes(NamedTuple):
+    """What every device of a role holds, in bytes."""
+
+    role: Role
+    devices: int
+    weights: int
+    """In the role's formats, with scales and with the padding to equal shares."""
+    cache: int
+    """KV pages of all layers, with scales."""
+    activations: int
+    """Of the largest step; an estimate, see `_attention_activations` and `_ffn_activations`."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache + self.activations
+
+
+def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
+    """Bytes a device, of the attention role and of the ffn role; colocated: of the one mesh.
+
+    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it.
+
+    Raises:
+      ConfigError: the model cannot be cut as the deployment asks.
+    """
+    meshes = AbstractSubmeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    attention = _bytes(
+        [(templates.embedding, 1), (templates.head, 1), *_repeated(templates, "attention")],
+        meshes.attention,
+        ATTENTION_RULES,
+    )
+    ffn = _bytes(_repeated(templates, "ffn"), meshes.ffn, meshes.ffn_rules)
+    cache = config.layers * sum(
+        _shard_bytes(array.shape, array.dtype, NamedSharding(meshes.attention, PAGES_SPEC))
+        for array in page_arrays(config, deployment)
+    )
+    multiple = step_multiple(deployment)
+    tokens = -(-deployment.scheduler.token_budget // multiple) * multiple
+    step_attention = _attention_activations(config, deployment, tokens)
+    step_ffn = _ffn_activations(config, deployment, templates.ranks, tokens)
+    devices = deployment.attention.devices
+    if deployment.mode == "colocated":
+        return (RoleBytes("attention", devices, attention + ffn, cache, step_attention + step_ffn),)
+    return (
+        RoleBytes("attention", devices, attention, cache, step_attention),
+        RoleBytes("ffn", deployment.ffn.devices, ffn, 0, step_ffn),
+    )
+
+
+def step_multiple(deployment: Deployment) -> int:
+    """Tokens a DP group must be a multiple of this, so that all pieces of a message are equal."""
+    return 1 if deployment.mode == "colocated" else deployment.attention.tp
+
+
+def deployment_buckets(deployment: Deployment) -> list[Bucket]:
+    """All buckets that a step may use, ascending; tokens are rounded up to `step_multiple`."""
+    limits, multiple = deployment.scheduler, step_multiple(deployment)
+    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
+    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
+
+
+def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int]]:
+    """A role's blocks, and how many layers have each."""
+    config = templates.config
+    kinds = [config.kind(layer) for layer in range(config.layers)]
+    if role == "attention":
+        return [(template, kinds.count(kind)) for kind, template in templates.attention.items()]
+    ffn: list[FFNKind] = [kind.ffn for kind in kinds]
+    return [(template, ffn.count(kind)) for kind, template in templates.ffn.items()]
+
+
+def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Rules) -> int:
+    """Of so many of each block, on one device of the mesh."""
+    return sum(
+        count * _shard_bytes(leaf.shape, leaf.dtype, NamedSharding(mesh, spec))
+        for template, count in blocks
+        for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
+    )
+
+
+def _shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
+
+
+def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
+    """Bytes of a step's activations on an attention device.
+
+    Of every lane: the residual stream of its DP group's `tokens`, and a message and its answer on
+    their way. Of the one program that runs: either a layer's normed tokens, its heads (queries
+    before and after RoPE or absorption, mixed values; with latents also the keys and values of a
+    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler. And
+    every lane's token counts for penalties, an int32 a slot and token of the vocabulary.
+    Attention scores are not in it: kernels keep them on the chip.
+    """
+    role, size, d = deployment.attention, jnp.dtype(deployment.dtype).itemsize, config.d_model
+    rows = -(-tokens // role.tp)
+    lane = tokens * d * size + rows * (_message_bytes(config, deployment) + d * size)
+    sizes = config.attention
+    if isinstance(sizes, MLA):
+        query, latent = sizes.nope_dim + sizes.rope_dim, sizes.kv_latent
+        width = 2 * query + (latent + sizes.rope_dim) + latent + 3 * sizes.v_dim
+    else:
+        width = 3 * sizes.head_dim
+    attend = tokens * (sizes.q_heads // role.tp * width + d) * size + tokens * d * FP32
+    logits = deployment.scheduler.slots * config.vocab * FP32
+    counts = logits  # as many, of four bytes
+    return deployment.lanes * (lane + counts) + max(attend, 3 * logits)
+
+
+def _ffn_activations(
+    config: ModelConfig, deployment: Deployment, ranks: tuple[int, int], tokens: int
+) -> int:
+    """Bytes of a step's activations on an ffn device, which sees the rows of all DP groups.
+
+    Of every lane: a message's rows and their answer on their way. Of the one layer that runs: all
+    rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or the shared
+    expert; and of the routed experts, for every row and expert of it, the sorted row, gate, up and
+    hidden values, and the output, with room for an FP32 copy on its way back, which accelerators do
+    not make. The routing decides at run time how many of these rows are a device's own: all of
+    them, in the worst case. So it is with the all-to-all, which besides holds results in the
+    model's dtype, its own rows sorted, a copy for each rank that they may go to, and the results
+    that come back for them.
+    """
+    size, d = jnp.dtype(deployment.dtype).itemsize, config.d_model
+    rows, devices = deployment.attention.dp * tokens, math.prod(ranks)
+    packed = _message_bytes(config, deployment)
+    pieces = deployment.attention.devices
+    arriving = -(-rows // pieces) * Route(pieces, devices).slots
+    lanes = deployment.lanes if deployment.mode == "afd" else 1
+    hidden = 2 * FP32 + size
+
+    def layer(kind: FFNKind) -> int:
+        width = config.d_ff if kind == "dense" else config.shared_d_ff
+        held = rows * (packed + d * (size + FP32) + -(-width // devices) * hidden)
+        if kind == "moe":
+            routed = d * (2 * size + FP32) + -(-config.expert_d_ff // ranks[1]) * hidden
+            held += rows * config.top_k * routed
+            if exchange_of(config, deployment) == "alltoall":
+                mesh = exchange_mesh(deployment)
+                sent = math.ceil(rows * mesh.own) * min(config.top_k, mesh.ranks)
+                held += rows * d * size + sent * (packed + devices // mesh.ranks * d * size)
+        return held
+
+    kinds = {kind.ffn for kind in config.kinds()}
+    return lanes * arriving * (packed + d * size) + max(map(layer, kinds))
+
+
+def _message_bytes(config: ModelConfig, deployment: Deployment) -> int:
+    """Of a row on its way to the ffn role."""
+    row = MessageFormat(config.d_model, config.top_k, deployment.dispatch_format)
+    return row.width * row.word.itemsize
+
+
+def memory_of(
+    deployment: Deployment, reported: Mapping[Role, int | None] | None = None
+) -> dict[Role, int | None]:
+    """Bytes that the deployment may use of a device, by role; None: nobody knows.
+
+    Args:
+      reported: what the devices say, for roles whose `memory_gb` is 0.
+    """
+    known = reported or {}
+    return {
+        "attention": round(deployment.attention.memory_gb * GB) or known.get("attention"),
+        "ffn": round(deployment.ffn.memory_gb * GB) or known.get("ffn"),
+    }
+
+
+def check_capacity(
+    config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]
+) -> None:
+    """Refuses a deployment that does not fit on its devices; unknown memory is not checked.
+
+    Raises:
+      ConfigError: with the arithmetic of every role that does not fit, and what would.
+    """
+    if all(size is None for size in memory.values()):
+        return
+    problems = []
+    for part in role_bytes(config, deployment):
+        available = memory[part.role]
+        if available is not None and part.total > available:
+            problems.append(_refusal(config, deployment, part, available))
+    if problems:
+        raise ConfigError("the deployment does not fit:\n  " + "\n  ".join(problems))
+
+
+def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, available: int) -> str:
+    parts = [f"weights {_gb(part.weights)}"]
+    if part.role == "attention":
+        parts.append(f"KV pages {_gb(part.cache)}")
+    parts.append(f"activations {_gb(part.activations)}")
+    key = f"{part.role}.memory_gb"
+    said = key if getattr(deployment, part.role).memory_gb else f"reported; {key} overrules"
+    advice = "; ".join(_what_fits(config, deployment, part, available))
+    return (
+        f"{' + '.join(parts)} = {_gb(part.total)} GB of {_gb(available)} GB ({said}) on each of "
+        f"the {part.devices} {part.role} device{'s' if part.devices > 1 else ''} "
+        f"({shape_of(deployment, part.role)}); "
+        + (f"what would fit: {advice}" if advice else "no change of one key makes it fit")
+    )
+
+
+def _what_fits(
+    config: ModelConfig, deployment: Deployment, part: RoleBytes, available: int
+) -> Iterator[str]:
+    """Changes of one key each that make the role fit."""
+    if part.cache:
+        room = available - part.weights - part.activations
+        pages = room * deployment.cache.pages // part.cache
+        if pages >= -(-deployment.scheduler.max_length // deployment.cache.page_size):
+            yield f"cache.pages up to {pages} (now {deployment.cache.pages})"
+    for axis in ("ep", "tp") if part.role == "ffn" else ("tp",):
+        key, now = f"{part.role}.{axis}", getattr(getattr(deployment, part.role), axis)
+        for factor in (2, 4, 8, 16, 32, 64):
+            if _fits(config, _changed(deployment, key, now * factor), part.role, available):
+                yield f"{key} = {now * factor} ({part.devices * factor} devices)"
+                break
+    for key, value in _smaller(config, deployment, part):
+        if _fits(config, _changed(deployment, key, value), part.role, available):
+            yield f"{key} = {value}"
+
+
+def _smaller(
+    config: ModelConfig, deployment: Deployment, part: RoleBytes
+) -> Iterator[tuple[str, int | str]]:
+    """Formats and steps that take less."""
+    roles: tuple[Role, ...] = (part.role,)
+    if deployment.mode == "colocated":
+        roles = ("attention", "ffn")
+    for role in roles:
+        if getattr(deployment, role).weights not in ("fp8", "int8") and config.stored == "plain":
+            yield f"{role}.weights", "fp8"
+    if part.cache and deployment.cache_format not in ("fp8", "int8"):
+        yield "cache.format", "fp8"
+    yield "scheduler.token_budget", deployment.scheduler.slots
+
+
+def _changed(deployment: Deployment, key: str, value: int | str) -> Deployment:
+    section, name = key.split(".")
+    changed = msgspec.structs.replace(getattr(deployment, section), **{name: value})
+    return msgspec.structs.replace(deployment, **{section: changed})
+
+
+def _fits(config: ModelConfig, deployment: Deployment, role: Role, available: int) -> bool:
+    try:
+        parts = role_bytes(config, deployment)
+    except (ConfigError, ValueError):
+        return False  # the model cannot be cut like that
+    return all(part.total <= available for part in parts if part.role == role)
+
+
+def shape_of(deployment: Deployment, role: Role) -> str:
+    """A role's mesh in words."""
+    if role == "attention":
+        return f"attention.dp {deployment.attention.dp} x attention.tp {deployment.attention.tp}"
+    return f"ffn.ep {deployment.ffn.ep} x ffn.tp {deployment.ffn.tp}"
+
+
+def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
+    """Parameters and the bytes of every role's devices, as a table for people.
+
+    Raises:
+      ConfigError: the model cannot be cut as the deployment asks.
+    """
+    count = count_parameters(config)
+    lines = [
+        f"parameters   {_billions(count.total)}, of which a token meets "
+        f"{_billions(count.activated)}"
+    ]
+    if count.prediction:
+        lines.append(f"             and {_billions(count.prediction)} of multi-token prediction")
+    sequences = deployment.scheduler.slots * deployment.lanes
+    tokens = deployment.cache.pages * deployment.cache.page_size
+    lines.append(
+        f"KV cache     {tokens:,} tokens a DP group, of up to {sequences} sequences at a time; "
+        f"{deployment.attention.dp * tokens:,} in all"
+    )
+    exchange = describe_exchange(config, deployment)
+    titles = ("exchange", "")[: len(exchange)]
+    lines += [f"{title:11}  {said}" for title, said in zip(titles, exchange, strict=True)]
+    parts = role_bytes(config, deployment)
+    lines += _table(parts, memory)
+    lines += [
+        f"{part.role}.memory_gb is not set: whether it fits is not known here"
+        for part in parts
+        if memory[part.role] is None
+    ]
+    return "\n".join(lines)
+
+
+def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:
+    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "sum", "of"]]
+    for part in parts:
+        numbers = (part.weights, part.cache, part.activations, part.total)
+        available = memory[part.role]
+        known = "?" if available is None else _gb(available)
+        rows.append([part.role, str(part.devices), *map(_gb, numbers), known])
+    name, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(name), *map(str.rjust, row[1:], others)]) for row in rows]
+
+
+def _billions(count: int) -> str:
+    short = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+    return f"{short} ({count:,})"
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.{2 if size >= GB else 4}f}"

@@ -1,0 +1,110 @@
+"""The colocated worker: a whole step is one program on one mesh (design, decision 2)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
+from jaxserve.roles.sampling import (
+    Finished,
+    Sampling,
+    SamplingExecutables,
+    options_programs,
+    sampling_executables,
+)
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.weights import ColocatedWeights, zeroed
+from jaxserve.roles.worker import Observer, OnLoad
+
+
+class ColocatedExecutables(NamedTuple):
+    """What a step of one bucket runs."""
+
+    step: jax.stages.Compiled
+    sampling: SamplingExecutables
+
+
+def colocated_programs(
+    programs: ColocatedPrograms, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """One program a bucket, and those of sampling."""
+    wanted = {ProgramKey("step", None, bucket): programs.step(bucket) for bucket in buckets}
+    return wanted | options_programs(programs, buckets)
+
+
+def colocated_executables(
+    programs: ColocatedPrograms, buckets: Sequence[Bucket], compiled: Compiled
+) -> dict[Bucket, ColocatedExecutables]:
+    """What a step of each bucket runs."""
+    return {
+        bucket: ColocatedExecutables(
+            compiled[ProgramKey("step", None, bucket)], sampling_executables(compiled, bucket)
+        )
+        for bucket in buckets
+    }
+
+
+class ColocatedWorker:
+    """Runs whole steps on one mesh; `advance` finishes the step that waited longest."""
+
+    def __init__(
+        self,
+        programs: ColocatedPrograms,
+        executables: dict[Bucket, ColocatedExecutables],
+        weights: ColocatedWeights,
+    ):
+        self._executables = executables
+        self._weights = weights
+        self._put = GroupPut(programs)
+        self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
+        self._pages = zeroed(programs.all_pages, programs.mesh)
+        self._sampling = Sampling(programs, weights.head, self._put.rows)
+        config = programs.config
+        self._routed = tuple(n for n in range(config.layers) if config.kind(n).ffn == "moe")
+        self.observer: Observer | None = None
+        self.on_load: OnLoad | None = None
+        """Told of every step, of all layers at once."""
+        self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
+        self._at: tuple[str, int, int, int] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a step waits to be enqueued."""
+        return bool(self._begun)
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        """Lanes that could begin a step."""
+        busy = {plan.lane for plan, _, _ in self._begun}
+        return [lane for lane in range(len(self._last_tokens)) if lane not in busy]
+
+    def position(self) -> tuple[str, int, int, int] | None:
+        """Lane and number of the step that was enqueued last; from any thread."""
+        return self._at
+
+    def begin(self, plan: StepPlan) -> None:
+        """Takes a plan in; `advance` enqueues it."""
+        self._begun.append((plan, *self._put(plan)))
+
+    def advance(self) -> Finished:
+        """Enqueues one whole step."""
+        plan, batch, table = self._begun.pop(0)
+        self._at = ("step", plan.lane, 0, plan.number)
+        step, sampling = self._executables[plan.bucket]
+        before = self._last_tokens[plan.lane]
+        last, sampled, logits, x, load, *self._pages = step(
+            before, batch, table, *self._pages, *self._weights.flat
+        )
+        self._last_tokens[plan.lane], finished = self._sampling.finish(
+            plan, sampling, batch, before, (last, sampled, logits), (x,)
+        )
+        if self.observer is not None:
+            self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
+        if self.on_load is not None and self._routed:
+            self.on_load(self._routed, load)
+        return finished

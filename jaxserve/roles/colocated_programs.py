@@ -1,0 +1,159 @@
+"""The program of colocated mode (design, decision 2): a step, scanning over stacked layers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind
+from jaxserve.link.contract import Contract
+from jaxserve.link.message import message_formats
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.quant import as_bits
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms, cut
+
+
+class ColocatedPrograms(TokenPrograms):
+    """The whole step in one program: the oracle of every AFD layout, and a product."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+        super().__init__(templates, deployment, mesh)
+        self.formats = message_formats(Contract.of(templates.config, deployment))
+        axes = Axes(*ATTENTION_AXES, rows=("dp",))
+        self.exchanges = make_exchanges(templates.exchange, axes, self.dtype)
+
+    @property
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of the pages of all layers."""
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (self.config.layers * array.shape[0], *array.shape[1:]), array.dtype
+            )
+            for array in self.page_arrays
+        )
+
+    def stacked(self) -> list[tuple[LayerKind, int, int]]:
+        """Runs of equal layers, whose leaves are stacked along a new first axis."""
+        return self.config.runs()
+
+    def step(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
+        (last_tokens, sampled, logits, x, load, pages…); x is the residual stream after the last
+        layer, load the tokens that the experts got, `[dp, moe layers, experts]` with zeros where
+        another device has the expert, and the pages are a DP group's of all layers, layer after
+        layer: `[dp * layers * pages, …]`."""
+        templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
+        parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
+        for kind, _, _ in self.stacked():
+            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
+
+        def body(last: Array, batch: Array, table: Array, *others: Array) -> tuple[Array, ...]:
+            context = self.step_context(bucket, batch, table)
+            pages, embedding, head, *stacks = cut(others, parts)
+            x = self.embed(context, last, embedding)
+            loads = [jnp.zeros((0, self.sentinel), jnp.int32)]
+            for index, (kind, start, stop) in enumerate(self.stacked()):
+                # The scan slices what it goes through, and bits are cheaper to slice.
+                attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
+                experts, rest = self._part_experts(kind, ffn)
+                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
+                layer = functools.partial(self._layer, kind, start, context.batch, experts)
+                (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
+                if load is not None:
+                    loads.append(self._in_place(load))
+            last, sampled, logits = self.sample_step(x, last, context.fields, head)
+            return last, sampled, logits, x, jnp.concatenate(loads)[None], *pages
+
+        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        specs = [
+            *templates.embedding.specs(ATTENTION_RULES),
+            *templates.head.specs(ATTENTION_RULES),
+        ]
+        for kind, start, stop in self.stacked():
+            for template, rules in (
+                (templates.attention[kind], ATTENTION_RULES),
+                (templates.ffn[kind.ffn], COLOCATED_FFN_RULES),
+            ):
+                arguments += [
+                    jax.ShapeDtypeStruct((stop - start, *leaf.shape), leaf.dtype)
+                    for leaf in template.leaves
+                ]
+                specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+        return Program(
+            "step",
+            body,
+            self.mesh,
+            (*self.step_shapes(bucket), *self.all_pages, *arguments),
+            (ROWS, ROWS, ROWS, *pages_spec, *specs),
+            (ROWS, REPLICATED, ROWS, ROWS, ROWS, *pages_spec),
+            donated=tuple(range(3, 3 + len(pages_spec))),
+        )
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """x, as `step` returns it."""
+        rows = self.groups * bucket.tokens
+        return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """Of x."""
+        return (ROWS,)
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """x itself."""
+        return parts[0]
+
+    def _in_place(self, load: Int[Array, "layers local"]) -> Int[Array, "layers experts"]:
+        """This device's experts' tokens where all experts' have their place."""
+        layers, local = load.shape
+        first = jax.lax.axis_index(ATTENTION_AXES[0]) * local
+        everybody = jnp.zeros((layers, self.sentinel), load.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(everybody, load, first, axis=1)
+
+    def _part_experts(
+        self, kind: LayerKind, stacks: Sequence[Array]
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Leaves of routed experts, all layers' in one row, and the rest; by place in the block.
+
+        The scan would copy a layer's experts out of the stack before every use. The experts' op
+        finds the right ones itself.
+        """
+        experts, rest = {}, {}
+        for place, names in enumerate(self.templates.ffn[kind.ffn].dimensions):
+            if names[0] == "experts":
+                experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
+            else:
+                rest[place] = stacks[place]
+        return experts, rest
+
+    def _layer(
+        self,
+        kind: LayerKind,
+        start: int,
+        batch: RaggedBatch,
+        experts: dict[int, Array],
+        carry: Any,
+        scanned: Any,
+    ) -> tuple[Any, Array | None]:
+        """One layer of a run that begins at layer `start`."""
+        (x, pages), (layer, attention, rest) = carry, scanned
+        first_page = (start + layer) * self.deployment.cache.pages
+        shifted = batch._replace(page_table=batch.page_table + first_page)
+        block = self.templates.attention[kind].merge(attention)
+        x, message, pages = block(x, pages, shifted, self.sentinel)
+        formats, leaves = self.formats[kind.ffn], experts | rest
+        ffn_block = self.templates.ffn[kind.ffn].merge(
+            [leaves[place] for place in range(len(leaves))]
+        )
+        unpack = functools.partial(formats.unpack, dtype=self.dtype)
+        rows, load = self.exchanges[kind.ffn](formats.pack(message), ffn_block, unpack, layer)
+        return (x + rows.astype(x.dtype), pages), load

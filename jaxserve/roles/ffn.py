@@ -1,0 +1,106 @@
+"""The ffn worker: dense FFN, shared and routed experts. Stateless but for its weights.
+
+Inside one runtime its runner has it take part in every lane's step, in the total order of stages
+(`cell.py`); for attention workers of other runtimes it answers messages as they come (`answer`). It
+knows a step's lane and size, never its sequences, pages or plans.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.config.model import FFNKind
+from jaxserve.link.runtime_link import FFNEnd
+from jaxserve.link.transport import Arrays
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
+from jaxserve.roles.weights import FFNWeights, Leaves
+from jaxserve.roles.worker import Passed, Step
+
+FFNExecutables = dict[tuple[FFNKind, int], jax.stages.Compiled]
+"""By kind of layer and tokens a DP group."""
+
+
+def ffn_programs(programs: FFNPrograms, token_sizes: Sequence[int]) -> dict[ProgramKey, Program]:
+    """Everything that steps of so many tokens a DP group run."""
+    return {
+        ProgramKey("ffn", kind, Bucket(tokens, 1)): programs.ffn(tokens, kind)
+        for tokens in sorted(set(token_sizes))
+        for kind in programs.formats
+    }
+
+
+def ffn_executables(
+    programs: FFNPrograms, token_sizes: Sequence[int], compiled: Compiled
+) -> FFNExecutables:
+    """What `FFNWorker` takes."""
+    return {
+        (kind, tokens): compiled[ProgramKey("ffn", kind, Bucket(tokens, 1))]
+        for tokens in sorted(set(token_sizes))
+        for kind in programs.formats
+    }
+
+
+class _Layer(NamedTuple):
+    """What the stages of one layer run, looked up once."""
+
+    receive: Callable[[], Arrays]
+    ffn: jax.stages.Compiled
+    leaves: Leaves
+
+
+class FFNWorker:
+    """Runs the ffn stages of all lanes, or answers messages."""
+
+    def __init__(self, programs: FFNPrograms, executables: FFNExecutables, weights: FFNWeights):
+        self._contract = programs.contract
+        self._executables, self._weights = executables, weights
+        self._layers: dict[int, list[_Layer]] = {}
+        self._send: dict[int, Callable[[Arrays], None]] = {}
+        self._steps: dict[int, Iterator[jax.Array | Passed | None]] = {}
+
+    def attach(self, link: FFNEnd) -> None:
+        """Makes this end of a link the one that `stage` receives from and sends to."""
+        for tokens in {tokens for _, tokens in self._executables}:
+            self._send[tokens] = link.sender(tokens)
+            self._layers[tokens] = [
+                _Layer(
+                    link.receiver(layer, tokens),
+                    self._executables[kind, tokens],
+                    self._weights.layers[layer],
+                )
+                for layer, kind in enumerate(self._contract.layers)
+            ]
+
+    def answer(self, layer: int, tokens: int, message: Arrays) -> Arrays:
+        """Enqueues one layer on a message, one array a slot; the answer is laid out likewise."""
+        kind = self._contract.layers[layer]
+        return self._executables[kind, tokens](*message, *self._weights.layers[layer])
+
+    def begin(self, step: Step) -> None:
+        """Puts a step on a lane; its stages follow."""
+        self._steps[step.lane] = self._step(step.bucket.tokens)
+
+    def stage(self, lane: int) -> jax.Array | Passed | None:
+        """Enqueues the next stage of the lane's step: for each layer dispatch, ffn and combine, and
+        leave at the end.
+
+        Returns what it makes on the ffn mesh: the message after dispatch, the answer after ffn,
+        nothing after combine.
+        """
+        return next(self._steps[lane])
+
+    def _step(self, tokens: int) -> Iterator[jax.Array | Passed | None]:
+        send = self._send[tokens]
+        results: Arrays = ()
+        for receive, ffn, leaves in self._layers[tokens]:
+            message = receive()
+            yield message[0]
+            results = ffn(*message, *leaves)
+            yield results[0]
+            send(results)
+            yield None
+        yield Passed(results[0])

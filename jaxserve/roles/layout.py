@@ -1,0 +1,113 @@
+"""The size of a step and the layout of its int32 batch array.
+
+Shared by the programs that read the array and by those who fill it (`step_arrays.py`). Pure shapes:
+no JAX.
+"""
+
+from typing import Any
+
+import msgspec
+
+NO_TOKEN = -2
+"""What the sampler gives in place of a token for logits that are not numbers (NaN or infinite)."""
+
+FROM_DEVICE = -1
+"""Token id that stands for "the token this slot sampled last, still on the device"."""
+
+MAX_LOGPROBS = 20
+"""Most alternatives that are reported beside a token."""
+
+MAX_BIASES = 384
+"""Most token ids of a slot whose logits a step shifts or bans."""
+
+SAMPLER_FIELDS = 5
+"""Words a slot in the batch array's sampler block: temperature, top_k, top_p, min_p, seed."""
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """The padded size of a step: one compiled executable a bucket and kind."""
+
+    tokens: int
+    """Tokens a DP group, padding included."""
+    pages: int
+    """Pages a sequence, padding included."""
+
+
+class BatchLayout(msgspec.Struct, frozen=True):
+    """Where each field of a step lies in a DP group's row of the batch array.
+
+    The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
+    `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
+    temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
+    Slots without tokens in this step have an empty query range.
+    """
+
+    tokens: int
+    slots: int
+
+    @property
+    def width(self) -> int:
+        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS) * self.slots
+
+    def fields(self, row: Any) -> dict[str, Any]:
+        """Cuts one row (NumPy or JAX, shape `[width]`) into its named fields."""
+        sizes = {
+            "token_ids": self.tokens,
+            "query_start": self.slots + 1,
+            "kv_length": self.slots,
+            "sample": self.slots,
+            "temperature": self.slots,
+            "top_k": self.slots,
+            "top_p": self.slots,
+            "min_p": self.slots,
+            "seed": self.slots,
+        }
+        return _cut(row, sizes)
+
+
+class RulesLayout(msgspec.Struct, frozen=True):
+    """Where each field of a slot's rules lies in its row of the rules array.
+
+    The rules array is int32 `[dp, slots, width]`. It exists only for steps in which some request
+    has rules (penalties, biases, banned or allowed tokens). Then the temperatures are here, and 0
+    in the batch array: a token is drawn once, after the rules. Floats and bitmasks are raw bits;
+    bit t % 32 of word t // 32 of a bitmask stands for token t.
+    """
+
+    vocab: int
+
+    @property
+    def words(self) -> int:
+        """Words of a bitmask over the vocabulary."""
+        return -(-self.vocab // 32)
+
+    @property
+    def width(self) -> int:
+        return sum(self._sizes().values())
+
+    def fields(self, rows: Any) -> dict[str, Any]:
+        """Cuts rows (NumPy or JAX, shape `[..., width]`) into named fields `[..., size]`."""
+        return _cut(rows, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "temperature": 1,
+            "repetition": 1,
+            "presence": 1,
+            "frequency": 1,
+            "prompt_length": 1,
+            "fresh": 1,
+            "masked": 1,
+            "token_ids": MAX_BIASES,
+            "biases": MAX_BIASES,
+            "allowed": self.words,
+            "prompt": self.words,
+        }
+
+
+def _cut(rows: Any, sizes: dict[str, int]) -> dict[str, Any]:
+    fields, start = {}, 0
+    for name, size in sizes.items():
+        fields[name] = rows[..., start : start + size]
+        start += size
+    return fields

@@ -1,0 +1,167 @@
+"""The form of a program; and what attention and colocated share, a step's entrance and exit."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.mesh import cached_sharding
+from jaxserve.model.attention.batch import RaggedBatch, ragged_batch
+from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.placement import physical_experts
+from jaxserve.model.sampler import SamplerState, sample
+from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, BatchLayout, Bucket
+
+ROWS = PartitionSpec("dp")
+PIECES = PartitionSpec(("dp", "tp"))
+REPLICATED = PartitionSpec()
+
+
+class Program(NamedTuple):
+    """A function over device slices, ready to be compiled for its mesh."""
+
+    name: str
+    body: Callable[..., Any]
+    mesh: Mesh
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...] | PartitionSpec
+    donated: tuple[int, ...]
+
+    def mapped(self) -> Callable[..., Any]:
+        """The function over whole arrays."""
+        mapped = jax.shard_map(
+            self.body,
+            mesh=self.mesh,
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            check_vma=False,
+        )
+        mapped.__name__ = self.name
+        return mapped
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles ahead of time for the shapes and shardings above."""
+        arguments = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
+            for a, spec in zip(self.arguments, self.in_specs, strict=True)
+        ]
+        return jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments).compile()
+
+
+class StepContext(NamedTuple):
+    """What a step's attention-side layers share; built from its arrays inside each program."""
+
+    batch: RaggedBatch
+    fields: dict[str, Array]
+
+
+class TokenPrograms:
+    """What the roles that hold embedding and head share: shapes, a step's entrance and its exit."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+        self.templates = templates
+        self.config = templates.config
+        self.dtype = templates.dtype
+        self.deployment = deployment
+        self.mesh = mesh
+        self.slots = deployment.scheduler.slots
+        self.groups = deployment.attention.dp
+        self.sentinel = physical_experts(self.config.experts, templates.ranks[0])
+        self.page_arrays = page_arrays(self.config, deployment)
+
+    def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
+        """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+        fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+        ragged = ragged_batch(
+            fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
+        )
+        return StepContext(ragged, fields)
+
+    def embed(
+        self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
+    ) -> Float[Array, "tokens d_model"]:
+        """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
+        ids = context.fields["token_ids"]
+        ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids)
+        with jax.named_scope("embed"):
+            return self.templates.embedding.merge(leaves)(ids)
+
+    def sample_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
+        """Head and sampler on every slot's last token.
+
+        Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
+        role can read them), and the logits.
+        """
+        row = jnp.maximum(fields["query_start"][1:] - 1, 0)
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row])
+        return *self.draw(logits, last_tokens, fields), logits
+
+    def draw(
+        self,
+        logits: Float[Array, "slots vocab"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
+        """The lane's last tokens after the step, and all DP groups' sampled tokens."""
+        with jax.named_scope("sample"):
+            bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+            state = SamplerState(
+                temperature=bits(fields["temperature"]),
+                top_k=fields["top_k"],
+                top_p=bits(fields["top_p"]),
+                min_p=bits(fields["min_p"]),
+                seed=fields["seed"].astype(jnp.uint32),
+                position=fields["kv_length"],
+            )
+            drawn = sample(logits, state)
+            drawn = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
+        last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp")
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of what holds the residual stream after the last layer."""
+        raise NotImplementedError
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """How it lies on the attention mesh."""
+        raise NotImplementedError
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """The residual stream from these parts."""
+        raise NotImplementedError
+
+    def shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Shorthand."""
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """last_tokens, batch, page_table."""
+        width = BatchLayout(bucket.tokens, self.slots).width
+        return (
+            self.shape(self.groups, self.slots),
+            self.shape(self.groups, width),
+            self.shape(self.groups, self.slots, bucket.pages),
+        )
+
+
+def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:
+    """The leaves in runs of these lengths."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(leaves[start : start + size]))
+        start += size
+    return parts

@@ -1,0 +1,124 @@
+"""What runs after a step's last program where a request of the step asks for more than a token.
+
+The workers that hold the head call it at the end of every step. It holds each lane's token counts
+(for penalties) on the device; the plan decides which sequence they belong to.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.roles import sampling_programs
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.sampling_programs import counts_shape
+from jaxserve.roles.step_arrays import rules_array, targets_array
+from jaxserve.roles.step_plan import StepPlan
+
+
+class SamplingExecutables(NamedTuple):
+    """Of one bucket."""
+
+    choose: jax.stages.Compiled
+    logprobs: jax.stages.Compiled
+    score: jax.stages.Compiled
+
+
+def options_programs(
+    programs: TokenPrograms, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """What runs after a step that has a request with options; the longest to compile first."""
+    wanted = {}
+    for bucket in buckets:
+        tokens = Bucket(bucket.tokens, 1)
+        wanted[ProgramKey("choose", None, tokens)] = sampling_programs.choose(programs, bucket)
+        wanted[ProgramKey("score", None, tokens)] = sampling_programs.score(programs, bucket)
+    wanted[ProgramKey("logprobs", None, Bucket(1, 1))] = sampling_programs.logprobs(programs)
+    return wanted
+
+
+def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables:
+    """Of one bucket, out of everything that was compiled."""
+    tokens = Bucket(bucket.tokens, 1)
+    return SamplingExecutables(
+        choose=compiled[ProgramKey("choose", None, tokens)],
+        logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1))],
+        score=compiled[ProgramKey("score", None, tokens)],
+    )
+
+
+class Finished(NamedTuple):
+    """A step that has been enqueued to its end."""
+
+    plan: StepPlan
+    sampled: jax.Array
+    """int32 [groups, slots], replicated over the mesh."""
+    logits: jax.Array
+    """FP32 [groups * slots, vocab]; rows of slots that did not sample mean nothing."""
+    last: jax.Array
+    """What this process computes last in the step: when it is there, so is everything before."""
+    logprobs: jax.Array | None = None
+    """int32 [groups, slots, …] as `programs.sampling` packs them; None where nobody asked."""
+    scores: jax.Array | None = None
+    """int32 [groups, tokens, …]: the same of prompt tokens."""
+
+
+class Sampling:
+    """Ends the steps of all lanes.
+
+    Args:
+      programs: the deployment's.
+      head: the head's leaves.
+      put: puts an array `[groups, …]` on the mesh.
+    """
+
+    def __init__(
+        self,
+        programs: TokenPrograms,
+        head: Sequence[jax.Array],
+        put: Callable[[np.ndarray], jax.Array],
+    ):
+        counts = counts_shape(programs)
+        sharding = cached_sharding(programs.mesh, ROWS)
+        self._counts = [
+            sharded_zeros(counts.shape, counts.dtype, sharding)
+            for _ in range(programs.deployment.lanes)
+        ]
+        self._groups, self._slots = programs.groups, programs.slots
+        self._vocab = programs.config.vocab
+        self._head, self._put = head, put
+
+    def finish(
+        self,
+        plan: StepPlan,
+        executables: SamplingExecutables,
+        batch: jax.Array,
+        before: jax.Array,
+        left: tuple[jax.Array, jax.Array, jax.Array],
+        stream: Sequence[jax.Array],
+    ) -> tuple[jax.Array, Finished]:
+        """The lane's last tokens, and the step with everything that was asked for.
+
+        Args:
+          plan, batch: the step, and its array.
+          before: the lane's last tokens before the step.
+          left: last tokens, sampled tokens and logits, as the step's last program left them.
+          stream: what holds the residual stream after the last layer.
+        """
+        last, sampled, logits = left
+        logprobs = scores = None
+        if plan.has_rules:
+            rules = self._put(rules_array(plan, self._groups, self._slots, self._vocab))
+            last, sampled, self._counts[plan.lane] = executables.choose(
+                logits, before, batch, self._counts[plan.lane], rules
+            )
+        if plan.has_logprobs:
+            logprobs = executables.logprobs(logits, sampled)
+        if plan.has_targets:
+            targets = self._put(targets_array(plan, self._groups, self._slots))
+            scores = executables.score(targets, *stream, *self._head)
+        return last, Finished(plan, sampled, logits, sampled, logprobs, scores)

@@ -1,0 +1,122 @@
+"""The order in which the stages of all lanes are enqueued: pure data (design, decision 3).
+
+Each lane repeats attend, dispatch, ffn, combine, once a layer. The order is total and the same in
+every process, so transfers between processes pair up. One turn gives one lane one layer:
+
+    attend(i)  dispatch(i)  combine(previous lane)  ffn(i)
+
+The previous lane's combine follows this lane's dispatch, so that a device that works its queue in
+order has this lane's rows under way before it waits for the other side's result: with three lanes
+this is Step-3's three-stage pipeline (§4.1). A lane that has left its last layer starts its next
+step at its next turn, wherever the others are: lanes are not drained.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+StageName = Literal["attend", "dispatch", "ffn", "combine", "leave"]
+
+
+class Stage(NamedTuple):
+    """One thing to enqueue. The driver's attend of layer 0 is the program `enter`."""
+
+    name: StageName
+    lane: int
+    layer: int
+
+
+class Rotation:
+    """Hands out stages turn by turn; `begin` puts a lane in at layer 0.
+
+    Nothing depends on time: the sequence of `begin`s and turns fixes every stage.
+
+    Attributes:
+      turns: without end while a lane is inside a step; each is the next active lane's layer, or
+        its leave after the last. A turn that ends with `leave` ends the lane's step: a boundary,
+        at which new plans come in.
+
+    Args:
+      gated: for an attention worker whose ffn worker lives in another runtime: combine waits until
+        the answer is there, so it comes as late as it can, right before the lane's next attend.
+    """
+
+    def __init__(self, layers: int, lanes: int, *, gated: bool = False):
+        self._layers = layers
+        self._lanes = lanes
+        self._next_layer: dict[int, int] = {}
+        take = self._take_gated_turns if gated else self._take_turns
+        self.turns: Iterator[tuple[Stage, ...]] = take()
+
+    @property
+    def active(self) -> list[int]:
+        """Lanes that are inside a step."""
+        return sorted(self._next_layer)
+
+    def begin(self, lane: int) -> None:
+        """The lane starts a step."""
+        if lane in self._next_layer:
+            raise ValueError(f"lane {lane} is still at layer {self._next_layer[lane]} of its step")
+        self._next_layer[lane] = 0
+
+    def _take_turns(self) -> Iterator[tuple[Stage, ...]]:
+        next_layer, layers, lanes = self._next_layer, self._layers, self._lanes
+        stages = [[_stages(lane, layer) for layer in range(layers)] for lane in range(lanes)]
+        lane = 0
+        pending: Stage | None = None  # the previous turn's combine
+        while True:
+            while lane not in next_layer:
+                if not next_layer:
+                    raise ValueError("no lane has begun a step")
+                lane = (lane + 1) % lanes
+            layer = next_layer[lane]
+            if layer == layers:
+                del next_layer[lane]
+                leave = Stage("leave", lane, layer)
+                if pending is not None and pending.lane == lane:
+                    last, pending = pending, None
+                    yield last, leave
+                else:
+                    yield (leave,)
+                continue  # if the lane begins anew at this boundary, this is still its turn
+            next_layer[lane] = layer + 1
+            attend, dispatch, ffn, combine = stages[lane][layer]
+            if pending is None:
+                yield attend, dispatch, ffn
+            elif pending.lane == lane:
+                yield pending, attend, dispatch, ffn
+            else:
+                yield attend, dispatch, pending, ffn
+            pending = combine
+            lane = (lane + 1) % lanes
+
+    def _take_gated_turns(self) -> Iterator[tuple[Stage, ...]]:
+        """attend(i) dispatch(i) of layer 0, combine(i) attend(i) dispatch(i) of the others; the
+        lane's answer has the turns of all other lanes to arrive."""
+        next_layer, layers, lanes = self._next_layer, self._layers, self._lanes
+        stages = [[_stages(lane, layer) for layer in range(layers)] for lane in range(lanes)]
+        lane = 0
+        while True:
+            while lane not in next_layer:
+                if not next_layer:
+                    raise ValueError("no lane has begun a step")
+                lane = (lane + 1) % lanes
+            layer = next_layer[lane]
+            if layer == layers:
+                del next_layer[lane]
+                yield stages[lane][-1][3], Stage("leave", lane, layer)
+                continue
+            next_layer[lane] = layer + 1
+            attend, dispatch, _, _ = stages[lane][layer]
+            yield (
+                (attend, dispatch) if not layer else (stages[lane][layer - 1][3], attend, dispatch)
+            )
+            lane = (lane + 1) % lanes
+
+
+def _stages(lane: int, layer: int) -> tuple[Stage, Stage, Stage, Stage]:
+    return (
+        Stage("attend", lane, layer),
+        Stage("dispatch", lane, layer),
+        Stage("ffn", lane, layer),
+        Stage("combine", lane, layer),
+    )

@@ -1,0 +1,148 @@
+"""Turns step plans into the int32 arrays that the programs of a step take.
+
+Every process of the attention role holds one `LaneState` a lane and gives it each of the lane's
+plans once, in order; the same plans make the same arrays in every process. `rules_array` and
+`targets_array` are for the steps that have options. NumPy alone: no JAX, no devices.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.roles.layout import MAX_BIASES, BatchLayout, RulesLayout
+from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan
+
+
+class StepArrays(NamedTuple):
+    """The arrays of one step. New ones every time: the device may read them until the step ends."""
+
+    batch: np.ndarray
+    """int32 `[groups, BatchLayout.width]`."""
+    page_table: np.ndarray
+    """int32 `[groups, slots, bucket.pages]`; entries beyond a sequence's pages are 0."""
+
+
+class LaneState:
+    """What the plans of one lane have said so far of the sequences in its slots.
+
+    Args:
+      groups: DP groups.
+      slots: of each.
+      pages: most pages of a sequence.
+    """
+
+    def __init__(self, groups: int, slots: int, pages: int):
+        self._groups, self._slots = groups, slots
+        rows = groups * slots
+        self._sampling = {
+            "temperature": np.zeros(rows, np.float32),
+            "top_k": np.zeros(rows, np.int32),
+            "top_p": np.zeros(rows, np.float32),
+            "min_p": np.zeros(rows, np.float32),
+            "seed": np.zeros(rows, np.uint32),
+        }
+        self._page_table = np.zeros((rows, pages), np.int32)
+        self._page_count = np.zeros(rows, np.int32)
+
+    def step(self, plan: StepPlan) -> StepArrays:
+        """Takes in what the plan says that is new, and makes the arrays of its step."""
+        for sequence in plan.new_sequences:
+            self._take(sequence)
+        rows, places, page_ids = plan.new_pages
+        self._page_table[rows, places] = page_ids
+        np.maximum.at(self._page_count, rows, places + 1)
+        return StepArrays(self._batch(plan), self._pages(plan))
+
+    def _take(self, sequence: NewSequence) -> None:
+        row = sequence.row
+        for name, values in self._sampling.items():
+            values[row] = getattr(sequence, name)
+        self._page_table[row] = self._page_count[row] = 0
+
+    def _batch(self, plan: StepPlan) -> np.ndarray:
+        rows, groups, slots = plan.rows, self._groups, self._slots
+        layout = BatchLayout(plan.bucket.tokens, slots)
+        batch = np.zeros((groups, layout.width), np.int32)
+        fields = layout.fields(batch)
+
+        counts = self._per_slot(rows, plan.token_counts)
+        np.cumsum(counts, axis=1, dtype=np.int32, out=fields["query_start"][:, 1:])
+        token_ids, start = plan.token_ids, 0
+        for group, tokens in enumerate(counts.sum(axis=1).tolist()):
+            fields["token_ids"][group, :tokens] = token_ids[start : start + tokens]
+            start += tokens
+
+        fields["kv_length"][...] = self._per_slot(rows, plan.kv_lengths)
+        fields["sample"][...] = self._per_slot(rows, plan.samples)
+        takes_part = counts > 0
+        for name, values in self._sampling.items():
+            if name != "temperature" or not plan.has_rules:  # else the rules array has it
+                bits = values.view(np.int32).reshape(groups, slots)
+                np.copyto(fields[name], bits, where=takes_part)
+        return batch
+
+    def _per_slot(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Values of the rows as int32 `[groups, slots]`; 0 for the others."""
+        dense = np.zeros(self._groups * self._slots, np.int32)
+        dense[rows] = values
+        return dense.reshape(self._groups, self._slots)
+
+    def _pages(self, plan: StepPlan) -> np.ndarray:
+        rows, pages = plan.rows, plan.bucket.pages
+        table = np.zeros((self._groups * self._slots, pages), np.int32)
+        takes_part = np.zeros((len(table), 1), bool)
+        takes_part[rows] = True
+        used = self._page_count[rows].max(initial=0)
+        np.copyto(table[:, :used], self._page_table[:, :used], where=takes_part)
+        return table.reshape(self._groups, self._slots, pages)
+
+
+def rules_array(plan: StepPlan, groups: int, slots: int, vocab: int) -> np.ndarray:
+    """The plan's rules as int32 `[groups, slots, RulesLayout.width]`.
+
+    Raises:
+      ValueError: a row has more biases than fit.
+    """
+    layout = RulesLayout(vocab)
+    array = np.zeros((groups * slots, layout.width), np.int32)
+    fields = layout.fields(array)
+    fields["repetition"].view(np.float32)[...] = 1.0
+    for name in ("prompt_length", "token_ids"):
+        fields[name][...] = np.iinfo(np.int32).max  # counts nothing; beyond every vocabulary
+    fields["temperature"].view(np.float32)[plan.rows, 0] = plan.temperatures
+    for options in plan.options:
+        if options.rules is not None:
+            _write_rules(
+                options.rules, {name: field[options.row] for name, field in fields.items()}
+            )
+    return array.reshape(groups, slots, layout.width)
+
+
+def _write_rules(rules: SlotRules, fields: dict[str, np.ndarray]) -> None:
+    for name in ("repetition", "presence", "frequency"):
+        fields[name].view(np.float32)[0] = getattr(rules, f"{name}_penalty")
+    if rules.counts_from is not None:
+        fields["prompt_length"][0] = rules.counts_from
+    fields["fresh"][0] = rules.fresh
+    fields["masked"][0] = bool(rules.allowed)
+    count = len(rules.bias_ids) // 4
+    if count > MAX_BIASES:
+        raise ValueError(f"{count} biases in a slot, at most {MAX_BIASES} fit")
+    for name, data in (
+        ("token_ids", rules.bias_ids),
+        ("biases", rules.biases),
+        ("allowed", rules.allowed),
+        ("prompt", rules.prompt),
+    ):
+        words = np.frombuffer(data, "<i4")
+        fields[name][: len(words)] = words
+
+
+def targets_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
+    """The plan's targets as int32 `[groups, tokens]`, each at its token's place; elsewhere 0."""
+    targets = np.zeros((groups, plan.bucket.tokens), np.int32)
+    starts = plan.token_starts(slots)
+    for options in plan.options:
+        group, start = starts[options.row]
+        targets[group, start : start + len(options.targets)] = options.targets
+    return targets

@@ -1,0 +1,264 @@
+"""What one lane does next, as plain data: decided once by the leader, followed by everybody.
+
+The scheduler (`engine/scheduler.py`) writes step plans, `fleet/control.py` carries them to the
+followers, and every process of the attention role turns them into arrays (`roles/step_arrays.py`).
+A plan holds what its step needs beyond what the lane's earlier plans said: sampling parameters
+come once a sequence, page ids once a page. Nothing here knows requests, queues or JAX devices.
+
+A *row* is a slot of a lane counted over all DP groups: `group * slots + slot`.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
+
+__all__ = [
+    "FROM_DEVICE",
+    "Bucket",
+    "NewSequence",
+    "RowOptions",
+    "SequenceRow",
+    "SlotRules",
+    "StepPlan",
+    "plan_of_rows",
+]
+
+
+class SlotRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What changes one sequence's logits in one step, where something does (`sampler.adjust`).
+
+    Bytes are little-endian words, as the rules array takes them: they are made once a request and
+    copied in every step.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    counts_from: int | None = None
+    """Prompt length of a sequence with penalties: tokens from here on are counted. Such a sequence
+    has rules in every step, so that none of its tokens is missed."""
+    fresh: bool = False
+    """The slot has just got this sequence: its counts start now."""
+    prompt: bytes = b""
+    """Bitmask of the prompt's tokens, where `fresh` and repetition is penalised."""
+    bias_ids: bytes = b""
+    biases: bytes = b""
+    """int32 token ids and what is added to their logits, float32."""
+    allowed: bytes = b""
+    """Bitmask of the tokens that may come; empty: all."""
+
+
+class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sequence that takes a row: its sampling parameters, until the row gets another one.
+
+    Whatever the row held is forgotten, its pages too.
+    """
+
+    row: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """uint32; the noise of a draw depends on it and on the token's position alone."""
+
+
+class RowOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one row asks of one step beyond a token."""
+
+    row: int
+    rules: SlotRules | None = None
+    logprobs: int | None = None
+    """Alternatives to report beside the sampled token's log-probability; None: report nothing.
+    Only where the row samples."""
+    targets: list[int] = []
+    """The tokens that follow those of the step, where their log-probabilities are wanted."""
+    target_logprobs: int = 0
+    """Alternatives to report beside those."""
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step of one lane, for all DP groups of its domain.
+
+    It applies to the state that the lane's earlier plans have built up, each of them once and in
+    order. A row that does not take part is not mentioned. A DP group without rows still takes part
+    in the step, all padding.
+    """
+
+    lane: int
+    number: int
+    """Global and ascending over all lanes; followers check that none is missing."""
+    bucket: Bucket
+    columns: bytes
+    """int32 `[4, rows]`: `rows`, `token_counts`, `kv_lengths`, `samples`."""
+    tokens: bytes
+    """int32, those of all rows, row after row: see `token_ids`."""
+    new_sequences: list[NewSequence] = []
+    pages: bytes = b""
+    """int32 `[3, pages]`: see `new_pages`."""
+    options: list[RowOptions] = []
+    """Of the rows that have some, ascending."""
+    row_temperatures: bytes = b""
+    """float32, one a row; only where some row has rules: see `temperatures`."""
+
+    @classmethod
+    def of(
+        cls,
+        lane: int,
+        number: int,
+        bucket: Bucket,
+        *,
+        columns: np.ndarray,
+        token_ids: np.ndarray,
+        new_sequences: list[NewSequence],
+        new_pages: np.ndarray,
+        options: list[RowOptions],
+        temperatures: np.ndarray | None = None,
+    ) -> "StepPlan":
+        """A plan from arrays; see the properties. `temperatures`: where some row has rules."""
+        return cls(
+            lane,
+            number,
+            bucket,
+            columns.astype("<i4", copy=False).tobytes(),
+            token_ids.astype("<i4", copy=False).tobytes(),
+            new_sequences,
+            new_pages.astype("<i4", copy=False).tobytes(),
+            options,
+            b"" if temperatures is None else temperatures.astype("<f4", copy=False).tobytes(),
+        )
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows that take part, ascending: `group * slots + slot`."""
+        return self._columns[0]
+
+    @property
+    def token_counts(self) -> np.ndarray:
+        """Tokens of each row in this step."""
+        return self._columns[1]
+
+    @property
+    def kv_lengths(self) -> np.ndarray:
+        """Tokens of each row's sequence in the cache after this step."""
+        return self._columns[2]
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Whether a row's last token is followed by sampling; not so for a prefill chunk with more
+        of its prompt to come."""
+        return self._columns[3] != 0
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The rows' tokens, one row after the other; `FROM_DEVICE` for a decode token that the host
+        has not seen."""
+        return np.frombuffer(self.tokens, "<i4")
+
+    @property
+    def new_pages(self) -> np.ndarray:
+        """Pages that sequences got, int32 `[3, pages]`: row, the page's index in its sequence,
+        page id. With those of earlier plans they cover `kv_lengths`."""
+        return np.frombuffer(self.pages, "<i4").reshape(3, -1)
+
+    @property
+    def temperatures(self) -> np.ndarray:
+        """Of the rows, float32, if some row has rules; otherwise empty."""
+        return np.frombuffer(self.row_temperatures, "<f4")
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether some row has rules."""
+        return any(row.rules is not None for row in self.options)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether some sampled token's log-probability is wanted."""
+        return any(row.logprobs is not None for row in self.options)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether some prompt token's log-probability is wanted."""
+        return any(row.targets for row in self.options)
+
+    def token_starts(self, slots: int) -> dict[int, tuple[int, int]]:
+        """Row → its DP group and where its tokens begin among the group's.
+
+        Args:
+          slots: of a DP group.
+        """
+        starts: dict[int, tuple[int, int]] = {}
+        last, start = -1, 0
+        for row, count in zip(self.rows.tolist(), self.token_counts.tolist(), strict=True):
+            group = row // slots
+            last, start = group, start if group == last else 0
+            starts[row] = group, start
+            start += count
+        return starts
+
+    @property
+    def _columns(self) -> np.ndarray:
+        return np.frombuffer(self.columns, "<i4").reshape(4, -1)
+
+
+class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
+    """Everything about one sequence in one step, to write a step by hand: see `plan_of_rows`."""
+
+    slot: int
+    """In its DP group, 0 … slots-1."""
+    token_ids: list[int]
+    kv_length: int
+    page_ids: list[int]
+    """Every page of the sequence so far, in order; they cover `kv_length` tokens."""
+    sample: bool
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    rules: SlotRules | None = None
+    logprobs: int | None = None
+    targets: list[int] = []
+    target_logprobs: int = 0
+
+
+def plan_of_rows(
+    lane: int, number: int, bucket: Bucket, groups: Sequence[Sequence[SequenceRow]], *, slots: int
+) -> StepPlan:
+    """A step that needs no earlier plan: it says everything about each of its sequences.
+
+    Args:
+      groups: the sequences of each DP group, ascending by slot.
+      slots: of a DP group.
+    """
+    rows = [(group * slots + row.slot, row) for group, own in enumerate(groups) for row in own]
+    columns = [(at, len(row.token_ids), row.kv_length, row.sample) for at, row in rows]
+    pages = [(at, *page) for at, row in rows for page in enumerate(row.page_ids)]
+    options = [
+        RowOptions(
+            at,
+            row.rules,
+            row.logprobs if row.sample else None,
+            row.targets,
+            row.target_logprobs,
+        )
+        for at, row in rows
+    ]
+    has_rules = any(row.rules is not None for _, row in rows)
+    return StepPlan.of(
+        lane,
+        number,
+        bucket,
+        columns=np.asarray(columns, np.int32).reshape(-1, 4).T,
+        token_ids=np.asarray([token for _, row in rows for token in row.token_ids], np.int32),
+        new_sequences=[
+            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed)
+            for at, row in rows
+        ],
+        new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
+        options=[one for one in options if one != RowOptions(one.row)],
+        temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
+    )

@@ -1,0 +1,39 @@
+"""What runners and observers know of any worker."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from jaxserve.roles.layout import Bucket
+
+
+class Step(Protocol):
+    """What every worker knows of a step; a `StepPlan` says more."""
+
+    @property
+    def lane(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def bucket(self) -> Bucket: ...
+
+
+class Passed(NamedTuple):
+    """A step that a worker without the head has enqueued to its end."""
+
+    last: jax.Array
+    """What the worker computes last in the step: when it is there, so is everything before."""
+
+
+OnLoad = Callable[[tuple[int, ...], jax.Array], None]
+"""Takes layers and how many tokens of a step their experts got, int32 [parts, layers, experts]: the
+sum over the parts, and over all processes, is the whole."""
+
+
+class Observer(Protocol):
+    """Notes when a stage's output is there (`observe/timeline.py`)."""
+
+    def observe(self, stage: Any, lane: int, layer: int, step: int, result: jax.Array, /) -> None:
+        """Called right after the stage was enqueued."""
+        ...

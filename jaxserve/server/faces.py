@@ -1,0 +1,160 @@
+"""The network faces of a deployment as one thing: start, open, refuse, stop, in this order.
+
+`LocalFaces` are the gRPC and the HTTP server in this process, with the text generator they share.
+`processes/host.py` has the same life with the servers in processes of their own. Called by
+`serve.py` and by those processes; knows nothing of devices.
+"""
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from jaxserve.config.deployment import Server
+from jaxserve.errors import CheckpointError
+from jaxserve.server.access import Access
+from jaxserve.server.front_end import LiveRequests
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.metrics import Metrics
+from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.token_engine import TokenEngine
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Faces(Protocol):
+    """What `serve.py` starts and ends.
+
+    Attributes:
+      requests: those that run, for operators; from `open` on.
+      metrics: likewise.
+    """
+
+    requests: LiveRequests
+    metrics: Metrics
+
+    def start(self) -> dict[str, str]:
+        """Binds the ports; requests are answered as not ready.
+
+        Returns:
+          protocol → "host:port".
+
+        Raises:
+          ConfigError: an address cannot be bound.
+        """
+
+    def open(self, engine: TokenEngine) -> None:
+        """Accepts requests from now on."""
+
+    def refuse(self) -> None:
+        """Refuses new requests; running ones continue."""
+
+    def stop(self, grace: float) -> None:
+        """Ends running requests, waits up to `grace` seconds for responses, closes connections."""
+
+
+class LocalFaces:
+    """The servers of a deployment on threads of this process.
+
+    Args:
+      model: folder of the tokenizer and the chat template.
+      server: addresses, keys and certificates.
+      insecure_bind: whether to bind to a public address without keys or TLS.
+      share_ports: whether other processes listen on the same ports.
+      messages_a_second: of all streams together, as far as coalescing keeps them.
+
+    Raises:
+      ConfigError: a public address without protection, or an invalid file of keys or certificates.
+      CheckpointError: there is no usable tokenizer.
+    """
+
+    requests: LiveRequests
+    metrics: Metrics
+
+    def __init__(
+        self,
+        model: str,
+        server: Server,
+        insecure_bind: bool,
+        *,
+        share_ports: bool = False,
+        messages_a_second: float = MESSAGES_A_SECOND,
+    ):
+        access = Access.from_config(server)
+        self._tokenizer = Tokenizer.from_folder(model)
+        self._template = _chat_template(model)
+        self._generator: TextGenerator | None = None
+        self._grpc = GrpcServer(
+            server.host,
+            server.grpc_port,
+            access=access,
+            insecure_bind=insecure_bind,
+            share_port=share_ports,
+            messages_a_second=messages_a_second,
+        )
+        self._http: HttpServer | None = None
+        if server.http_port >= 0:
+            self._http = HttpServer(
+                server.host,
+                server.http_port,
+                access=access,
+                insecure_bind=insecure_bind,
+                request_seconds=server.request_seconds,
+                share_port=share_ports,
+                messages_a_second=messages_a_second,
+            )
+
+    def start(self) -> dict[str, str]:
+        """See `Faces.start`."""
+        addresses = {"grpc": self._grpc.start()}
+        if self._http is not None:
+            addresses["http"] = self._http.start()
+        return addresses
+
+    def open(
+        self,
+        engine: TokenEngine,
+        generator_type: type[TextGenerator] = TextGenerator,
+        metrics_folder: Path | None = None,
+    ) -> None:
+        """See `Faces.open`.
+
+        Args:
+          engine: where tokens come from.
+          generator_type: of the generator over this engine.
+          metrics_folder: shared with other processes, see `Metrics`.
+        """
+        self.metrics = Metrics(str(engine.model_info()["model"]), metrics_folder)
+        self.metrics.watch(engine)
+        generator = generator_type(engine, self._tokenizer, self.metrics.started)
+        self.requests = self._generator = generator
+        self._grpc.open(generator)
+        if self._http is not None:
+            self._http.open(generator, self._template, metrics=self.metrics)
+
+    def refuse(self) -> None:
+        """See `Faces.refuse`."""
+        self._grpc.refuse()
+        if self._http is not None:
+            self._http.refuse()
+
+    def stop(self, grace: float) -> None:
+        """See `Faces.stop`; fine in any state."""
+        if self._generator is not None:
+            self.refuse()
+            self._generator.close()
+        self._grpc.stop(grace)
+        if self._http is not None:
+            self._http.stop(grace)
+
+
+def _chat_template(model: str) -> ChatTemplate | None:
+    """The model's template; without a readable one, chats are refused."""
+    try:
+        return ChatTemplate.from_folder(model)
+    except CheckpointError as error:
+        logger.warning("no chats will be served: %s", error)
+        return None

@@ -1,0 +1,52 @@
+"""Sockets to listen on, bound before anything is served.
+
+Called by the HTTP server and `processes/`; knows no protocol.
+"""
+
+import socket
+
+from jaxserve.errors import ConfigError
+
+
+def bind(host: str, port: int, key: str, *, reuse_port: bool = False) -> socket.socket:
+    """A bound TCP socket that does not listen yet.
+
+    Args:
+      host: an address or name of this machine.
+      port: 0 picks a free one.
+      key: of the configuration that sets the port, for errors.
+      reuse_port: whether sockets of other processes may be bound to the same port; the kernel
+        spreads connections over those that listen.
+
+    Raises:
+      ConfigError: the address is in use or not this machine's.
+    """
+    made: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if reuse_port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+        return made
+    except OSError as error:
+        if made is not None:
+            made.close()
+        raise ConfigError(
+            f"{key}: cannot listen on {host}:{port} ({error.strerror or error}); is it in use?"
+        ) from None
+
+
+def reserve(host: str, port: int, key: str) -> socket.socket:
+    """A bound socket that keeps a port for processes that will share it; it never listens.
+
+    Raises:
+      ConfigError: the port is in use, be it by a server that shares it.
+    """
+    with bind(host, port, key) as alone:
+        found = alone.getsockname()[1]
+    return bind(host, found, key, reuse_port=True)

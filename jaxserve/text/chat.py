@@ -1,0 +1,258 @@
+"""Conversations to prompts: the chat templates of a model folder, and checks of their inputs.
+
+Called by `llm.py` and the network faces, which pass messages as their clients wrote them: JSON
+data in the format of OpenAI's API, which Hugging Face templates read.
+Knows nothing of engines, networks or token ids.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
+from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+"""Where templates are looked for; the first file that has one wins."""
+
+SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
+"""Template variables that clients send to any model; other templates ignore them."""
+
+MAX_PARTS = 4096
+"""Of one message's content."""
+
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", *(f"{kind}_token" for kind in KINDS)}
+)
+"""Template variables that requests cannot set."""
+
+# A template with such a loop handles lists of parts itself; others expect text.
+_READS_PARTS = re.compile(
+    r"\bfor\s+\w+\s+in\s+(?:\w+\.)?content\b|\bfor\s+\w+\s+in\s+\w+\[['\"]content['\"]\]"
+)
+
+
+class ChatTemplate:
+    """The chat templates of one model; usually one. Safe for many threads.
+
+    Attributes:
+      switches: the `chat_template_kwargs` that may be given.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str] | None = None):
+        """Parses templates.
+
+        Args:
+          sources: name → template; `default`, and perhaps `tool_use` for requests with tools.
+          special_tokens: `bos_token`, `eos_token`, ... → spelling.
+
+        Raises:
+          CheckpointError: templates cannot be parsed, or none is the default; lists all problems.
+        """
+        problems = [] if "default" in sources else ["there is no default one"]
+        self._templates: dict[str, Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = Template(source)
+            except TemplateError as error:
+                problems.append(f"{name}: {error}")
+        if problems:
+            raise CheckpointError("chat template: " + "; ".join(problems))
+        self._reads_parts = {
+            name: _READS_PARTS.search(source) is not None for name, source in sources.items()
+        }
+        self._special_tokens = dict(special_tokens or {})
+        self._sources = dict(sources)
+        read = frozenset().union(*(template.variables for template in self._templates.values()))
+        self.switches = (SWITCHES | read) - RESERVED
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "ChatTemplate | None":
+        """The templates of a model folder; None where there are none.
+
+        Raises:
+          CheckpointError: a file is broken or a template cannot be parsed.
+        """
+        folder = Path(folder)
+        problems: list[str] = []
+        sources = _read_sources(folder, problems)
+        names = read_json(folder / "tokenizer_config.json", problems)
+        special_tokens = special_token_texts(folder, names, problems)
+        if problems:
+            unique = dict.fromkeys(problems)  # a file may be read twice
+            raise CheckpointError(f"chat template of {folder}: " + "; ".join(unique))
+        return cls(sources, special_tokens) if sources else None
+
+    def mentions(self, text: str) -> bool:
+        """Whether a template contains `text`, such as a marker that the model then knows."""
+        return any(text in source for source in self._sources.values())
+
+    def render(
+        self,
+        messages: Any,
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        field: str = "messages",
+    ) -> str:
+        """The prompt of a conversation, with all of its special tokens, bos included.
+
+        Args:
+          messages: a list, checked here: each with `role` and `content` (a text, or parts of type
+            "text"), and what the template reads beside: `tool_calls`, `reasoning_content`,
+            `tool_call_id`, `name`...
+          tools: a list of functions that the model may call, as JSON schemas, or None.
+          add_generation_prompt: whether the prompt ends where the model's answer begins.
+          chat_template_kwargs: switches of the template, such as `enable_thinking`.
+          field: what errors call `messages`.
+
+        Raises:
+          InvalidRequestError: names the field that is wrong or that the template refuses.
+        """
+        switches = self._checked_switches(chat_template_kwargs or {})
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        values = {
+            **self._special_tokens,
+            "messages": _checked_messages(messages, field, self._reads_parts[name]),
+            "tools": _checked_tools(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **switches,
+        }
+        try:
+            return self._templates[name].render(values)
+        except TemplateRefusal as error:
+            raise InvalidRequestError(field, f"the chat template refuses: {error}") from None
+        except TemplateError as error:
+            raise InvalidRequestError(field, f"the chat template failed: {error}") from None
+
+    def _checked_switches(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if name not in self.switches:
+                known = ", ".join(sorted(self.switches))
+                raise InvalidRequestError(
+                    f"chat_template_kwargs.{name}", f"is no switch of the template; known: {known}"
+                )
+        return _plain(given, "chat_template_kwargs")
+
+
+def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:
+    """Name → template, from the first of FILES that has any."""
+    path = folder / FILES[0]
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+            return {}
+    for name in FILES[1:]:
+        found = read_json(folder / name, problems).get("chat_template")
+        if found is not None:
+            return _named_sources(found, name, problems)
+    return {}
+
+
+def _named_sources(found: Any, file: str, problems: list[str]) -> dict[str, str]:
+    """One template, `[{"name": ..., "template": ...}]`, or `{name: template}`."""
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, list):
+        entries = [entry if isinstance(entry, dict) else {} for entry in found]
+        found = {entry.get("name"): entry.get("template") for entry in entries}
+    texts = isinstance(found, dict) and all(
+        isinstance(part, str) for pair in found.items() for part in pair
+    )
+    if not texts:
+        problems.append(f"chat_template of {file}: expected a text, or names and templates")
+        return {}
+    return found
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy for the template; errors name the part of `value`, which is called `name`."""
+    try:
+        return plain(value, name=name)
+    except ValueError as error:
+        field, _, message = str(error).partition(": ")
+        raise InvalidRequestError(field, message) from None
+
+
+def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise InvalidRequestError("tools", f"expected a list, got {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise InvalidRequestError(
+                f"tools[{index}]", f"expected an object, got {type(tool).__name__}"
+            )
+    return _plain(tools, "tools")
+
+
+def _checked_messages(messages: Any, field: str, reads_parts: bool) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidRequestError(field, f"expected a list, got {type(messages).__name__}")
+    if not messages:
+        raise InvalidRequestError(field, "is empty")
+    checked = []
+    for index, message in enumerate(messages):
+        place = f"{field}[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(place, f"expected an object, got {type(message).__name__}")
+        _check_message(message, place)
+        copy = _plain(message, place)
+        if isinstance(copy.get("content"), list):
+            texts = [
+                _part_text(part, f"{place}.content[{i}]") for i, part in enumerate(copy["content"])
+            ]
+            if not reads_parts:
+                copy["content"] = "\n".join(texts)
+        checked.append(copy)
+    return checked
+
+
+def _check_message(message: Mapping[str, Any], place: str) -> None:
+    """Raises for a message that no template can read."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        wrong = "is missing" if role is None else f"expected a text, got {role!r}"
+        raise InvalidRequestError(f"{place}.role", wrong)
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise InvalidRequestError(f"{place}.content", "is missing")
+    if not (content is None or isinstance(content, str | list | tuple)):
+        raise InvalidRequestError(
+            f"{place}.content", f"expected a text or a list, got {type(content).__name__}"
+        )
+    if isinstance(content, list | tuple) and len(content) > MAX_PARTS:
+        raise InvalidRequestError(
+            f"{place}.content", f"{len(content)} parts, at most {MAX_PARTS} are allowed"
+        )
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError(
+            f"{place}.tool_calls", f"expected a list, got {type(calls).__name__}"
+        )
+    for index, call in enumerate(calls):
+        if not isinstance(call, Mapping):
+            raise InvalidRequestError(
+                f"{place}.tool_calls[{index}]", f"expected an object, got {type(call).__name__}"
+            )
+
+
+def _part_text(part: Any, place: str) -> str:
+    """The text of one part of a message's content."""
+    if not isinstance(part, dict):
+        raise InvalidRequestError(place, f"expected an object, got {type(part).__name__}")
+    if part.get("type") != "text":
+        kind = part.get("type")
+        raise InvalidRequestError(f"{place}.type", f"{kind!r} is not supported: only 'text' is")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequestError(f"{place}.text", "expected a text")
+    return part["text"]

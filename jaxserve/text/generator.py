@@ -1,0 +1,272 @@
+"""Prompts in, text out: what stands between the engine, which knows token ids, and the faces.
+
+`TextGenerator` checks and tokenises prompts and submits them; each request is a `Generation`
+(`generation.py`). The engine's callbacks must return at once, so what they bring is turned into
+text on one thread of the generator's own. Called by the network faces and by `LLM`; sending,
+coalescing and protocols are theirs. Knows no network, no event loop, and of the engine only what
+`TokenEngine` says.
+"""
+
+import operator
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import SupportsIndex, cast
+
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+from jaxserve.text.generation import Generation, checked_request_id, new_request_id
+from jaxserve.text.grammars import Grammars
+from jaxserve.text.output import GenerationOutput, joined
+from jaxserve.text.token_engine import TokenEngine
+from jaxserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[SupportsIndex]
+"""Text, or token ids (Python's ints or NumPy's)."""
+
+CLOSE_SECONDS = 5.0
+SHORT_PROMPT = 512
+"""Characters, or ids, of a prompt that is tokenised faster than it is handed to another thread."""
+MAX_BATCH = 4096
+"""Outputs that the generator's thread takes at a time."""
+
+Observer = Callable[[], Callable[[GenerationOutput], None]]
+"""Called when a request is submitted; the function it returns gets every output of the request."""
+
+
+class TextGenerator:
+    """Prompts in, text deltas out. One per engine; any thread may submit.
+
+    Args:
+      engine, tokenizer: see below.
+      observe: called for every request; a request that the engine refuses has no outputs.
+
+    Attributes:
+      engine: generates the tokens.
+      tokenizer: of the engine's model.
+      grammars: compiles the grammars that requests ask for.
+      blocks: whether `submit` and `abort` wait for another process: then not for an event loop.
+    """
+
+    blocks = False
+
+    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer, observe: Observer | None = None):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        info = engine.model_info()
+        self._vocab_size: int = info["vocab_size"]
+        self._max_length: int = info["max_length"]
+        self.grammars = Grammars(tokenizer, self._vocab_size)
+        self._observe = observe
+        self._closed = False
+        self._live: dict[str, Generation] = {}
+        self._lock = threading.Lock()
+        # Without a bound of its own: each request has a limit, beyond which nothing is posted.
+        self._mailbox: queue.SimpleQueue[tuple[Generation, TokenOutput] | None]
+        self._mailbox = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="text-generator", daemon=True)
+        self._thread.start()
+        engine.add_failure_callback(self._engine_failed)
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def live_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        with self._lock:
+            return list(self._live)
+
+    def abort(self, request_id: str, owner: str | None = None) -> bool:
+        """Ends a live request by its id, if it is the owner's (None: anybody's).
+
+        Returns:
+          whether there was one.
+        """
+        with self._lock:
+            generation = self._live.get(request_id)
+        if generation is None or owner not in (None, generation.owner):
+            return False
+        generation.abort()
+        return True
+
+    def enqueue(self, generation: Generation, params: SamplingParams) -> None:
+        """Hands a request to the engine; raises as the engine's `submit`."""
+        self.engine.submit(
+            generation.prompt,
+            params,
+            generation.receive,
+            request_id=generation.request_id,
+            deadline=generation.deadline,
+        )
+
+    def encode(self, prompt: Prompt, *, add_bos: bool = True, field: str = "prompt") -> list[int]:
+        """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
+
+        Args:
+          prompt: text, or token ids.
+          add_bos: False for the text of a chat template, which writes bos itself if it wants it.
+          field: what errors call the prompt.
+
+        Raises:
+          InvalidRequestError: the prompt is empty or too long, or has an id out of range.
+        """
+        if isinstance(prompt, str):
+            longest = self._max_length * self.tokenizer.longest_token
+            if len(prompt) > longest:
+                raise InvalidRequestError(
+                    field,
+                    f"{len(prompt)} characters are more than {self._max_length} tokens hold",
+                )
+            if not prompt:
+                raise InvalidRequestError(field, "is empty")
+            try:
+                token_ids = self.tokenizer.encode(prompt, add_bos=add_bos)
+            except ValueError as error:
+                raise InvalidRequestError(field, str(error)) from None
+        else:
+            token_ids = _checked_ids(prompt, self._vocab_size, field)
+        if not token_ids:
+            raise InvalidRequestError(field, "is empty")
+        if len(token_ids) >= self._max_length:
+            raise InvalidRequestError(
+                field,
+                f"{len(token_ids)} tokens leave no room for an output: prompt and output together "
+                f"have at most {self._max_length} tokens",
+            )
+        return token_ids
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_text: Callable[[GenerationOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        max_pending_tokens: int | None = None,
+        owner: str = "",
+    ) -> Generation:
+        """Starts a request.
+
+        Args:
+          prompt: text, or token ids (`encode` gives them; checking them again is cheap).
+          params: how to generate; validated here.
+          on_text: called with every output in order, on the generator's thread; must return at
+            once. May be called before `submit` returns.
+          request_id: at most 128 printable ASCII characters, unique among the live requests; None:
+            a random one.
+          deadline: seconds of `time.monotonic` at which the engine cancels the request.
+          max_pending_tokens: end the request ("cancelled") when so many tokens were generated and
+            not yet `consumed()`. None: no limit.
+          owner: the tenant whose request it is.
+
+        Raises:
+          InvalidRequestError: names the field.
+          OverloadedError, DrainingError, EngineFailedError: from the engine.
+        """
+        params.validate()
+        token_ids = self.encode(prompt)
+        request_id = new_request_id() if request_id is None else checked_request_id(request_id)
+        generation = Generation(
+            self,
+            request_id,
+            token_ids,
+            params,
+            on_text,
+            deadline,
+            max_pending_tokens,
+            None if self._observe is None else self._observe(),
+            owner,
+        )
+        with self._lock:
+            if self._closed:
+                raise DrainingError("closed")
+            if request_id in self._live:
+                raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+            self._live[request_id] = generation
+        try:
+            self.enqueue(generation, params)
+        except BaseException:
+            self._forget(generation)
+            raise
+        return generation
+
+    def close(self) -> None:
+        """Ends the live requests as "cancelled" and stops the threads. The engine runs on."""
+        with self._lock:
+            self._closed = True
+        self._end_all("cancelled", "the server shuts down")
+        self._mailbox.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        self.grammars.close()
+
+    def post(self, generation: Generation, output: TokenOutput) -> None:
+        """Queues an output of the engine for the generator's thread."""
+        self._mailbox.put((generation, output))
+
+    def cancel(self, generation: Generation) -> None:
+        """Has the engine end a request, unless it has ended (its id may be another's by now)."""
+        with self._lock:
+            live = self._live.get(generation.request_id) is generation
+        if live:
+            self.engine.cancel(generation.request_id)
+
+    def release(self, generation: Generation) -> None:
+        """Frees the id of an ended request, and cancels it in the engine if it still runs there."""
+        if not generation.ended_by_engine:
+            self.cancel(generation)
+        self._forget(generation)
+
+    def _run(self) -> None:
+        closed = False
+        while not closed:
+            # Outputs that queued up meanwhile are handled together, the more the busier it is.
+            items = [self._mailbox.get()]
+            while len(items) < MAX_BATCH and not self._mailbox.empty():
+                items.append(self._mailbox.get())
+            batch: dict[Generation, list[TokenOutput]] = {}
+            for item in items:
+                if item is None:
+                    closed = True
+                    break
+                batch.setdefault(item[0], []).append(item[1])
+            for generation, outputs in batch.items():
+                generation.advance(joined(outputs))
+
+    def _forget(self, generation: Generation) -> None:
+        with self._lock:
+            if self._live.get(generation.request_id) is generation:
+                del self._live[generation.request_id]
+
+    def _engine_failed(self, failure: EngineFailedError) -> None:
+        """Ends every live request; the engine may not be able to any more."""
+        self._end_all("error", str(failure))
+
+    def _end_all(self, reason: FinishReason, error: str) -> None:
+        with self._lock:
+            live = list(self._live.values())
+        for generation in live:
+            self.post(
+                generation,
+                TokenOutput(request_id=generation.request_id, finish_reason=reason, error=error),
+            )
+
+
+def _checked_ids(prompt: Sequence[SupportsIndex], vocab_size: int, field: str) -> list[int]:
+    """The prompt as a list of ints in [0, vocab_size)."""
+    token_ids = cast(list[int], list(prompt))
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return token_ids
+    for index, value in enumerate(prompt):  # NumPy's ints, or something wrong
+        item = f"{field}[{index}]"
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            token_ids[index] = operator.index(value)
+        except TypeError:
+            raise InvalidRequestError(item, f"{value!r} is no token id") from None
+        if not 0 <= token_ids[index] < vocab_size:
+            raise InvalidRequestError(item, f"token id {value} is not in [0, {vocab_size - 1}]")
+    return token_ids

@@ -1,0 +1,77 @@
+"""Outputs of one request on their way to a client, and how consecutive ones are joined.
+
+Made by `generation.py`, read by the faces, by `LLM` and by the metrics.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxserve.engine.logprobs import TokenLogprobs
+from jaxserve.engine.request import FinishReason, TokenOutput
+
+
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """New text and tokens of one request; those of all outputs, joined, are the completion.
+
+    Attributes:
+      request_id: of the request.
+      text: the new text; may lag behind the tokens, and never includes the stop string.
+      token_ids: the new tokens, including the one that completed a stop string, without EOS.
+      finish_reason: set in the last output, which comes exactly once.
+      stop_string, stop_token_id: what ended it, where `finish_reason` is "stop".
+      error: what went wrong, where `finish_reason` is "error" or "cancelled".
+      prompt_token_count: tokens of the prompt, bos included.
+      completion_token_count: all tokens generated so far.
+      logprobs: of `token_ids`, where the request asked for them.
+      prompt_logprobs: of the prompt's tokens (None for the first), in one output, if asked for.
+      cached_token_count: tokens of the prompt that were found in the prefix cache.
+      queue_seconds: how long the request waited before the engine admitted it.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    prompt_token_count: int = 0
+    completion_token_count: int = 0
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_token_count: int = 0
+    queue_seconds: float = 0.0
+
+
+def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """Joins consecutive outputs of one request, at least one, into one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return msgspec.structs.replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=[logprobs for output in outputs for logprobs in output.logprobs],
+        prompt_logprobs=next(
+            (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None),
+            None,
+        ),
+    )
+
+
+def joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    """Joins consecutive engine outputs of one request, at least one; drops those after its end."""
+    if len(outputs) == 1:
+        return outputs[0]
+    ended = next(
+        (n for n, one in enumerate(outputs, 1) if one.finish_reason is not None), len(outputs)
+    )
+    outputs = outputs[:ended]
+    scores = (one.prompt_logprobs for one in outputs if one.prompt_logprobs is not None)
+    return msgspec.structs.replace(
+        outputs[-1],
+        token_ids=[token_id for one in outputs for token_id in one.token_ids],
+        logprobs=[logprobs for one in outputs for logprobs in one.logprobs],
+        prompt_logprobs=next(scores, None),
+    )

@@ -1,0 +1,143 @@
+"""The vocabulary interface that `Tokenizer` uses, and its implementation for tokenizer.json.
+
+The other is `tiktoken_files.py`. Called by `tokenizer.py`.
+Knows nothing of which ids begin or end a text.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from jaxserve.errors import CheckpointError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""SentencePiece's name of a byte token."""
+
+
+class Vocabulary(Protocol):
+    """Text to ids and back, for one model. Immutable and safe for many threads."""
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id; ids below it need not all exist."""
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token at most; n tokens have at most n times as many."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that have no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing added; names of special tokens in it become these tokens."""
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; unknown ids have none, special ones only with `special`. Invalid UTF-8
+        becomes U+FFFD."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its spelling."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, for a special one those of its name; empty for an unknown id."""
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the id is that of a token that is not special."""
+
+    def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
+        """The ids in front of every prompt; `add_bos` None: as the vocabulary's own file says."""
+
+
+class TokenizersVocabulary:
+    """A tokenizer.json, through the tokenizers library."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        """Takes ownership of a tokenizer; truncation and padding are switched off."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=0)
+        self._added = {
+            token_id: token.content
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
+        decoder = json.loads(tokenizer.to_str())["decoder"]
+        self._letters = _byte_letters() if '"ByteLevel"' in json.dumps(decoder) else None
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> "TokenizersVocabulary":
+        """Reads a tokenizer.json.
+
+        Raises:
+          CheckpointError: it is truncated or no tokenizer.
+        """
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the Rust side raises Exception itself
+            raise CheckpointError(f"{path.name} is truncated or no tokenizer: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """See `Vocabulary`."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not special)
+
+    def token_to_id(self, token: str) -> int | None:
+        """See `Vocabulary`."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Vocabulary`."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._letters is not None:
+            return bytes(self._letters[letter] for letter in token)
+        if spelt := _BYTE.fullmatch(token):
+            return bytes([int(spelt[1], 16)])
+        return token.replace("▁", " ").encode()
+
+    def has_text(self, token_id: int) -> bool:
+        """See `Vocabulary`."""
+        if token_id in self.special_ids:
+            return False
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
+        """What the post-processor adds, unless `add_bos` differs."""
+        if add_bos is False:
+            return []
+        plain = self.encode("a")
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        added = len(full) - len(plain)
+        start = next((n for n in range(added + 1) if full[n : n + len(plain)] == plain), 0)
+        prefix = full[:start]
+        if add_bos and bos is not None and bos not in prefix:
+            prefix = [bos, *prefix]
+        return prefix
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter → byte, as byte-level vocabularies spell them: printable Latin-1 is itself, and the
+    other bytes, in order, are the letters from U+0100 on (GPT-2)."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    letters = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -1,0 +1,111 @@
+"""Child processes of the launchers: started so that none outlives them, their output side by side.
+
+Used by `local.py` and `runtimes.py`.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+STOP_SECONDS = 5.0
+"""Between the polite and the forced end of a process that should be gone already."""
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], process: int, pin: bool
+) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with this launcher; with `pin`, on the core of its number."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A Ctrl-C reaches the launcher alone, which decides who is told.
+        start_new_session=True,
+        # It makes system calls alone, so threads that print do no harm.
+        preexec_fn=_prepare(process, pin),  # noqa: PLW1509
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of loopback that are free now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _prepare(process: int, pin: bool) -> Callable[[], None]:
+    """What a process does before it becomes Python: be pinned, and end with this launcher."""
+    launcher = os.getpid()
+    cores = sorted(os.sched_getaffinity(0)) if pin else []
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if pin:
+            os.sched_setaffinity(0, {cores[process % len(cores)]})
+        if libc is not None:
+            set_parent_death_signal = 1
+            libc.prctl(set_parent_death_signal, signal.SIGTERM)
+            if os.getppid() != launcher:
+                os._exit(1)
+
+    return prepare
+
+
+_printing = threading.Lock()
+
+
+def print_output(processes: Mapping[int, subprocess.Popen[bytes]]) -> list[threading.Thread]:
+    """Copies the output of processes, line by line, with their numbers in front."""
+
+    def copy(process: int, source: IO[bytes], target: IO[bytes]) -> None:
+        for line in source:
+            with _printing, contextlib.suppress(OSError, ValueError):
+                target.write(f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
+                target.flush()
+
+    printers = []
+    for process, child in processes.items():
+        for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            assert source is not None
+            printer = threading.Thread(
+                target=copy, args=(process, source, target.buffer), daemon=True
+            )
+            printer.start()
+            printers.append(printer)
+    return printers
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends what is left: asks the followers, then the leader; forces whoever does not listen."""
+    left = [child for child in reversed(processes) if child.poll() is None]
+    for child in left:
+        child.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in left:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def describe(code: int) -> str:
+    """How a process ended, in words."""
+    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+
+
+def say(text: str) -> None:
+    """A line of the launcher itself."""
+    print(f"[local] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""Parts of arrays written by Orbax equal NumPy slices; missing and damaged files are errors."""
+
+import json
+
+import hypothesis.strategies as st
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+
+from jaxserve.checkpoint.stored_array import open_array, read_array
+from jaxserve.errors import CheckpointError
+
+VALUES = {
+    "matrix": np.arange(70 * 33, dtype=np.float32).reshape(70, 33),
+    "vector": np.arange(1000, dtype=np.float32).astype(ml_dtypes.bfloat16),
+    "experts": np.arange(5 * 40 * 24, dtype=np.float32).reshape(5, 40, 24),
+    "zeros": np.zeros((8, 8), np.int8),
+    "fp8": np.arange(600).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(20, 30),
+}
+
+
+def save(folder, values, **handler):
+    options = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False} | handler
+    tree = {name: jax.device_put(value) for name, value in values.items()}
+    arguments = ocp.args.PyTreeSave(
+        tree, save_args={name: ocp.SaveArgs(chunk_byte_size=1024) for name in tree}
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(folder, args=arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("orbax") / "block"
+    save(path, VALUES)
+    return path
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_all_of_an_array(name, folder):
+    array = open_array(folder / name)
+    values = read_array(array)
+    assert array.nbytes == VALUES[name].nbytes
+    assert values.dtype == VALUES[name].dtype
+    np.testing.assert_array_equal(values.view(np.uint8), VALUES[name].view(np.uint8))
+
+
+def test_there_are_several_chunks(folder):
+    array = open_array(folder / "matrix")
+    assert array.store.chunk_layout.read_chunk.shape != array.shape
+
+
+@pytest.mark.parametrize("name", VALUES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_part_of_an_array(name, data, folder):
+    expected = VALUES[name].astype(np.float32)
+    ranges = []
+    for size in expected.shape:
+        start = data.draw(st.integers(0, size + 2))
+        ranges.append((start, data.draw(st.integers(start, size + 4))))
+    padded = np.pad(expected, [(0, 4)] * expected.ndim)
+    target = np.zeros([stop - start for start, stop in ranges], np.float32)
+    size = open_array(folder / name).read_into(tuple(ranges), target)
+    wanted = expected[tuple(slice(*r) for r in ranges)]
+    assert size == wanted.size * VALUES[name].dtype.itemsize
+    np.testing.assert_array_equal(target, padded[tuple(slice(*r) for r in ranges)])
+
+
+def test_no_array(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x: no array: it has no zarr\.json"):
+        open_array(tmp_path / "x")
+
+
+def copy_of(folder, tmp_path, name="matrix"):
+    target = tmp_path / name
+    for path in (folder / name).rglob("*"):
+        if path.is_file():
+            copy = target / path.relative_to(folder / name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.clear(),
+        lambda tree: tree.update(zarr_format=2),
+        lambda tree: tree.update(shape=[1.5]),
+        lambda tree: tree.update(codecs=[]),
+        lambda tree: tree.update(data_type="nothing"),
+        lambda tree: tree["codecs"][0]["configuration"].update(chunk_shape=[0, 33]),
+    ],
+)
+def test_damaged_metadata(change, folder, tmp_path):
+    path = copy_of(folder, tmp_path) / "zarr.json"
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="matrix: no array that can be read"):
+        open_array(path.parent)
+
+
+def test_an_older_zarr(tmp_path):
+    save(tmp_path / "block", {"matrix": VALUES["matrix"]}, use_zarr3=False)
+    with pytest.raises(CheckpointError, match="matrix: no array: it has no zarr"):
+        open_array(tmp_path / "block" / "matrix")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"",
+        lambda content: content[:10],
+        lambda content: content[:-16],
+        lambda content: content[:-20] + b"\xff" * 20,
+        None,
+    ],
+)
+def test_damaged_shards(change, folder, tmp_path):
+    path = copy_of(folder, tmp_path)
+    shard = next(p for p in (path / "c").rglob("*") if p.is_file())
+    if change is None:
+        shard.unlink()
+    else:
+        shard.write_bytes(change(shard.read_bytes()))
+    with pytest.raises(CheckpointError, match="matrix cannot be read: "):
+        read_array(open_array(path))

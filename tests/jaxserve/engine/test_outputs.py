@@ -1,0 +1,22 @@
+from jaxserve.engine.outputs import StepOutputs
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.sequence import Sequence
+
+
+def sequence(request_id):
+    request = Request(request_id=request_id, prompt=[1, 2], params=SamplingParams())
+    return Sequence(request, (0.0, 0), 8, [1, 2], found=2, queue_seconds=0.5)
+
+
+def test_plain_tokens_become_outputs_between_the_special_ones():
+    a, b, c = map(sequence, "abc")
+    end = TokenOutput(request_id="b", finish_reason="stop", stop_token_id=8)
+    outputs = StepOutputs([a, b, c], [7, 8, 9], {1: end})
+    expected = [
+        TokenOutput(request_id="a", token_ids=[7], cached_tokens=2, queue_seconds=0.5),
+        end,
+        TokenOutput(request_id="c", token_ids=[9], cached_tokens=2, queue_seconds=0.5),
+    ]
+    assert list(outputs) == expected
+    assert (len(outputs), outputs[0], outputs[1:]) == (3, expected[0], expected[1:])
+    assert outputs.ended == [b]

@@ -1,0 +1,96 @@
+"""Runs `launch/local.py` with a small deployment, and checks that all of its processes end."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+MODULE = "tests.jaxserve.fleet.process"
+DEADLINES = (
+    "cluster.start_seconds=60",
+    "cluster.step_seconds=30",
+    "cluster.heartbeat_seconds=1",
+)
+PATIENCE = 90.0
+
+
+class Launched:
+    """A running launcher and what it has printed."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ""
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._more:
+                    self.output += line
+                    self._more.notify_all()
+
+    def wait_for(self, pattern: str, timeout: float = PATIENCE) -> re.Match[str]:
+        with self._more:
+            self._more.wait_for(lambda: re.search(pattern, self.output, re.MULTILINE), timeout)
+            found = re.search(pattern, self.output, re.MULTILINE)
+        assert found, f"no {pattern!r} within {timeout:g} s in:\n{self.output}"
+        return found
+
+    def pid(self, process: int) -> int:
+        return int(self.wait_for(rf"^\[{process}\] pid (\d+)")[1])
+
+    def end(self, timeout: float = PATIENCE) -> int:
+        """Waits for the launcher; returns its exit code."""
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+
+@contextlib.contextmanager
+def launched(
+    *arguments: str, deadlines: Sequence[str] = DEADLINES, module: str = MODULE
+) -> Iterator[Launched]:
+    """Two processes, unless `--processes` says otherwise; none of them is left at the end."""
+    command = ["launch/local.py", "--module", module, *arguments]
+    for deadline in deadlines:
+        command += ["--set", deadline]
+    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
+    try:
+        yield run
+        pids = [int(pid) for pid in re.findall(r"^\[\d+\] pid (\d+)", run.output, re.MULTILINE)]
+        run.end(5.0)
+        assert not [pid for pid in pids if _alive(pid, 5.0)], run.output
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.end(5.0)
+
+
+def _alive(pid: int, timeout: float) -> bool:
+    """Whether a process is still there after `timeout`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,49 @@
+"""A runtime of `test_runtimes.py`: `serve` for the ffn role; for attention an engine without
+network faces that runs all prompts of `layouts.py` in rounds, each when it is told, and prints the
+tokens."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from jaxserve import serve
+from jaxserve.config.command_line import read_deployment
+from jaxserve.fleet import attention_runtime, bootstrap
+from jaxserve.fleet.arguments import from_arguments
+from tests.jaxserve import layouts
+
+SECONDS = 240
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nobody wrote {path}"
+        time.sleep(0.01)
+
+
+def main() -> int:
+    options = serve._parse(sys.argv[1:])
+    if options.role == "ffn":
+        return serve.main(sys.argv[1:])
+    deployment = read_deployment(options.config, options.model, options.set)
+    process = from_arguments(options)
+    with bootstrap.joined(process, deployment):
+        engine, link = attention_runtime.open_attention(deployment, process.token)
+        for number in range(int(os.environ["ROUNDS"])):
+            wait_for(Path(os.environ["TOLD"]) / str(number))
+            print(f"round {number} begins", flush=True)
+            tokens = layouts.generate(engine)
+            layouts.idle(engine)
+            print(f"round {number}: {json.dumps(tokens)}", flush=True)
+        print(f"compilations {engine.compilations_after_ready}", flush=True)
+        print(f"resends {link.counters.resends}", flush=True)
+        engine.close()
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

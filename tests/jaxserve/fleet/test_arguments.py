@@ -1,0 +1,111 @@
+import argparse
+import os
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.arguments import ProcessArguments, add_arguments, from_arguments
+
+SECRET = {"JAXSERVE_CLUSTER_TOKEN": "s3cret"}
+
+
+def parse(*flags: str, **environment: str) -> ProcessArguments:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(flags), environment)
+
+
+def test_alone_without_flags() -> None:
+    assert parse() == ProcessArguments(process_id=0, processes=1)
+    assert parse().is_leader
+
+
+def test_flags_come_before_the_environment() -> None:
+    expected = ProcessArguments(
+        process_id=1,
+        processes=2,
+        coordinator="10.0.0.1:1234",
+        control_address="10.0.0.1:1235",
+        token="s3cret",
+    )
+    flags = "--process-id 1 --processes 2 --coordinator 10.0.0.1:1234 --control 10.0.0.1:1235"
+    assert parse(*flags.split(), **SECRET, JAXSERVE_PROCESS_ID="7") == expected
+    environment = {
+        "JAXSERVE_PROCESS_ID": "1",
+        "JAXSERVE_PROCESSES": "2",
+        "JAXSERVE_COORDINATOR": "10.0.0.1:1234",
+        "JAXSERVE_CONTROL": "10.0.0.1:1235",
+    }
+    assert parse(**SECRET, **environment) == expected
+    assert not expected.is_leader
+
+
+def test_the_token_is_not_shown() -> None:
+    arguments = ProcessArguments(processes=2, token="s3cret")
+    assert repr(arguments) == "ProcessArguments(processes=2, token='…')"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ("--processes 2", SECRET, "2 processes need --process-id (or JAXSERVE_PROCESS_ID)"),
+        (
+            "--processes 2 --process-id 0 --control a:1",
+            SECRET,
+            "2 processes need --coordinator (or JAXSERVE_COORDINATOR)",
+        ),
+        (
+            "--processes 2 --process-id 0 --coordinator a:1",
+            SECRET,
+            "2 processes need --control (or JAXSERVE_CONTROL)",
+        ),
+        (
+            "--processes 2 --process-id 0 --coordinator a:1 --control a:2",
+            {},
+            "2 processes need JAXSERVE_CLUSTER_TOKEN: one secret, the same for each",
+        ),
+        (
+            "--processes 2 --process-id 0 --coordinator a --control a:2",
+            SECRET,
+            "--coordinator 'a': expected host:port",
+        ),
+        (
+            "--processes 2 --process-id 0 --coordinator a:1 --control a:99999",
+            SECRET,
+            "--control 'a:99999': expected host:port",
+        ),
+        ("--processes 2 --process-id 2", {}, "--process-id 2 of --processes 2: expected 0 to 1"),
+        ("", {"JAXSERVE_PROCESSES": "two"}, "JAXSERVE_PROCESSES] = 'two': expected a whole number"),
+    ],
+)
+def test_what_is_missing_is_named(flags: str, environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(*flags.split(), **environment)
+    assert expected in str(error.value)
+
+
+def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_JOB_ID": "4097",
+        "SLURM_STEP_NODELIST": "node[007-008]",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert parse("--distributed", **SECRET) == ProcessArguments(
+        process_id=1,
+        processes=2,
+        coordinator="node007:61441",
+        control_address="node007:61442",
+        local_device_ids=(0,),
+        token="s3cret",
+    )
+
+
+def test_no_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match="--distributed: no cluster found"):
+        parse("--distributed", **SECRET)

@@ -1,0 +1,75 @@
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import Cluster
+from jaxserve.fleet import control
+from jaxserve.fleet.control import Heartbeat, Position, refusal
+from tests.jaxserve.fleet.ends import boundary, identity
+
+
+def test_boundary_survives_the_wire() -> None:
+    sent = boundary(7)
+    assert control.decode_from_leader(control.encode(sent)) == sent
+
+
+def test_each_direction_takes_only_its_own_messages() -> None:
+    assert control.decode_from_follower(control.encode(Heartbeat(3, True))) == Heartbeat(3, True)
+    with pytest.raises(msgspec.ValidationError):
+        control.decode_from_leader(control.encode(Heartbeat(3, True)))
+    with pytest.raises(msgspec.DecodeError):
+        control.decode_from_follower(b"\x80\x04.")
+
+
+def test_position_reads_as_a_place() -> None:
+    position = Position(stage="ffn", lane=2, layer=5, step=812)
+    assert str(position) == "ffn of lane 2, layer 5, step 812"
+
+
+def test_identity_reads_as_a_name() -> None:
+    assert str(identity(1)) == "process 1 (ffn, host host1, pid 1001)"
+
+
+def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
+    plan = boundary(0).plans[0]
+    replace = msgspec.structs.replace
+    others = [
+        [],
+        [plan, plan],
+        [replace(plan, lane=1)],
+        [replace(plan, number=1)],
+        [replace(plan, bucket=replace(plan.bucket, tokens=16))],
+        [replace(plan, bucket=replace(plan.bucket, pages=8))],
+    ]
+    digests = {control.shapes_digest("d", [plan]), control.shapes_digest("e", [plan])}
+    digests |= {control.shapes_digest("d", plans) for plans in others}
+    assert len(digests) == 2 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        ({"process_id": 0}, "process id 0 is not among the followers of 2 processes: 1 to 1"),
+        ({"process_id": 2}, "process id 2 is not among the followers of 2 processes: 1 to 1"),
+        ({"processes": 3}, "--processes 3 on process 1, 2 on the leader"),
+        ({"protocol": 99}, "control protocol 99 on process 1, 5 on the leader"),
+        (
+            {"versions": {"jax": "0.11.2"}},
+            "versions differ: jax = 0.11.2 on process 1, 0.12 on the leader",
+        ),
+        (
+            {"digest": "d2", "facts": {"lanes": "2", "attention.dp": "3", "new": "x"}},
+            "deployment digest d2 on process 1, d1 on the leader: "
+            "attention.dp = 3 on process 1, 1 on the leader; new = x on process 1, absent on the "
+            "leader",
+        ),
+    ],
+)
+def test_refusal_names_both_values(changes: dict[str, object], expected: str) -> None:
+    fields = {"process_id": 1} | changes
+    assert refusal(identity(0), identity(**fields)) == expected
+
+
+def test_heartbeats_are_frequent_enough_for_both_deadlines() -> None:
+    assert control.heartbeat_interval(Cluster(heartbeat_seconds=5, step_seconds=30)) == 2.5
+    assert control.heartbeat_interval(Cluster(heartbeat_seconds=5, step_seconds=2)) == 0.5

@@ -1,0 +1,190 @@
+import threading
+import time
+
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import Cluster
+from jaxserve.errors import EngineFailedError
+from jaxserve.fleet.control import Boundary, Shutdown, encode
+from jaxserve.fleet.follower import Follower
+from tests.jaxserve.fleet.ends import SHORT, TOKEN, Ends, boundary, identity, pair
+
+WAIT = 10.0
+
+
+def test_no_leader_is_an_error_within_the_deadline() -> None:
+    cluster = Cluster(start_seconds=0.5)
+    follower = Follower(identity(1), address="127.0.0.1:1", token=TOKEN, cluster=cluster)
+    started = time.monotonic()
+    expected = r"process 1 .*the leader \(process 0, 127.0.0.1:1\) did not answer within 0.5 s"
+    with pytest.raises(EngineFailedError, match=expected):
+        follower.register()
+    assert time.monotonic() - started < 5
+
+
+def test_follower_may_come_first() -> None:
+    with Ends() as ends:
+        late = ends.leader()  # only for its address
+        address = late.address
+        late.close(timeout=0.1)
+        follower = Follower(identity(1), address=address, token=TOKEN, cluster=SHORT)
+        ends.callback(follower.close, timeout=0.1)
+        errors: list[Exception] = []
+
+        def register() -> None:
+            try:
+                follower.register()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=register)
+        thread.start()
+        time.sleep(0.5)
+        leader = ends.leader(address=address)
+        leader.wait_registered()
+        thread.join(WAIT)
+        assert not errors
+
+
+def test_idle_leader_is_waited_for() -> None:
+    with pair() as (ends, leader, follower):
+        received = follower.boundaries()
+        threading.Timer(2.5, leader.broadcast, [boundary(0)]).start()  # 2.5 × its heartbeat limit
+        assert next(received) == boundary(0)
+        assert ends.follower_failures.empty()
+
+
+def test_shutdown_ends_the_boundaries_after_the_last_one() -> None:
+    with pair() as (ends, leader, follower):
+        leader.broadcast(boundary(0))
+        closing = threading.Thread(target=leader.close)
+        closing.start()
+        time.sleep(0.1)
+        assert list(follower.boundaries()) == [boundary(0)]
+        follower.close()
+        closing.join(WAIT)
+        assert leader.close()
+        assert ends.failures.empty()
+        assert ends.follower_failures.empty()
+
+
+def test_a_follower_has_time_to_finish_after_the_shutdown() -> None:
+    with pair() as (ends, leader, follower):
+        results: list[bool] = []
+        closing = threading.Thread(target=lambda: results.append(leader.close(timeout=WAIT)))
+        closing.start()
+        assert list(follower.boundaries()) == []
+        time.sleep(1.5)  # longer than the limit of silence, which goes on being kept
+        assert ends.follower_failures.empty()
+        follower.close()
+        closing.join(WAIT)
+        assert results == [True]
+
+
+def test_leader_does_not_wait_for_ever_and_the_late_follower_fails() -> None:
+    with pair() as (ends, leader, _):
+        started = time.monotonic()
+        assert not leader.close(timeout=0.2)
+        assert time.monotonic() - started < 5
+        failure = str(ends.follower_failures.get(timeout=WAIT))
+        assert failure.endswith("closed the connection before this process had finished")
+
+
+def test_failed_end_raises_with_the_reason() -> None:
+    with pair() as (ends, leader, follower):
+        leader.broadcast(boundary(0))
+        leader.close(failure="out of memory", timeout=0.1)
+        expected = r"the leader \(process 0 .*\) ended the deployment: out of memory"
+        failure = ends.follower_failures.get(timeout=WAIT)
+        with pytest.raises(EngineFailedError, match=expected):
+            list(follower.boundaries())
+        assert follower.failure is failure
+        assert ends.follower_failures.empty()
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"), [("no such tensor", "no such tensor"), ("", "before it was ready")]
+)
+def test_leader_that_ends_during_the_start_is_not_waited_for(failure: str, why: str) -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        follower = ends.follower(leader)
+        follower.register()
+        threading.Timer(0.2, leader.close, kwargs={"failure": failure, "timeout": 1.0}).start()
+        with pytest.raises(EngineFailedError, match=f"ended the deployment: {why}"):
+            follower.wait_warm_up()
+
+
+def test_vanished_leader_raises_at_once() -> None:
+    with pair() as (ends, leader, follower):
+        leader._server.stop(grace=None)
+        failure = ends.follower_failures.get(timeout=WAIT)
+        name = f"the leader (process 0 (attention, host host0, pid 1000), {leader.address})"
+        assert str(failure).startswith(f"{name}: its connection closed")
+        with pytest.raises(EngineFailedError):
+            next(follower.boundaries())
+
+
+def test_silent_leader_raises_within_the_deadline() -> None:
+    with Ends() as ends:
+        leader = ends.leader(cluster=msgspec.structs.replace(SHORT, heartbeat_seconds=1000))
+        follower = ends.follower(leader)
+        follower.register()
+        leader._interval = 1000
+        follower.ready()
+        started = time.monotonic()
+        with pytest.raises(EngineFailedError, match=r"the leader .*: no heartbeat for 1\.\d s"):
+            next(follower.boundaries())
+        assert time.monotonic() - started < 1.0 + 0.25 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (boundary(2), "boundary 2 arrived where 1 is next"),
+        (boundary(0), "boundary 0 arrived where 1 is next"),
+        (
+            Boundary(1, boundary(1).plans, "0123"),
+            f"boundary 1 has shapes digest 0123 on the leader, {boundary(1).digest} here",
+        ),
+    ],
+)
+def test_boundary_that_does_not_fit_is_named_on_both_sides(bad: Boundary, expected: str) -> None:
+    with pair() as (ends, leader, follower):
+        leader.broadcast(boundary(0))
+        leader._followers[1].outbox.put(encode(bad))
+        assert str(ends.follower_failures.get(timeout=WAIT)).endswith(expected)
+        assert expected in str(ends.failures.get(timeout=WAIT))
+        with pytest.raises(EngineFailedError, match=expected):
+            list(follower.boundaries())
+
+
+def test_unknown_message_is_a_failure() -> None:
+    with pair() as (ends, leader, _):
+        leader._followers[1].outbox.put(b"\xc1")
+        assert "sent an invalid message" in str(ends.follower_failures.get(timeout=WAIT))
+
+
+def test_position_that_raises_does_not_stop_the_heartbeat() -> None:
+    with pair() as (ends, _, follower):
+        follower.position = [].pop
+        time.sleep(2.0)
+        assert ends.failures.empty()
+
+
+def test_close_may_be_called_from_the_failure_callback() -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        done = threading.Event()
+
+        def end(error: EngineFailedError) -> None:
+            follower.close(timeout=1.0)
+            done.set()
+
+        follower = Follower(
+            identity(1), address=leader.address, token=TOKEN, cluster=SHORT, on_failure=end
+        )
+        follower.register()
+        leader._followers[1].outbox.put(encode(Shutdown("gone")))
+        assert done.wait(WAIT)

@@ -1,0 +1,117 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jaxserve.fleet.hardware import detect_platform
+from tests.jaxserve.fleet.launched import REPOSITORY
+
+EVERYTHING = ("libtpu", "jax_cuda13_plugin")
+NVIDIA_ON_PCI = ("0x10de", "0x030200")
+GOOGLE_NIC, GOOGLE_DISK, TPU = (
+    ("0x1ae0", "0x020000"),
+    ("0x1ae0", "0x010802"),
+    ("0x1ae0", "0xff0000"),
+)
+
+
+def host(root: Path, devices: Sequence[str] = (), pci: Sequence[tuple[str, str]] = ()) -> Path:
+    """A file system root with these files under /dev and this (vendor, class) on the PCI bus."""
+    for name in ("null", *devices):
+        path = root / "dev" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for index, (vendor, kind) in enumerate(pci):
+        folder = root / "sys/bus/pci/devices" / f"0000:00:{index:02}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("devices", "pci", "environment", "installed", "expected"),
+    [
+        # Plugins without hardware are not hardware.
+        ([], [], {}, EVERYTHING, "cpu"),
+        ([], [GOOGLE_NIC, GOOGLE_DISK], {}, EVERYTHING, "cpu"),
+        (["accel/accel0", "vfio/vfio"], [], {}, EVERYTHING, "cpu"),
+        ([], [NVIDIA_ON_PCI], {}, EVERYTHING, "cpu"),  # no driver
+        # Hardware
+        (["accel0"], [], {}, EVERYTHING, "tpu"),
+        (["vfio/0"], [GOOGLE_NIC, TPU], {}, EVERYTHING, "tpu"),
+        ([], [], {"TPU_WORKER_ID": "0"}, EVERYTHING, "tpu"),
+        (["nvidia0", "nvidiactl"], [NVIDIA_ON_PCI], {}, EVERYTHING, "cuda"),
+        (["nvidia0"], [], {}, ["jax_cuda12_plugin"], "cuda"),
+        (["dxg"], [], {}, EVERYTHING, "cuda"),
+        # Hidden hardware, or hardware without its plugin
+        (["nvidia0"], [], {"CUDA_VISIBLE_DEVICES": ""}, EVERYTHING, "cpu"),
+        (["nvidia0"], [], {"CUDA_VISIBLE_DEVICES": "0"}, EVERYTHING, "cuda"),
+        (["accel0"], [], {}, ["jax_cuda13_plugin"], "cpu"),
+        (["nvidia0"], [], {}, ["libtpu"], "cpu"),
+    ],
+)
+def test_detect_platform(
+    tmp_path: Path,
+    devices: list[str],
+    pci: list[tuple[str, str]],
+    environment: dict[str, str],
+    installed: Sequence[str],
+    expected: str,
+) -> None:
+    root = host(tmp_path, devices, pci)
+    assert detect_platform(root, environment, lambda name: name in installed) == expected
+
+
+def test_hardware_without_its_plugin_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert detect_platform(host(tmp_path, ["nvidia0"]), {}, lambda name: False) == "cpu"
+    assert "this host has an accelerator (NVIDIA GPU), but JAX's plugin" in caplog.text
+    assert ".[cuda]" in caplog.text
+
+
+def python(code: str, **environment: str | None) -> object:
+    """What a fresh interpreter prints as JSON; None removes a variable."""
+    changed = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={name: value for name, value in changed.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_jax_platforms_comes_first() -> None:
+    code = "import json; from jaxserve.fleet import hardware as h; print(json.dumps(h.%s()))"
+    assert python(code % "expected_platform", JAX_PLATFORMS="cpu") == "cpu"
+    assert python(code % "expected_platform", JAX_PLATFORMS="tpu,cpu") == "tpu"
+    assert python(code % "choose_platform", JAX_PLATFORMS="tpu,cpu") == "tpu"
+
+
+def test_an_installed_plugin_without_hardware_leaves_simulated_devices() -> None:
+    """JAX_PLATFORMS is not set, and a module named libtpu can be imported."""
+    code = """
+import json, sys, types, importlib.machinery
+libtpu = types.ModuleType("libtpu")
+libtpu.__spec__ = importlib.machinery.ModuleSpec("libtpu", None)
+sys.modules["libtpu"] = libtpu
+import jax
+from pathlib import Path
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.fleet import bootstrap, hardware
+from jaxserve.fleet.arguments import ProcessArguments
+hardware._has_tpu = hardware._has_nvidia_gpu = lambda root, environment: False
+deployment = Deployment(model=".", attention=AttentionRole(dp=3), ffn=FFNRole(ep=2))
+bootstrap.initialise(ProcessArguments(), deployment)
+print(json.dumps([jax.config.jax_platforms, jax.device_count()]))
+"""
+    assert python(code, JAX_PLATFORMS=None) == ["cpu", 5]

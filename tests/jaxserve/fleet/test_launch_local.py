@@ -1,0 +1,78 @@
+"""`launch/local.py` with processes that need no `jax.distributed`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.jaxserve.fleet.launched import DEADLINES, REPOSITORY, launched
+
+pytestmark = pytest.mark.multihost
+
+
+def test_prefixes_pins_and_exits_like_the_leader() -> None:
+    with launched("--pin", "--boundaries", "50") as run:
+        assert run.end() == 0, run.output
+        assert "[0] boundary 49 value 49" in run.output
+        assert "[1] leaving" in run.output
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = re.findall(r"^\[(\d)\] pid \d+ cores \[(\d+)\]$", run.output, re.MULTILINE)
+        assert sorted(pinned) == [("0", str(cores[0])), ("1", str(cores[1 % len(cores)]))]
+
+
+def test_refused_follower_ends_everything() -> None:
+    deadlines = [*DEADLINES[1:], "cluster.start_seconds=8"]
+    with launched("--follower-set", "ffn.ep=2", deadlines=deadlines) as run:
+        assert run.end() == 1
+        assert re.search(
+            r"\[1\] CRITICAL process 1 .* refused by the leader .*: deployment digest "
+            r"\w+ on process 1, \w+ on the leader: ffn.ep = 2 on process 1, 1 on the leader",
+            run.output,
+        ), run.output
+
+
+def test_stuck_follower_is_ended_with_the_rest() -> None:
+    with launched() as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        os.kill(run.pid(1), signal.SIGSTOP)
+        assert run.end() == 1, run.output
+        assert "[0] CRITICAL failed: process 1" in run.output
+
+
+def test_leader_that_does_not_end_is_ended_after_the_grace() -> None:
+    with launched("--grace", "1") as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        os.kill(run.pid(0), signal.SIGSTOP)
+        os.kill(run.pid(1), signal.SIGKILL)
+        run.wait_for("still there: process 0; ending what is left")
+        assert run.end() == 1, run.output
+
+
+def test_nobody_outlives_a_killed_launcher() -> None:
+    with launched() as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        run.process.kill()
+        assert run.end() == -signal.SIGKILL
+
+
+def test_three_signals_end_everything_at_once() -> None:
+    with launched() as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        os.kill(run.pid(0), signal.SIGSTOP)
+        for sent in range(1, 3):
+            run.process.send_signal(signal.SIGINT)
+            run.wait_for(rf"(?s)(SIGINT: telling process 0.*){{{sent}}}")
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for("ending everything")
+        assert run.end() == 1, run.output
+
+
+@pytest.mark.parametrize("arguments", [["--processes", "0"], ["--processes", "x"]])
+def test_bad_arguments_are_named(arguments: list[str]) -> None:
+    command = [sys.executable, "launch/local.py", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--processes" in done.stderr

@@ -1,0 +1,289 @@
+import queue
+import re
+import threading
+import time
+
+import grpc
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import Cluster
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.control import PATH, Position
+from jaxserve.fleet.leader import Leader
+from tests.jaxserve.fleet.ends import SHORT, TOKEN, Ends, boundary, identity, pair
+
+WAIT = 10.0
+
+
+def test_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="cluster token: empty"):
+        Leader(identity(0), address="x:1", token="", cluster=SHORT, on_failure=print)
+
+
+def test_taken_port_is_an_error() -> None:
+    with Ends() as ends:
+        first = ends.leader()
+        second = Leader(
+            identity(0), address=first.address, token=TOKEN, cluster=SHORT, on_failure=print
+        )
+        with pytest.raises(ConfigError, match=f"control address {first.address}: cannot listen"):
+            second.start()
+
+
+def test_stranger_without_the_token_is_refused() -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        stranger = ends.follower(leader, token="guess")
+        with pytest.raises(ConfigError, match=r"process 1 .*refused.*wrong or no cluster token"):
+            stranger.register()
+        with grpc.insecure_channel(leader.address) as channel:
+            call = channel.stream_stream(PATH)(iter([]), timeout=WAIT)
+            with pytest.raises(grpc.RpcError) as error:
+                next(call)
+        assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_anything_but_a_registration_is_refused() -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        with grpc.insecure_channel(leader.address) as channel:
+            metadata = (("jaxserve-token", TOKEN),)
+            call = channel.stream_stream(PATH)(iter([b"??"]), timeout=WAIT, metadata=metadata)
+            with pytest.raises(grpc.RpcError) as error:
+                next(call)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_other_deployment_is_refused_and_named() -> None:
+    with Ends() as ends:
+        leader = ends.leader(cluster=msgspec.structs.replace(SHORT, start_seconds=1.0))
+        follower = ends.follower(leader, digest="d2", facts={"lanes": "3", "attention.dp": "1"})
+        difference = "lanes = 3 on process 1, 2 on the leader"
+        with pytest.raises(ConfigError, match=f"digest d2 on process 1, d1 .*{difference}"):
+            follower.register()
+        expected = f"process 1: did not register within 1 s; refused: process 1 .*{difference}"
+        with pytest.raises(EngineFailedError, match=expected):
+            leader.wait_registered()
+
+
+def test_process_id_is_taken_once() -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        ends.joined(leader)
+        with pytest.raises(ConfigError, match="process id 1 is taken by process 1"):
+            ends.follower(leader).register()
+
+
+def test_missing_followers_are_named() -> None:
+    with Ends() as ends:
+        leader = ends.leader(processes=4)
+        ends.joined(leader, 2)
+        expected = "process 1, process 3: did not register within 0.1 s"
+        with pytest.raises(EngineFailedError, match=expected):
+            leader.wait_registered(timeout=0.1)
+
+
+def test_nobody_warms_up_before_all_have_compiled() -> None:
+    with Ends() as ends:
+        leader = ends.leader(processes=3)
+        followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
+        waits = [threading.Thread(target=follower.wait_warm_up) for follower in followers]
+        for follower in followers:
+            follower.register()
+        waits[0].start()
+        with pytest.raises(EngineFailedError, match=r"^process 2 .*: did not compile within 0.5 s"):
+            leader.begin_warm_up(timeout=0.5)
+        assert waits[0].is_alive()
+        waits[1].start()
+        leader.begin_warm_up()
+        for wait in waits:
+            wait.join(WAIT)
+            assert not wait.is_alive()
+
+
+def test_boundaries_reach_every_follower_in_order() -> None:
+    with Ends() as ends:
+        leader = ends.leader(processes=3)
+        followers = [ends.joined(leader, process_id) for process_id in (1, 2)]
+        leader.wait_ready()
+        for number in range(50):
+            leader.broadcast(boundary(number))
+        for follower in followers:
+            received = follower.boundaries()
+            assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
+            follower.completed(49)
+
+
+def test_broadcast_out_of_order_names_both_numbers() -> None:
+    with pair() as (_, leader, _):
+        leader.broadcast(boundary(0))
+        with pytest.raises(EngineFailedError, match="boundary 2 to broadcast where 1 is next"):
+            leader.broadcast(boundary(2))
+
+
+def test_failure_of_a_follower_is_reported_once_with_its_place() -> None:
+    with pair() as (ends, leader, follower):
+        follower.position = lambda: Position("ffn", 1, 4, 9)
+        started = time.monotonic()
+        follower.fail("ValueError: no such expert", timeout=WAIT)
+        assert time.monotonic() - started < WAIT / 2  # the leader says that it knows
+        failure = ends.failures.get(timeout=WAIT)
+        assert str(failure) == (
+            "process 1 (ffn, host host1, pid 1001): ValueError: no such expert; last seen in ffn "
+            "of lane 1, layer 4, step 9"
+        )
+        assert leader.failure is failure
+        with pytest.raises(EngineFailedError, match="no such expert"):
+            leader.broadcast(boundary(0))
+        follower.close()
+        time.sleep(0.5)
+        assert ends.failures.empty()
+
+
+def test_stuck_follower_is_named_although_it_beats() -> None:
+    with pair() as (ends, leader, follower):
+        follower.position = lambda: Position("ffn", 2, 5, 812)
+        received = follower.boundaries()
+        for number in range(3):
+            leader.broadcast(boundary(number))
+        assert [next(received).number, next(received).number] == [0, 1]
+        follower.completed(0)
+        started = time.monotonic()
+        text = str(ends.failures.get(timeout=WAIT))
+        # step_seconds, a heartbeat interval before and after, and slack for a busy machine
+        assert time.monotonic() - started < 1.0 + 3 * 0.25 + 2.0
+        expected = (
+            r"process 1 \(ffn, host host1, pid 1001\): boundary 1 not done after \d\.\d s; "
+            r"last seen in ffn of lane 2, layer 5, step 812"
+        )
+        assert re.fullmatch(expected, text)
+
+
+def test_slow_but_advancing_follower_is_well() -> None:
+    with pair() as (ends, leader, follower):
+        for number in range(4):
+            leader.broadcast(boundary(number))
+        for number in range(4):
+            time.sleep(0.6)
+            follower.completed(number)
+        time.sleep(1.6)  # nothing outstanding: no deadline runs
+        assert ends.failures.empty()
+
+
+def test_closed_connection_is_a_failure() -> None:
+    with pair() as (ends, _, follower):
+        follower._channel.close()
+        failure = str(ends.failures.get(timeout=WAIT))
+        assert failure.startswith("process 1 (ffn, host host1, pid 1001): its connection closed")
+
+
+def test_leaving_unasked_is_a_failure() -> None:
+    with pair() as (ends, _, follower):
+        follower.close()
+        assert "left unasked" in str(ends.failures.get(timeout=WAIT))
+
+
+def test_silent_follower_before_ready_has_until_start_seconds() -> None:
+    cluster = Cluster(start_seconds=2.0, step_seconds=1.0, heartbeat_seconds=0.2)
+    with Ends() as ends:
+        leader = ends.leader(cluster=cluster)
+        follower = ends.follower(leader, cluster=Cluster())  # beats every 2.5 s
+        follower.register()
+        started = time.monotonic()
+        assert re.search(r"no heartbeat for \d\.\d s", str(ends.failures.get(timeout=WAIT)))
+        assert time.monotonic() - started > 1.5
+
+
+def test_collect_brings_what_each_follower_keeps() -> None:
+    with Ends() as ends:
+        leader = ends.leader(processes=3)
+        for process_id in (1, 2):
+            follower = ends.joined(leader, process_id)
+            follower.answer("spans", lambda data=bytes([process_id]) * 3_000_000: data)
+        leader.wait_registered()
+        assert leader.collect("spans", WAIT) == {1: b"\1" * 3_000_000, 2: b"\2" * 3_000_000}
+        with pytest.raises(EngineFailedError, match="could not send 'nothing'"):
+            leader.collect("nothing", WAIT)
+
+
+def test_collect_has_a_deadline() -> None:
+    with pair() as (_, leader, follower):
+        release = threading.Event()
+        follower.answer("spans", lambda: bytes(release.wait(WAIT)))
+        with pytest.raises(EngineFailedError, match=r"pid 1001\): did not send 'spans' within 0.2"):
+            leader.collect("spans", 0.2)
+        release.set()
+
+
+def test_describe_says_where_everybody_is() -> None:
+    with pair() as (_, leader, _):
+        assert re.fullmatch(
+            r"process 1 \(ffn, host host1, pid 1001\): no step seen yet, boundary -1 of -1 done, "
+            r"last heard \d\.\d s ago",
+            leader.describe(),
+        )
+
+
+def test_explain_waits_for_the_follower_behind_an_error() -> None:
+    error = EngineFailedError("step 54 of lane 1: recv() failed")
+    with pair() as (_, leader, follower):
+        well = str(leader.explain(error, timeout=0.1))
+        assert well.startswith("step 54 of lane 1: recv() failed; process 1 (ffn, host host1, pid ")
+        threading.Timer(0.3, follower._channel.close).start()
+        explained = leader.explain(error, timeout=WAIT)
+        assert explained is leader.failure
+        assert "its connection closed" in str(explained)
+
+
+def test_closed_connection_is_named_rather_than_the_errors_it_caused() -> None:
+    """The survivor of a broken collective reports first."""
+    with Ends() as ends:
+        leader = ends.leader(processes=3)
+        survivor, victim = (ends.joined(leader, process) for process in (1, 2))
+        leader.wait_ready()
+        survivor.fail("gloo: connection closed by peer", timeout=WAIT)
+        threading.Timer(0.3, victim._channel.close).start()
+        failure = str(ends.failures.get(timeout=WAIT))
+        assert failure.startswith("process 2 (ffn, host host2, pid 1002): its connection closed")
+        assert "process 1" not in failure
+
+
+def test_errors_on_both_sides_are_told_together_own_first() -> None:
+    with pair() as (_, leader, follower):
+        threading.Timer(0.1, follower.fail, ["transfer aborted"]).start()
+        explained = leader.explain(EngineFailedError("step 54: out of memory"), timeout=WAIT)
+        assert str(explained) == (
+            "step 54: out of memory; process 1 (ffn, host host1, pid 1001): transfer aborted; no "
+            "step seen yet"
+        )
+
+
+def test_compiling_may_take_long_while_it_progresses() -> None:
+    """The deadline counts from the last progress, here of 5 × 0.3 s, and then there is none."""
+    cluster = Cluster(start_seconds=0.8, step_seconds=0.2, heartbeat_seconds=0.2)
+    with Ends() as ends:
+        leader = ends.leader(cluster=cluster)
+        follower = ends.follower(leader, cluster=cluster)
+        steps = iter([*(step for step in range(20) for _ in range(3)), *([20] * 1000)])
+        follower.progress = lambda: next(steps)  # one more every third heartbeat of 0.05 s
+        follower.register()
+        started = time.monotonic()
+        expected = r"process 1 .*: did not compile within 0.8 s of the last progress"
+        with pytest.raises(EngineFailedError, match=expected):
+            leader.begin_warm_up()
+        assert time.monotonic() - started > 2 * 0.8
+        assert ends.failures.empty()
+
+
+def test_a_follower_that_is_asked_to_end_drains_the_deployment_once() -> None:
+    drains: queue.Queue[str] = queue.Queue()
+    with Ends() as ends:
+        leader = ends.leader(on_drain=drains.put)
+        follower = ends.joined(leader)
+        for _ in range(2):
+            follower.request_drain("SIGTERM")
+        assert drains.get(timeout=WAIT) == "process 1 (ffn, host host1, pid 1001): SIGTERM"
+        time.sleep(0.6)
+        assert drains.empty()
+        assert ends.failures.empty()

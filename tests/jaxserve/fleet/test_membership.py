@@ -1,0 +1,149 @@
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+import jaxserve
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Server, load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.membership import (
+    ProcessShare,
+    deployment_facts,
+    describe_roles,
+    identity,
+    process_shares,
+)
+
+
+def deployment(
+    dp: int = 1, tp: int = 1, ep: int = 1, ffn_tp: int = 1, **more: object
+) -> Deployment:
+    roles = {"attention": AttentionRole(dp=dp, tp=tp), "ffn": FFNRole(ep=ep, tp=ffn_tp)}
+    return Deployment(**({"model": "model"} | roles | more))
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "expected"),
+    [
+        ((1, 1, 1, 1), 1, [(1, 1)]),
+        ((3, 1, 2, 1), 1, [(3, 2)]),
+        ((3, 1, 2, 1), 2, [(3, 0), (0, 2)]),
+        ((2, 2, 4, 2), 2, [(4, 0), (0, 8)]),
+        ((2, 1, 1, 1), 3, [(1, 0), (1, 0), (0, 1)]),
+        ((3, 1, 2, 1), 5, [(1, 0), (1, 0), (1, 0), (0, 1), (0, 1)]),
+        ((4, 2, 4, 1), 3, [(4, 0), (4, 0), (0, 4)]),
+        ((4, 1, 4, 1), 4, [(2, 0), (2, 0), (0, 2), (0, 2)]),
+    ],
+)
+def test_shares(
+    layout: tuple[int, int, int, int], processes: int, expected: list[tuple[int, int]]
+) -> None:
+    assert process_shares(deployment(*layout), processes) == tuple(
+        ProcessShare(*share) for share in expected
+    )
+
+
+def test_colocated_shares_have_one_mesh() -> None:
+    colocated = deployment(4, 1, mode="colocated")
+    assert process_shares(colocated, 1) == (ProcessShare(4, 0),)
+    assert process_shares(colocated, 2) == (ProcessShare(2, 0), ProcessShare(2, 0))
+    expected = r"attention dp 4 × tp 1 = 4 devices do not divide evenly over 3 processes"
+    with pytest.raises(ConfigError, match=expected):
+        process_shares(colocated, 3)
+
+
+def test_uneven_split_shows_the_arithmetic() -> None:
+    expected = (
+        r"attention dp 3 × tp 1 = 3 devices and ffn ep 1 × tp 1 = 1 devices do not divide evenly "
+        r"over 3 processes, the first for attention and the rest for ffn: 3/1 and 1/2, 3/2 and 1/1"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        process_shares(deployment(3), 3)
+
+
+@hypothesis.given(
+    *(st.integers(1, 6) for _ in range(4)),
+    st.integers(1, 12),
+    st.sampled_from(["afd", "colocated"]),
+)
+def test_shares_add_up_and_roles_do_not_mix(
+    dp: int, tp: int, ep: int, ffn_tp: int, processes: int, mode: str
+) -> None:
+    layout = deployment(dp, tp, ep, ffn_tp, mode=mode)
+    try:
+        shares = process_shares(layout, processes)
+    except ConfigError:
+        assert processes > 1
+        return
+    assert len(shares) == processes
+    assert sum(share.devices for share in shares) == layout.devices
+    assert sum(share.attention for share in shares) == layout.attention.devices
+    if processes > 1:
+        assert {share.role for share in shares} <= {"attention", "ffn"}
+    assert [share.role for share in shares] == sorted(share.role for share in shares)
+
+
+def test_role_names() -> None:
+    assert [ProcessShare(*share).role for share in [(2, 0), (0, 3), (1, 1)]] == [
+        "attention",
+        "ffn",
+        "attention and ffn",
+    ]
+
+
+def test_identity_says_what_must_be_equal() -> None:
+    here = identity(1, 2, deployment(2))
+    assert (here.process_id, here.processes, here.role) == (1, 2, "ffn")
+    assert here.versions["jaxserve"] == jaxserve.__version__
+    assert set(here.versions) == {"jaxserve", "jax", "jaxlib"}
+    assert here.facts["attention.dp"] == "2"
+    assert here.facts["link.route"] == "trampoline"
+
+
+def test_digest_ignores_addresses_and_the_path_of_the_model(tmp_path: Path) -> None:
+    for name, text in (("a", "{}"), ("b", "{}"), ("c", '{"layers": 3}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    plain = deployment(model=str(tmp_path / "a"))
+    elsewhere = deployment(model=str(tmp_path / "b"), server=Server(grpc_port=1))
+    other = deployment(model=str(tmp_path / "c"))
+    assert identity(1, 2, plain).digest == identity(0, 2, elsewhere).digest
+    assert identity(1, 2, plain).digest != identity(1, 2, other).digest
+    assert identity(1, 2, plain).digest != identity(1, 2, deployment(2, model=plain.model)).digest
+    assert not [key for key in deployment_facts(plain) if key.startswith("server")]
+
+
+class TestRolesTable:
+    def test_of_two_runtimes(self, tmp_path):
+        file = tmp_path / "deployment.yaml"
+        file.write_text(
+            "model: m\nroles: {attention: {dp: 3, runtime: a, hardware: h200}, "
+            "ffn: {ep: 2, runtime: f}}\n"
+            "links: {ffn: {transport: pull, addresses: ['10.0.0.7:5000'], dispatch: fp8}}\n"
+        )
+        assert describe_roles(load_deployment(file)).splitlines() == [
+            "role       runtime  devices          processes  hardware",
+            "attention  a        dp 3 x tp 1 = 3  1          h200",
+            "ffn        f        ep 2 x tp 1 = 2  1          -",
+            "link: 3 pieces a message in 2 copies, pull, rows in fp8, answers in bfloat16, "
+            "ffn workers at 10.0.0.7:5000",
+        ]
+
+    def test_of_one_mesh(self, tmp_path):
+        file = tmp_path / "deployment.yaml"
+        file.write_text("model: m\nroles: {colocated: {dp: 4, processes: 2}}\n")
+        assert describe_roles(load_deployment(file)).splitlines() == [
+            "role       runtime  devices          processes  hardware",
+            "colocated  main     dp 4 x tp 1 = 4  2          -",
+        ]
+
+
+def test_processes_of_roles_are_as_the_file_says(tmp_path):
+    file = tmp_path / "deployment.yaml"
+    file.write_text("model: m\nattention: {dp: 4, processes: 1}\nffn: {ep: 6, processes: 3}\n")
+    deployment = load_deployment(file)
+    shares = process_shares(deployment, 4)
+    assert [(share.attention, share.ffn) for share in shares] == [(4, 0), (0, 2), (0, 2), (0, 2)]
+    with pytest.raises(ConfigError, match=r"ffn.processes 3 = 4, but --processes is 3"):
+        process_shares(deployment, 3)

@@ -1,0 +1,95 @@
+"""Attention and ffn in runtimes that share nothing, as `launch/local.py --runtimes` starts them:
+the tokens of one runtime, also where ffn workers are killed in the middle."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxserve.engine.build import make_engine
+from tests.jaxserve import layouts
+from tests.jaxserve.fleet.launched import REPOSITORY, Launched
+from tests.jaxserve.layouts import Reference
+
+pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
+
+SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model, colocated_runtime):
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    tokens = layouts.generate(engine)
+    engine.close()
+    return Reference.of(tiny_model, tokens)
+
+
+def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, reference, tmp_path):
+    """Round 1 loses the worker in use, and the standby takes over; round 2 loses that one, too,
+    and the first, which was started again, takes over."""
+    overrides = layouts.LIMITS | {"lanes": 3, "attention.dp": 3, "ffn.ep": 2}
+    command = ["launch/local.py", "--runtimes", "--standbys", "1", "--model", str(tiny_model)]
+    command += ["--module", "tests.jaxserve.fleet.runtime_process"]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={value}"]
+    run = Launched(command, {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "TOLD": str(tmp_path)})
+    try:
+        (tmp_path / "0").touch()
+        for victim in (1, 2):
+            # The standby is ready: in round 2 that is the first worker, for the second time.
+            again = r"(.*\[1\] ready)" if victim == 2 else ""
+            run.wait_for(rf"(?s)\[{3 - victim}\] ready  role=ffn{again}", SECONDS)
+            (tmp_path / str(victim)).touch()
+            run.wait_for(rf"^\[0\] round {victim} begins", SECONDS)
+            time.sleep(0.2)
+            (pid,) = re.findall(rf"process {victim}: role ffn, runtime ffn, pid (\d+)", run.output)
+            os.kill(int(pid), signal.SIGKILL)
+        assert run.end(SECONDS) == 0, run.output
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.end(5.0)
+    for number in range(3):
+        found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
+        assert found, run.output
+        assert layouts.differences(reference, json.loads(found[1])) == []
+    assert "[0] compilations 0" in run.output
+    assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 2, run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say which one this is: --role attention or --role ffn (now none)"),
+        (["--role", "ffn", "--listen", "0.0.0.0:0"], "other hosts reach it, so it needs a token"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, message):
+    command = [sys.executable, "-m", "jaxserve.serve", "--model", "configs/demo", *arguments]
+    for setting in (
+        "attention.runtime=a",
+        "ffn.runtime=f",
+        "link.transport=pull",
+        "link.addresses=['127.0.0.1:1']",
+        "server.grpc_port=0",
+        "server.http_port=-1",
+    ):
+        command += ["--set", setting]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr, result.stderr

@@ -1,0 +1,97 @@
+"""Step plans in full: every row with everything about its sequence, whatever earlier plans said.
+
+Plans say only what is new. `Replica` keeps what they have said, as workers do but in dictionaries
+and lists, and `arrays` is the slow way from full rows to the arrays of a step; neither shares code
+with `roles/step_arrays.py`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.roles.layout import BatchLayout
+from jaxserve.roles.step_plan import Bucket, NewSequence, RowOptions, SequenceRow, StepPlan
+
+
+@dataclass
+class FullStep:
+    """A step with all of its rows; equal to another whose rows are equal."""
+
+    lane: int
+    number: int
+    bucket: Bucket
+    groups: list[list[SequenceRow]]
+    plan: StepPlan | None = field(default=None, compare=False)
+
+
+class Replica:
+    """What a worker knows of one lane."""
+
+    def __init__(self, groups: int, slots: int):
+        self._groups, self._slots = groups, slots
+        self._sampling: dict[int, NewSequence] = {}
+        self._pages: dict[int, list[int]] = {}
+
+    def full(self, plan: StepPlan) -> FullStep:
+        """Takes in a plan, and returns it in full."""
+        for sequence in plan.new_sequences:
+            self._sampling[sequence.row] = sequence
+            self._pages[sequence.row] = []
+        for row, index, page_id in plan.new_pages.T.tolist():
+            assert index == len(self._pages[row]), "pages come in order, each once"
+            self._pages[row].append(page_id)
+        options = {one.row: one for one in plan.options}
+        assert list(options) == sorted(options)
+        groups: list[list[SequenceRow]] = [[] for _ in range(self._groups)]
+        tokens = plan.token_ids.tolist()
+        columns = [plan.rows, plan.token_counts, plan.kv_lengths, plan.samples]
+        assert plan.rows.tolist() == sorted(set(plan.rows.tolist()))
+        for row, count, kv_length, samples in zip(*map(np.ndarray.tolist, columns), strict=True):
+            sampling, own = self._sampling[row], options.get(row, RowOptions(row))
+            groups[row // self._slots].append(
+                SequenceRow(
+                    row % self._slots,
+                    tokens[:count],
+                    kv_length,
+                    list(self._pages[row]),
+                    samples,
+                    sampling.temperature,
+                    sampling.top_k,
+                    sampling.top_p,
+                    sampling.min_p,
+                    sampling.seed,
+                    own.rules,
+                    own.logprobs,
+                    own.targets,
+                    own.target_logprobs,
+                )
+            )
+            del tokens[:count]
+        assert not tokens
+        return FullStep(plan.lane, plan.number, plan.bucket, groups, plan)
+
+
+def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """The batch array and the page table, row by row."""
+    layout = BatchLayout(step.bucket.tokens, slots)
+    has_rules = any(row.rules is not None for rows in step.groups for row in rows)
+    batch = np.zeros((len(step.groups), layout.width), np.int32)
+    table = np.zeros((len(step.groups), slots, step.bucket.pages), np.int32)
+    for group, rows in enumerate(step.groups):
+        fields = layout.fields(batch[group])
+        lengths = np.zeros(slots, np.int32)
+        tokens: list[int] = []
+        for row in rows:
+            lengths[row.slot] = len(row.token_ids)
+            tokens += row.token_ids
+            fields["kv_length"][row.slot] = row.kv_length
+            fields["sample"][row.slot] = row.sample
+            fields["top_k"][row.slot] = row.top_k
+            for name in ("temperature", "top_p", "min_p"):
+                if name != "temperature" or not has_rules:
+                    fields[name].view(np.float32)[row.slot] = getattr(row, name)
+            fields["seed"].view(np.uint32)[row.slot] = row.seed
+            table[group, row.slot, : len(row.page_ids)] = row.page_ids
+        fields["token_ids"][: len(tokens)] = tokens
+        np.cumsum(lengths, out=fields["query_start"][1:])
+    return batch, table

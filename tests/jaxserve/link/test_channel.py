@@ -1,0 +1,138 @@
+"""Addresses, tokens and framing over real sockets, without JAX."""
+
+import contextlib
+import socket
+import threading
+from multiprocessing import AuthenticationError
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.channel import Channel, accept, dial, join_address, listen, split_address
+
+
+def accept_one(listener: socket.socket, token: str, seconds: float = 5.0) -> list:
+    """Accepts in a thread; the list gets the channel or the error."""
+    result: list = []
+
+    def run() -> None:
+        try:
+            result.append(accept(listener.accept()[0], token, seconds))
+        except (AuthenticationError, OSError, EOFError) as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    result.append(thread)
+    return result
+
+
+@pytest.fixture
+def listener():
+    with listen("127.0.0.1:0", "secret") as sock:
+        yield sock
+
+
+def address(listener: socket.socket) -> str:
+    return join_address(*listener.getsockname())
+
+
+def dial_with(listener: socket.socket, token: str) -> Channel:
+    channel = dial(address(listener), 5.0)
+    try:
+        channel.authenticate(token, accepted=False)
+    except AuthenticationError:
+        channel.close()
+        raise
+    return channel
+
+
+def meet(listener: socket.socket, token: str = "secret") -> tuple[Channel, Channel]:
+    thread, *_ = result = accept_one(listener, token)
+    client = dial_with(listener, token)
+    thread.join()
+    return client, result[1]
+
+
+def test_frames_keep_their_bounds_and_order(listener) -> None:
+    client, server = meet(listener)
+    for frame in (b"one", b"", b"x" * 100_000):
+        client.send(frame)
+    assert [server.receive() for _ in range(3)] == [b"one", b"", b"x" * 100_000]
+    assert not server.wait(0.0)
+    server.send(b"back")
+    assert client.wait(5.0)
+    assert client.receive() == b"back"
+    client.close()
+    assert server.wait(5.0)
+    with pytest.raises((EOFError, OSError)):
+        server.receive()
+    server.close()
+
+
+def test_shutdown_wakes_a_receiver_in_another_thread(listener) -> None:
+    client, server = meet(listener)
+    threading.Timer(0.1, client.shutdown).start()
+    with pytest.raises((EOFError, OSError)):
+        client.receive()
+    client.close()
+    server.close()
+
+
+def test_frame_beyond_the_cap_is_refused(listener) -> None:
+    client, server = meet(listener)
+
+    def send() -> None:
+        with contextlib.suppress(OSError):  # The other end closes in the middle.
+            client.send(b"x" * (1 << 20) + b"x")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(OSError, match="bad message length"):
+        server.receive()
+    server.close()
+    client.shutdown()
+    sender.join()
+    client.close()
+
+
+def test_another_token_is_refused_by_both_ends(listener) -> None:
+    thread, *_ = result = accept_one(listener, "secret")
+    with pytest.raises(AuthenticationError, match="another token than that of 127"):
+        dial_with(listener, "guess")
+    thread.join()
+    assert isinstance(result[1], AuthenticationError)
+
+
+def test_stranger_who_says_nothing_is_cut_off(listener) -> None:
+    thread, *_ = result = accept_one(listener, "secret", seconds=0.1)
+    with socket.create_connection(listener.getsockname()):
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert isinstance(result[1], (OSError, EOFError))
+
+
+def test_address_that_others_reach_needs_a_token() -> None:
+    with pytest.raises(
+        ConfigError, match=r"0\.0\.0\.0:0: other hosts reach it, so it needs a token"
+    ):
+        listen("0.0.0.0:0", "")
+    listen("127.0.0.1:0", "").close()
+    listen("localhost:0", "").close()
+
+
+def test_taken_port_is_named(listener) -> None:
+    with pytest.raises(ConfigError, match="already in use"):
+        listen(address(listener), "secret")
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:70000"])
+def test_bad_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected host:port"):
+        split_address(text)
+
+
+def test_addresses_of_both_families() -> None:
+    assert split_address("[::1]:80") == ("::1", 80)
+    assert join_address("::1", 80) == "[::1]:80"
+    assert join_address(*split_address("a.example:80")) == "a.example:80"

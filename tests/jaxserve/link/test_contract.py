@@ -1,0 +1,57 @@
+"""Both ends' arithmetic agrees with the formats that the programs use."""
+
+import msgspec
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.link.contract import Contract
+from jaxserve.link.message import message_formats
+from tests.jaxserve import layouts
+
+
+def contract(tmp_path, **overrides):
+    deployment = layouts.deployment(
+        tmp_path, {k.replace("__", "."): v for k, v in overrides.items()}
+    )
+    return Contract.of(step3_config(layouts.SIZES.config()), deployment)
+
+
+@pytest.mark.parametrize("dispatch", ["float32", "fp8", "int8"])
+def test_words_are_those_of_the_formats(dispatch, tmp_path):
+    made = contract(tmp_path, link__dispatch=dispatch)
+    formats = message_formats(made)
+    assert list(formats) == ["dense", "moe"]
+    for kind, message in formats.items():
+        assert made.row_words(kind) == message.width
+
+
+def test_pieces(tmp_path):
+    made = contract(tmp_path, attention__dp=3, attention__tp=2)
+    assert made.attention_devices == 6
+    assert made.piece_rows(24) == 12
+    with pytest.raises(ValueError, match="69 rows cannot be cut into 6 equal pieces"):
+        made.piece_rows(23)
+
+
+def test_the_ffn_mesh_changes_nothing(tmp_path):
+    small = contract(tmp_path, attention__dp=2)
+    wide = contract(tmp_path, attention__dp=2, ffn__ep=5, ffn__tp=3)
+    assert small == wide
+    assert small.digest() == wide.digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": 2},
+        {"d_model": 32},
+        {"top_k": 1},
+        {"dispatch": "int8"},
+        {"combine": "bfloat16"},
+        {"layers": ("moe",)},
+    ],
+    ids=str,
+)
+def test_every_difference_changes_the_digest(change, tmp_path):
+    made = contract(tmp_path)
+    assert msgspec.structs.replace(made, **change).digest() != made.digest()

@@ -1,0 +1,320 @@
+"""The link between two runtimes: a real ffn process, killed, stopped, replaced, refused."""
+
+import contextlib
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.link.channel import Deadlines
+from jaxserve.link.hello import make_hello
+from jaxserve.link.peer import PeerState
+from jaxserve.link.pull import LinkCounters, PullClient
+from jaxserve.link.transfers import Transfers
+from tests.jaxserve.link.toy_server import (
+    DEADLINES,
+    FACTS,
+    REFUSED_LAYER,
+    TOKENS,
+    WORD,
+    WORDS,
+    Nursery,
+    ToyClient,
+    ToyServer,
+    kind_of,
+    nursery,
+    wait_until,
+)
+
+pytestmark = pytest.mark.multihost
+
+LANES = 3
+KIND = kind_of(4, WORDS)
+
+
+@pytest.fixture(scope="module")
+def toys() -> Iterator[Nursery]:
+    with nursery() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(toys: Nursery) -> Iterator[ToyServer]:
+    """One for the tests that leave it alive."""
+    with toys.servers({}) as [server]:
+        yield server
+
+
+def attention_mesh(devices: int = 4) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1), ("dp", "tp"))
+
+
+@contextlib.contextmanager
+def client(
+    *running: ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
+) -> Iterator[PullClient]:
+    mesh = attention_mesh(devices)
+    sharding = NamedSharding(mesh, PartitionSpec(("dp", "tp")))
+    link = PullClient(
+        options.get("addresses", [server.address for server in running]),
+        make_hello("attention", options.get("facts", FACTS)),
+        options.get("token", "secret"),
+        domain=domain,
+        mesh=mesh,
+        answer_shape=lambda kind, tokens: jax.ShapeDtypeStruct(
+            (tokens // 4 * devices, int(kind.split("x")[1])), WORD, sharding=sharding
+        ),
+        deadlines=Deadlines(**{**DEADLINES, **options.get("deadlines", {})}),
+    )
+    try:
+        if connect:
+            link.connect()
+        yield link
+    finally:
+        link.close()
+
+
+def values(number: int, devices: int = 4, words: int = WORDS) -> np.ndarray:
+    """A message, different for every number."""
+    size = TOKENS // 4 * devices * words
+    return (np.arange(size, dtype=WORD) * 7 + number).reshape(-1, words)
+
+
+def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
+    sharding = NamedSharding(attention_mesh(devices), PartitionSpec(("dp", "tp")))
+    return jax.device_put(array, sharding)
+
+
+def exchange(link: PullClient, number: int, lane: int = 0) -> None:
+    """One message and its answer."""
+    link.send(lane, KIND, number % 4, TOKENS, on_mesh(values(number)))
+    check(link, number, lane)
+
+
+def check(link: PullClient, number: int, lane: int = 0) -> None:
+    answer = link.receive(lane)
+    np.testing.assert_array_equal(answer, 2 * values(number) + number % 4)
+
+
+def rounds(link: PullClient, first: int, count: int) -> None:
+    """`count` rounds over all lanes, every lane's message on its way while others are answered."""
+    for lane in range(LANES):
+        link.send(lane, KIND, first % 4, TOKENS, on_mesh(values(first + lane)))
+    for number in range(first, first + count):
+        for lane in range(LANES):
+            answer = link.receive(lane)
+            np.testing.assert_array_equal(answer, 2 * values(number + lane) + number % 4)
+            if number + 1 < first + count:
+                following = on_mesh(values(number + 1 + lane))
+                link.send(lane, KIND, (number + 1) % 4, TOKENS, following)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
+    with client(server, devices=pieces) as link:
+        for number in range(3):
+            packed = on_mesh(values(number, pieces, 8), pieces)
+            link.send(0, kind_of(pieces, 8), 2, TOKENS, packed)
+            answer = link.receive(0)
+            assert [shard.device for shard in answer.addressable_shards] == jax.devices()[:pieces]
+            np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
+
+
+def test_many_messages_over_three_lanes(server) -> None:
+    with client(server) as link:
+        rounds(link, 0, 60)
+        counters = link.counters
+    assert counters == LinkCounters(messages=3 * 60)
+
+
+def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
+    """Its memory on the device does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        with client(server) as link:
+            message = on_mesh(values(3))
+            link.send(0, KIND, 1, TOKENS, message)
+            answer = link.receive(0)
+            references = [weakref.ref(message), weakref.ref(answer)]
+            del message, answer
+            assert [reference() for reference in references] == [None, None]
+            connection = weakref.ref(link.peers[0].connection)
+            link.peers[0].connection.fail("here")
+            exchange(link, 4)
+            wait_until(lambda: connection() is None)
+    finally:
+        gc.enable()
+
+
+def test_two_domains_at_once(server) -> None:
+    with client(server, domain="a") as one, client(server, domain="b") as other:
+        for number in range(10):
+            for link in (one, other):
+                link.send(0, KIND, 1, TOKENS, on_mesh(values(number)))
+            for link in (other, one):
+                np.testing.assert_array_equal(link.receive(0), 2 * values(number) + 1)
+
+
+def test_message_that_is_still_computed_is_announced_and_not_late(server) -> None:
+    """However long the sender's program takes, `send` and the answer's deadline do not mind.
+
+    An array that is being pulled stands for one that is being computed: it is ready when we want.
+    """
+    device = jax.devices()[0]
+    source, sink = Transfers(device, "127.0.0.1"), Transfers(device, "127.0.0.1")
+    sink.connect(source.address)
+    ready = on_mesh(values(5, 1), 1)
+    with client(server, devices=1, deadlines={"answer": 0.3}) as link:
+        shape = jax.ShapeDtypeStruct(ready.shape, ready.dtype, sharding=ready.sharding)
+        (packed,) = sink.pull(1, [shape])
+        link.send(0, kind_of(1, WORDS), 1, TOKENS, packed)
+        threading.Timer(1.0, source.register, (1, [ready])).start()
+        np.testing.assert_array_equal(link.receive(0), 2 * values(5, 1) + 1)
+        assert link.counters == LinkCounters(messages=1)
+
+
+def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
+    with toys.servers({}) as [server], client(server) as link:
+        rounds(link, 0, 5)
+        for lane in range(LANES):
+            link.send(lane, KIND, lane, TOKENS, on_mesh(values(lane)))
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        server.start()
+        for lane in range(LANES):
+            check(link, lane, lane)
+        rounds(link, 100, 5)
+        assert link.counters.reconnects == link.counters.failures == 1
+        server.ready()
+
+
+def test_server_ends_in_order_and_then_nobody_is_there(toys) -> None:
+    with toys.servers({}) as [server], client(server, deadlines={"absent": 0.5}) as link:
+        exchange(link, 0)
+        assert server.end() == 0
+        with pytest.raises(EngineFailedError, match=r"no ffn worker for 0\.5 s: 127\.0\.0\.1:"):
+            exchange(link, 1)
+
+
+def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(toys) -> None:
+    def joined() -> bool:
+        return server.report()[0] == ["d0", "doomed"] and server.report()[1] > 1 << 20
+
+    def forgotten() -> bool:
+        return server.report()[0] == ["d0"] and server.report()[1] < 1 << 16
+
+    with toys.servers({}) as [server], client(server) as link:
+        doomed = ToyClient(toys, server)
+        try:
+            wait_until(joined)
+            doomed.send_signal(signal.SIGSTOP)
+            rounds(link, 0, 3)
+            wait_until(forgotten)
+            doomed.send_signal(signal.SIGCONT)
+            wait_until(joined)
+            rounds(link, 10, 3)
+        finally:
+            doomed.kill()
+        rounds(link, 20, 3)
+        wait_until(forgotten)
+        exchange(link, 30)
+        assert link.counters.failures == 0
+
+
+def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> None:
+    options = {"stuck_layer": 1}, {}
+    with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
+        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        if link.in_use != started[0].address:
+            link.peers[1].connection.fail("moved by the test")
+        for number in (1, 2, 5):
+            exchange(link, number)
+        assert link.in_use == started[1].address
+        assert (
+            link.counters.last_failure == "no answer to layer 1 of lane 0 (16 tokens) within 0.5 s"
+        )
+
+
+def test_closed_link_lets_nobody_wait(server) -> None:
+    with client(server) as link:
+        server.send_signal(signal.SIGSTOP)
+        try:
+            link.send(0, KIND, 1, TOKENS, on_mesh(values(1)))
+            threading.Timer(0.2, link.close).start()
+            with pytest.raises(EngineFailedError, match="was closed"):
+                link.receive(0)
+        finally:
+            server.send_signal(signal.SIGCONT)
+
+
+def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="2 processes, expected 1"):
+        with client(connect=False, addresses=["127.0.0.1:1"]):
+            pass
+
+
+def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
+    with toys.servers({}, {}) as started, client(*started) as link:
+        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        started.sort(key=lambda server: server.address != link.in_use)
+        first, second = started
+        for lane in range(LANES):
+            link.send(lane, KIND, lane, TOKENS, on_mesh(values(lane)))
+        first.end(signal.SIGKILL)
+        for lane in range(LANES):
+            check(link, lane, lane)
+        rounds(link, 100, 2)
+        assert link.in_use == second.address
+        assert link.counters.failures == 1
+        assert link.counters.reconnects == 0
+        first.start()
+        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        # The one in use stops, and is given up as soon as it is suspected.
+        second.send_signal(signal.SIGSTOP)
+        rounds(link, 200, 2)
+        assert link.in_use == first.address
+        assert link.counters.failures == 2
+        assert link.counters.resends >= LANES
+
+
+def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
+    with client(server) as link:
+        exchange(link, 0)
+        server.send_signal(signal.SIGSTOP)
+        link.send(0, KIND, 1, TOKENS, on_mesh(values(1)))
+        wait_until(lambda: link.peers[0].state is not PeerState.UP)
+        wait_until(lambda: link.peers[0].state is not PeerState.SUSPECT)
+        server.send_signal(signal.SIGCONT)
+        check(link, 1)
+        assert link.counters.resends == 1
+        assert "silent for" in link.counters.last_failure
+
+
+def test_other_facts_are_refused_by_name(server) -> None:
+    facts = {**FACTS, "layers": "5"}
+    with pytest.raises(ConfigError, match=r"layers = 5, here 4"):
+        with client(server, facts=facts):
+            pass
+
+
+def test_other_token_is_refused(server) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        with client(server, token="guess"):
+            pass
+    with client(server) as link:
+        exchange(link, 0)
+
+
+def test_work_that_the_server_refuses_is_an_error(server) -> None:
+    with client(server) as link:
+        exchange(link, 2)
+        link.send(0, KIND, REFUSED_LAYER, TOKENS, on_mesh(values(0)))
+        with pytest.raises(EngineFailedError, match="3 times: ValueError: no layer 9 here"):
+            link.receive(0)

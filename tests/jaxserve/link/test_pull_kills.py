@@ -1,0 +1,148 @@
+"""A storm of SIGKILLs over a link under load: no wrong answer, nobody waits for ever.
+
+Prints what it measures (`-s`): the gap of a kill is the longest time without an answer around it.
+"""
+
+import itertools
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxserve.link.peer import PeerState
+from tests.jaxserve.link.test_pull import KIND, LANES, TOKENS, client, on_mesh, values
+from tests.jaxserve.link.toy_server import nursery, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.multihost]
+
+KILLS = int(os.environ.get("LINK_KILLS", "100"))
+LONGEST_GAP = 20.0
+"""A hang; not how fast it should be."""
+
+
+class Load:
+    """Three lanes that send and receive without end, each answer compared."""
+
+    def __init__(self, link):
+        self.link = link
+        self.times: list[float] = []
+        """Of all answers."""
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            sent = {}
+            number = 0
+            while not self._ended.is_set():
+                for lane in range(LANES):
+                    if lane in sent:
+                        answer = self.link.receive(lane)
+                        self.times.append(time.monotonic())
+                        expected = 2 * values(sent[lane]) + sent[lane] % 4
+                        np.testing.assert_array_equal(answer, expected)
+                    sent[lane] = number = number + 1
+                    self.link.send(lane, KIND, number % 4, TOKENS, on_mesh(values(number)))
+        except BaseException as error:
+            self.error = error
+
+    def wait_for_answer(self) -> None:
+        """Until an answer arrives to what is sent from now on."""
+        before = len(self.times)
+        wait_until(lambda: len(self.times) > before + 2 * LANES or self.error is not None)
+        assert self.error is None
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(LONGEST_GAP)
+        assert not self._thread.is_alive()
+        assert self.error is None
+
+    def gap(self, since: float) -> float:
+        """Longest time without an answer that ended after `since`."""
+        times = [t for t in self.times[-20_000:] if t > since - 1.0]
+        return max((b - a for a, b in itertools.pairwise(times) if b > since), default=0)
+
+
+def resources() -> tuple[int, int, int]:
+    """Descriptors, threads and resident MiB of this process."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        pages * os.sysconf("SC_PAGESIZE") >> 20,
+    )
+
+
+def report(name: str, gaps: list[float], before: tuple, load: Load) -> None:
+    ordered = sorted(gaps)
+    leaked = [(b - a) / len(gaps) for a, b in zip(before, resources(), strict=True)]
+    print(
+        f"\n{name}: {len(gaps)} kills, {len(load.times)} answers, gap median "
+        f"{statistics.median(gaps):.3f} s, 95 % {ordered[int(len(gaps) * 0.95)]:.3f}, longest "
+        f"{ordered[-1]:.3f}; a kill leaves {leaked[0]:.2f} descriptors, {leaked[1]:.2f} threads, "
+        f"{leaked[2]:.2f} MiB; {load.link.counters}"
+    )
+
+
+def test_restarts() -> None:
+    generator = random.Random(0)
+    gaps, gaps_ready = [], []
+    with nursery() as toys, toys.servers({}) as [server], client(server) as link:
+        load = Load(link)
+        load.wait_for_answer()
+        before = resources()
+        for _ in range(KILLS):
+            time.sleep(generator.uniform(0.0, 0.2))
+            killed = time.monotonic()
+            server.end(signal.SIGKILL)
+            server.start()
+            again = generator.random() < 0.2
+            if again:  # Before or while it meets the client.
+                time.sleep(generator.uniform(0.0, 0.6))
+                server.end(signal.SIGKILL)
+                server.start()
+            server.ready()
+            ready = time.monotonic()
+            load.wait_for_answer()
+            if not again:
+                gaps.append(load.gap(killed))
+                first = min(t for t in load.times[-5000:] if t > killed + 0.02)
+                gaps_ready.append(max(0.0, first - ready))
+        load.end()
+        report("restart", gaps, before, load)
+        print(f"from readiness: median {statistics.median(gaps_ready):.3f}, {max(gaps_ready):.3f}")
+        assert link.counters.failures >= KILLS
+    assert max(gaps) < LONGEST_GAP
+
+
+def test_standby() -> None:
+    generator = random.Random(1)
+    gaps = []
+    with nursery() as toys, toys.servers({}, {}) as started, client(*started) as link:
+        load = Load(link)
+        load.wait_for_answer()
+        before = resources()
+        by_address = {server.address: server for server in started}
+        for _ in range(KILLS):
+            wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+            time.sleep(generator.uniform(0.0, 0.2))
+            wait_until(lambda: link.in_use is not None)
+            server = by_address[link.in_use]
+            killed = time.monotonic()
+            server.end(signal.SIGKILL)
+            load.wait_for_answer()
+            gaps.append(load.gap(killed))
+            server.start()
+        load.end()
+        report("standby", gaps, before, load)
+        assert link.counters.failures >= KILLS
+    assert max(gaps) < LONGEST_GAP

@@ -1,0 +1,159 @@
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.deepseek import deepseek_config
+from jaxserve.checkpoint.qwen3 import qwen3_config
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import (
+    attend,
+    attend_latent,
+    page_arrays,
+    stored,
+    write,
+)
+from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
+from tests.reference.tiny_step3 import TinyStep3
+
+
+def test_every_dp_group_has_its_pages():
+    overrides = {"attention.dp": 3, "attention.tp": 2, "cache.pages": 100, "cache.page_size": 4}
+    deployment = load_deployment(Path(__file__).parent, {**overrides, "scheduler.max_length": 64})
+    keys, values = page_arrays(step3_config(TinyStep3().config()), deployment)
+    # One head, and two devices that have a copy of it each.
+    assert keys.shape == values.shape == (300, 2, 4, 32)
+    assert keys.dtype == values.dtype == jnp.bfloat16
+
+
+def arrays(config, overrides):
+    """Shape and dtype of one layer's arrays: 2 pages of 4 tokens."""
+    limits = {"cache.pages": 2, "cache.page_size": 4, "scheduler.max_length": 8}
+    deployment = load_deployment(Path(__file__).parent, limits | overrides)
+    return [(array.shape, array.dtype.name) for array in page_arrays(config, deployment)]
+
+
+LATENT = deepseek_config(TinyDeepseek(kv_lora_rank=32, qk_rope_head_dim=8).config())
+GROUPED = qwen3_config(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
+
+
+@pytest.mark.parametrize(
+    ("cache", "dtype", "kind"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_formats_without_scales(cache, dtype, kind):
+    overrides = {"cache.format": cache, "dtype": dtype}
+    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2
+    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind)]
+
+
+@pytest.mark.parametrize(("cache", "kind"), [("fp8", "uint8"), ("int8", "int8")])
+def test_formats_in_8_bits_have_a_scale_a_token_and_head(cache, kind):
+    """FP8 is kept as its bits."""
+    overrides = {"cache.format": cache}
+    scales = ((2, 2, 4), "float32")
+    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2 + [scales] * 2
+    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind), ((2, 1, 4), "float32")]
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "latents"),
+    [
+        (1, 2, 1),
+        (2, 2, 2),
+        (4, 4, 4),  # two devices with the same head
+    ],
+)
+def test_heads_of_all_devices(tp, heads, latents):
+    overrides = {"attention.tp": tp}
+    assert [shape[1] for shape, _ in arrays(GROUPED, overrides)] == [heads] * 2
+    assert [shape[1] for shape, _ in arrays(LATENT, overrides)] == [latents]
+
+
+BATCH = RaggedBatch(
+    jnp.asarray([0, 0, 1, 1], jnp.int32),
+    jnp.asarray([0, 1, 0, -1], jnp.int32),
+    jnp.asarray([[1], [0]], jnp.int32),
+    jnp.zeros(4, jnp.int32),
+)
+"""Two tokens on page 1, one on page 0, and padding."""
+
+
+def random_rows(seed, heads, width, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    # Magnitudes that differ from token to token, as only a scale a row can hold.
+    rows = rng.normal(size=(4, heads, width)) * 10.0 ** np.arange(-2, 2)[:, None, None]
+    return jnp.asarray(rows, dtype)
+
+
+def empty(config, cache, dtype="float32"):
+    shapes = arrays(config, {"cache.format": cache, "dtype": dtype})
+    return tuple(jnp.zeros(shape, kind) for shape, kind in shapes)
+
+
+class TestWrite:
+    """What is read back is `stored`, and that is close to what was written."""
+
+    @pytest.mark.parametrize(
+        ("cache", "error"),
+        [("auto", 0), ("bfloat16", 2**-8), ("fp8", 2**-4), ("int8", 0.504 / 127)],
+    )
+    def test_latents(self, cache, error):
+        row = random_rows(0, 1, 40)
+        pages = write(empty(LATENT, cache), (row,), BATCH)
+        kept = stored(row, pages)
+        assert kept.dtype == row.dtype
+        largest = np.abs(np.asarray(row)).max(axis=-1, keepdims=True)
+        assert np.all(np.abs(np.asarray(kept - row)) <= error * largest)
+        # A token that sees itself alone reads its own latent.
+        alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
+        read, lse = attend_latent(row, pages, alone, scale=1.0, v_width=32)
+        for token in (0, 2):
+            np.testing.assert_allclose(
+                np.asarray(read)[token, 0], np.asarray(kept)[token, 0, :32], rtol=1e-6
+            )
+            score = np.asarray(row, np.float64)[token, 0] @ np.asarray(kept)[token, 0]
+            assert np.asarray(lse)[token, 0] == pytest.approx(score, rel=1e-4, abs=1e-5)
+        assert np.isneginf(np.asarray(lse)[3]).all()
+
+    @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "int8"])
+    def test_keys_and_values(self, cache):
+        key, value = random_rows(1, 2, 16), random_rows(2, 2, 16)
+        pages = write(empty(GROUPED, cache), (key, value), BATCH)
+        alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
+        read = np.asarray(attend(random_rows(3, 4, 16), pages, alone, scale=1.0))
+        kept = np.repeat(np.asarray(stored(value, pages)), 2, axis=1)  # two queries a head
+        for token in (0, 2):
+            np.testing.assert_allclose(read[token], kept[token], rtol=1e-6)
+        assert not read[3].any()
+
+    def test_int8_literal(self):
+        """Of the largest magnitude 1.27 every value is a multiple of 0.01."""
+        row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([1.27, -0.5, 0.004]))
+        values, scales = write(empty(LATENT, "int8"), (row,), BATCH)
+        assert np.asarray(values)[1, 0, 0, :3].tolist() == [127, -50, 0]
+        assert np.asarray(scales)[1, 0, 0] == pytest.approx(0.01)
+
+    def test_fp8_bits_literal(self):
+        """The largest magnitude becomes 448, bits 0x7E; a quarter of it 112, bits 0x6E."""
+        row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([-4.0, 1.0, 0.0]))
+        values, scales = write(empty(LATENT, "fp8"), (row,), BATCH)
+        assert np.asarray(values)[1, 0, 0, :3].tolist() == [0xFE, 0x6E, 0]
+        assert np.asarray(scales)[1, 0, 0] == pytest.approx(4 / 448)
+
+    def test_a_bfloat16_model_reads_bfloat16(self):
+        row = random_rows(4, 1, 40, jnp.bfloat16)
+        for cache in ("auto", "fp8", "int8"):
+            pages = write(empty(LATENT, cache, "bfloat16"), (row,), BATCH)
+            assert stored(row, pages).dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            np.asarray(stored(row, empty(LATENT, "auto", "bfloat16")), np.float32),
+            np.asarray(row, np.float32),
+        )

@@ -1,0 +1,50 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.model.ffn.dense import DenseFFN
+from jaxserve.model.module import Formats
+
+
+def dense(gate, up, down, dtype=jnp.float32):
+    module = DenseFFN(gate.shape[1], gate.shape[0], Formats(jnp.dtype(dtype)), nnx.Rngs(0))
+    for parameter, value in ((module.gate, gate), (module.up, up), (module.down, down)):
+        assert parameter[...].shape == value.shape
+        parameter.set_value(jnp.asarray(value, dtype))
+    return module
+
+
+def test_literal():
+    """silu(1) = 0.731059, times 2, times 3."""
+    one, two, three = (np.full((1, 1), value, np.float32) for value in (1, 2, 3))
+    out = dense(one, two, three)(jnp.ones((1, 1)))
+    np.testing.assert_allclose(np.asarray(out), [[0.7310586 * 2 * 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shares_of_d_ff_add_up(dtype):
+    rng = np.random.default_rng(0)
+    gate, up = (rng.normal(scale=0.2, size=(12, 16)).astype(np.float32) for _ in range(2))
+    down = rng.normal(scale=0.2, size=(16, 12)).astype(np.float32)
+    x = rng.normal(size=(5, 16)).astype(np.float32)
+    a = x @ gate.T
+    expected = (a / (1 + np.exp(-a)) * (x @ up.T)) @ down.T
+    parts = [
+        dense(gate[s], up[s], down[:, s], dtype)(jnp.asarray(x, dtype))
+        for s in (slice(0, 4), slice(4, 8), slice(8, 12))
+    ]
+    assert all(part.dtype == jnp.float32 for part in parts)
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    total = np.sum([np.asarray(part) for part in parts], axis=0)
+    np.testing.assert_allclose(total, expected, atol=tolerance)
+
+
+def test_zeros_behind_the_last_row_change_nothing():
+    rng = np.random.default_rng(1)
+    gate, up = (rng.normal(size=(6, 8)).astype(np.float32) for _ in range(2))
+    down = rng.normal(size=(8, 6)).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
+    wide = [np.pad(w, ((0, 2), (0, 0))) for w in (gate, up)]
+    padded = dense(*wide, np.pad(down, ((0, 0), (0, 2))))(x)
+    np.testing.assert_allclose(np.asarray(padded), np.asarray(dense(gate, up, down)(x)), atol=1e-5)

@@ -1,0 +1,241 @@
+"""Both exchanges on simulated devices, against the mixture of experts in NumPy.
+
+That whole models give the same tokens with either is in `test_exchange_layouts.py`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.link.message import MessageFormat
+from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
+from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.exchange import Axes, make_exchanges, padded_all_to_all
+from jaxserve.model.message import Message
+from jaxserve.model.module import Formats, Template
+from tests.reference.tiny_step3 import TinyStep3
+
+pytestmark = pytest.mark.unoptimised
+
+TOP_K, EXPERTS, D_MODEL, ROWS = 3, 13, 16, 4
+SIZES = TinyStep3(
+    hidden_size=D_MODEL,
+    moe_intermediate_size=10,
+    share_expert_dim=12,
+    moe_num_experts=EXPERTS,
+)
+CONFIG = step3_config(SIZES.config())
+FORMAT = MessageFormat(D_MODEL, TOP_K, "float32")
+FLOAT = jnp.dtype(jnp.float32)
+
+MESHES = {
+    "AFD 8 x 1": (8, 1, True),
+    "AFD 4 x 2": (4, 2, True),
+    "AFD 2 x 4": (2, 4, True),  # fewer ranks than experts a token
+    "colocated 8 x 1": (8, 1, False),
+    "colocated 4 x 2": (4, 2, False),
+}
+"""Ranks, tensor devices, and whether all devices have different rows."""
+
+
+class Layer(NamedTuple):
+    """One MoE layer on eight devices."""
+
+    ranks: int
+    slots: int
+    """Of experts, those past the last included."""
+    rows: int
+    """Of all devices."""
+    weights: dict[str, np.ndarray]
+    run: object
+
+    def __call__(self, x, experts, gates):
+        """All rows' results, and the tokens of every slot."""
+        arrays = jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(gates, jnp.float32)
+        rows, load = self.run(*arrays)
+        return np.asarray(rows), np.asarray(load)
+
+    def expected(self, x, experts, gates):
+        """The same, in NumPy."""
+        out = swiglu(x, *(self.weights[f"dense.{name}"] for name in ("gate", "up", "down")))
+        load = np.zeros(self.slots, int)
+        for row, (chosen, weight) in enumerate(zip(experts, gates, strict=True)):
+            for expert, gate in zip(chosen, weight, strict=True):
+                if expert < self.slots:
+                    one = [self.weights[f"experts.{n}"][expert] for n in ("gate", "up", "down")]
+                    out[row] += gate * swiglu(x[row : row + 1], *one)[0]
+                    load[expert] += 1
+        return out, load
+
+
+def swiglu(x, gate, up, down):
+    a = x @ gate.T
+    return (a / (1 + np.exp(-a)) * (x @ up.T)) @ down.T
+
+
+@functools.cache
+def layer(kind: str, mesh_name: str) -> Layer:
+    ranks, tensor, split = MESHES[mesh_name]
+    names, rules = (("ep", "tp"), FFN_RULES) if split else (("dp", "tp"), COLOCATED_FFN_RULES)
+    mesh = Mesh(np.array(jax.devices()[: ranks * tensor]).reshape(ranks, tensor), names)
+    formats = Formats(FLOAT, "plain", shards(mesh, rules))
+    build = functools.partial(FFNBlock, CONFIG, "moe", (ranks, tensor), kind, formats)
+    template = Template(build)
+    axes = Axes(*names, rows=names if split else names[:1])
+    exchange = make_exchanges(kind, axes, FLOAT)["moe"]
+    leaves = template.random(1)
+
+    def body(x, experts, gates, *leaves):
+        packed = FORMAT.pack(Message(x, experts, gates))
+        unpack = functools.partial(FORMAT.unpack, dtype=FLOAT)
+        return exchange(packed, template.merge(leaves), unpack)
+
+    rows, specs = PartitionSpec(axes.rows), template.specs(rules)
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, *specs),
+        out_specs=(rows, PartitionSpec(names[0])),
+        check_vma=False,
+    )
+    placed = [
+        jax.device_put(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    compiled = jax.jit(mapped)
+    weights = dict(zip(template.names, map(np.asarray, leaves), strict=True))
+    devices = ranks * tensor if split else ranks
+    slots = -(-EXPERTS // ranks) * ranks
+
+    def run(*arrays):
+        sharding = NamedSharding(mesh, rows)
+        return compiled(*(jax.device_put(array, sharding) for array in arrays), *placed)
+
+    return Layer(ranks, slots, ROWS * devices, weights, run)
+
+
+def inputs(layer, seed=0, allowed=range(EXPERTS)):
+    """Rows of any values, of which each chooses among the allowed experts."""
+    rng = np.random.default_rng(seed)
+    chosen = [rng.permutation(allowed)[:TOP_K] for _ in range(layer.rows)]
+    x = rng.normal(size=(layer.rows, D_MODEL)).astype(np.float32)
+    return x, np.stack(chosen).astype(np.int32), rng.random((layer.rows, TOP_K), np.float32)
+
+
+def check(layer, x, experts, gates):
+    out, load = layer(x, experts, gates)
+    expected, counted = layer.expected(x, experts, gates)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    assert load.tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("gather", "AFD 4 x 2"),
+        ("gather", "colocated 4 x 2"),
+        *(("alltoall", mesh) for mesh in MESHES),
+    ],
+)
+def test_any_routing(kind, mesh):
+    check(layer(kind, mesh), *inputs(layer(kind, mesh)))
+
+
+@pytest.mark.parametrize("mesh", ["AFD 4 x 2", "AFD 2 x 4", "colocated 4 x 2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_row_to_one_rank(mesh, rank):
+    """It receives all that there is."""
+    one = layer("alltoall", mesh)
+    local = one.slots // one.ranks
+    check(one, *inputs(one, allowed=range(rank * local, (rank + 1) * local)))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_only_padding(mesh):
+    one = layer("alltoall", mesh)
+    x, experts, gates = inputs(one)
+    out, load = one(np.zeros_like(x), np.full_like(experts, one.slots), np.zeros_like(gates))
+    assert not out.any()
+    assert not load.any()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_row_that_is_not_finite_spoils_no_other(mesh):
+    one = layer("alltoall", mesh)
+    x, experts, gates = inputs(one)
+    x[5] = np.nan
+    out, _ = one(x, experts, gates)
+    expected, _ = one.expected(np.nan_to_num(x), experts, gates)
+    assert np.isnan(out[5]).all()
+    np.testing.assert_allclose(np.delete(out, 5, 0), np.delete(expected, 5, 0), atol=2e-5)
+
+
+@settings(max_examples=60)
+@given(
+    mesh=st.sampled_from(list(MESHES)),
+    seed=st.integers(0, 2**32 - 1),
+    allowed=st.sets(st.integers(0, EXPERTS - 1), min_size=TOP_K),
+    padding=st.sets(st.integers(0, 8 * ROWS - 1)),
+)
+def test_skewed_routings_with_padding_anywhere(mesh, seed, allowed, padding):
+    one = layer("alltoall", mesh)
+    x, experts, gates = inputs(one, seed, sorted(allowed))
+    rows = [row for row in padding if row < one.rows]
+    experts[rows], gates[rows] = one.slots, 0.0
+    check(one, x, experts, gates)
+
+
+def test_the_shared_expert_is_whole_on_every_rank():
+    formats = Formats(FLOAT, "plain", {})
+    dimensions = {
+        kind: Template(
+            lambda rngs, kind=kind: FFNBlock(CONFIG, "moe", (4, 2), kind, formats, rngs)
+        ).dimensions
+        for kind in ("gather", "alltoall")
+    }
+    assert ("d_ff", "d_model") in dimensions["gather"]
+    assert ("shared_d_ff", "d_model") in dimensions["alltoall"]
+    assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
+    dense = Template(lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs))
+    assert ("d_ff", "d_model") in dense.dimensions
+
+
+def test_literal_padded_all_to_all():
+    """Two devices: the first sends rows 1 and 2 to itself and row 0 to the other, which sends its
+    last row to the first and keeps nothing."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+    here = PartitionSpec("ep")
+    arrays = {
+        "operand": np.array([[10], [11], [12], [20], [21], [22]], np.float32),
+        "input_offsets": np.array([1, 0, 2, 0], np.int32),
+        "send_sizes": np.array([2, 1, 1, 0], np.int32),
+        "output_offsets": np.array([0, 3, 2, 0], np.int32),
+        "recv_sizes": np.array([2, 1, 1, 0], np.int32),
+    }
+
+    def body(operand, input_offsets, send_sizes, output_offsets, recv_sizes):
+        output = jnp.full((4, 1), -1, operand.dtype)
+        return padded_all_to_all(
+            operand,
+            output,
+            input_offsets,
+            send_sizes,
+            output_offsets,
+            recv_sizes,
+            axes=("ep",),
+            rows=3,
+        )
+
+    placed = [jax.device_put(array, NamedSharding(mesh, here)) for array in arrays.values()]
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(here,) * 5, out_specs=here, check_vma=False)
+    out = np.asarray(jax.jit(mapped)(*placed))[:, 0]
+    assert out.tolist() == [11, 12, 22, -1, -1, -1, -1, 10]

@@ -1,0 +1,173 @@
+"""Routed experts: sorting, padding and the shares of several devices, against a plain loop."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.model.ffn.experts import Experts
+from jaxserve.model.ffn.placement import physical_experts
+from jaxserve.model.module import Formats
+from pallas_kernels.grouped_matmul import grouped_swiglu
+from tests.reference.tiny_step3 import TinyStep3
+
+D_MODEL, D_FF, EXPERTS = 16, 10, 7
+SIZES = TinyStep3(hidden_size=D_MODEL, moe_intermediate_size=D_FF, moe_num_experts=EXPERTS)
+CONFIG = step3_config(SIZES.config())
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"gate": (D_FF, D_MODEL), "up": (D_FF, D_MODEL), "down": (D_MODEL, D_FF)}
+    return {
+        name: rng.normal(scale=0.4, size=(EXPERTS, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def device_share(values, ranks, rank, tensor_rank) -> Experts:
+    """What one device holds: its experts and its part of their d_ff, zeros behind the last."""
+    expert_ranks, tensor_ranks = ranks
+    module = Experts(CONFIG, ranks, Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
+    for name, value in values.items():
+        parameter = getattr(module, name)
+        padded = np.zeros(parameter[...].shape, np.float32)
+        padded[tuple(slice(size) for size in value.shape)] = value
+        padded = np.split(padded, expert_ranks)[rank]
+        axis = 2 if name == "down" else 1
+        parameter.set_value(jnp.asarray(np.split(padded, tensor_ranks, axis)[tensor_rank]))
+    return module
+
+
+@nnx.jit
+def run(module, x, experts, gates, rank):
+    return module(x, experts, gates, rank)
+
+
+def plain(x, experts, gates, values):
+    out = np.zeros_like(x)
+    for token, (chosen, weight) in enumerate(zip(experts, gates, strict=True)):
+        for expert, gate in zip(chosen, weight, strict=True):
+            if expert < EXPERTS:
+                a, b = values["gate"][expert] @ x[token], values["up"][expert] @ x[token]
+                out[token] += gate * (values["down"][expert] @ (a / (1 + np.exp(-a)) * b))
+    return out
+
+
+def routing(tokens, top_k, seed, sentinel, padding=0):
+    rng = np.random.default_rng(seed)
+    experts = np.stack([rng.permutation(EXPERTS)[:top_k] for _ in range(tokens)]).astype(np.int32)
+    gates = rng.random((tokens, top_k), np.float32)
+    x = rng.normal(size=(tokens, D_MODEL)).astype(np.float32)
+    experts[tokens - padding :], gates[tokens - padding :] = sentinel, 0.0
+    return x, experts, gates
+
+
+def total(ranks, x, experts, gates, values):
+    shares = [
+        run(
+            device_share(values, ranks, rank, tensor_rank),
+            *(jnp.asarray(array) for array in (x, experts, gates)),
+            jnp.int32(rank),
+        )
+        for rank in range(ranks[0])
+        for tensor_rank in range(ranks[1])
+    ]
+    assert all(share.dtype == jnp.float32 for share in shares)
+    return np.sum([np.asarray(share) for share in shares], axis=0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots"), [(7, 1, 7), (7, 2, 8), (48, 8, 48), (8, 3, 9), (0, 4, 0)]
+)
+def test_placement(experts, ranks, slots):
+    assert physical_experts(experts, ranks) == slots
+
+
+def test_shapes_are_padded_to_the_mesh():
+    module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
+    assert module.gate[...].shape == module.up[...].shape == (8, 12, D_MODEL)
+    assert module.down[...].shape == (8, D_MODEL, 12)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 1), (2, 3), (7, 1)], ids=str)
+def test_shares_add_up(ranks):
+    sentinel = physical_experts(EXPERTS, ranks[0])
+    values = weights()
+    x, experts, gates = routing(13, 3, 1, sentinel, padding=2)
+    got = total(ranks, x, experts, gates, values)
+    np.testing.assert_allclose(got, plain(x, experts, gates, values), atol=1e-5)
+    assert not got[11:].any()
+
+
+def test_padding_costs_no_group_even_with_rubbish_in_it():
+    values = weights()
+    x, experts, gates = routing(5, 3, 2, EXPERTS, padding=3)
+    clean = total((1, 1), x, experts, gates, values)
+    x[2:] = 1e30
+    np.testing.assert_array_equal(total((1, 1), x, experts, gates, values), clean)
+
+
+def test_all_tokens_on_one_expert():
+    """Dropless: there is no capacity to overflow."""
+    values = weights()
+    x, _, _ = routing(40, 1, 3, EXPERTS)
+    experts, gates = np.full((40, 1), 6, np.int32), np.ones((40, 1), np.float32)
+    got = total((2, 1), x, experts, gates, values)
+    np.testing.assert_allclose(got, plain(x, experts, gates, values), atol=1e-5)
+
+
+@given(
+    tokens=st.integers(0, 16),
+    top_k=st.sampled_from([1, 3, EXPERTS]),
+    ranks=st.sampled_from([(1, 1), (2, 2)]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=15)
+def test_any_routing(tokens, top_k, ranks, seed):
+    """16 rows, so that each layout compiles once; those past `tokens` are padding."""
+    sentinel = physical_experts(EXPERTS, ranks[0])
+    values = weights(seed)
+    x, experts, gates = routing(16, top_k, seed, sentinel, padding=16 - tokens)
+    got = total(ranks, x, experts, gates, values)
+    np.testing.assert_allclose(got, plain(x, experts, gates, values), atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_of_several_layers_in_one_row(layer, rank):
+    """Colocated mode hands over all layers' experts; `layer` picks its own, and only those."""
+    ranks = (2, 1)
+    x, experts, gates = routing(9, 3, 5, physical_experts(EXPERTS, 2), padding=2)
+    rows = tuple(jnp.asarray(array) for array in (x, experts, gates))
+    layers = [device_share(weights(seed), ranks, rank, 0) for seed in range(3)]
+    alone = layers[layer](*rows, jnp.int32(rank))
+    together = layers[0]
+    for name in ("gate", "up", "down"):
+        stacked = jnp.concatenate([getattr(share, name)[...] for share in layers])
+        getattr(together, name).set_value(stacked)
+    found = together(*rows, jnp.int32(rank), jnp.int32(layer))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(alone))
+    assert np.any(np.asarray(alone))
+
+
+@pytest.mark.parametrize(("weights", "row_format"), [("fp8", "fp8"), ("int8", "float")])
+def test_format_of_rows(weights, row_format):
+    """As `grouped_swiglu` computes one expert's rows; and the option does change something."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, D_MODEL)), jnp.float32)
+    experts, gates = jnp.full((5, 1), 3), jnp.full((5, 1), 0.5)
+
+    def layer(expert_rows):
+        formats = Formats(jnp.dtype(jnp.float32), weights, expert_rows=expert_rows)
+        return Experts(CONFIG, (1, 1), formats, nnx.Rngs(0))
+
+    module = layer(row_format)
+    output = np.asarray(module(x, experts, gates, 0))
+    matrices = [getattr(module, name)[...] for name in ("gate", "up", "down")]
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[3].set(5)
+    expected = grouped_swiglu(x, *matrices, sizes, row_format=row_format)
+    np.testing.assert_array_equal(output, 0.5 * np.asarray(expected))
+    assert not np.array_equal(output, np.asarray(layer(None)(x, experts, gates, 0)))

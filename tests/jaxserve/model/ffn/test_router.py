@@ -1,0 +1,222 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.config.model import Router as Rule
+from jaxserve.model.ffn.router import Router
+from tests.reference.decoder_numpy import DeepseekNumpy, Qwen3Numpy
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import TinyStep3
+
+
+def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **rule):
+    """Of `weights` [experts, d_model], as a checkpoint has them."""
+    experts, d_model = weights.shape
+    asked = Rule(experts=experts, top_k=top_k, bias=bias is not None, **rule)
+    module = Router(d_model, asked, jnp.dtype(dtype), nnx.Rngs(0))
+    assert module.gate[...].shape == (experts, d_model)
+    module.gate.set_value(jnp.asarray(weights, dtype))
+    if bias is not None:
+        assert (module.bias[...].shape, module.bias[...].dtype) == ((experts,), jnp.float32)
+        module.bias.set_value(jnp.asarray(bias, jnp.float32))
+    return module
+
+
+def route(module: Router, x, dtype=jnp.float32) -> tuple[list[list[int]], np.ndarray]:
+    """Experts and gate weights of valid tokens."""
+    x = jnp.asarray(x, dtype)
+    experts, gates = module(x, jnp.ones(len(x), bool), 10_000)
+    return np.asarray(experts).tolist(), np.asarray(gates)
+
+
+# Probabilities 0.1, 0.2, 0.4, 0.1, 0.2 of x = 1.
+WEIGHTS = np.log([[1.0], [2.0], [4.0], [1.0], [2.0]])
+
+
+def test_weights_are_raw_probabilities_the_best_first():
+    experts, gates = router(WEIGHTS, 3)(jnp.ones((1, 1)), jnp.asarray([True]), 5)
+    assert gates.dtype == jnp.float32
+    assert np.asarray(experts).tolist() == [[2, 1, 4]]
+    np.testing.assert_allclose(np.asarray(gates), [[0.4, 0.2, 0.2]], rtol=1e-6)
+
+
+def test_renormalised_where_the_model_says_so():
+    _, gates = router(WEIGHTS, 3, renormalise=True)(jnp.ones((1, 1)), jnp.asarray([True]), 5)
+    np.testing.assert_allclose(np.asarray(gates), [[0.5, 0.25, 0.25]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("sentinel", [5, 6, 1000])
+def test_padding_gets_the_sentinel_and_no_weight(sentinel):
+    x = jnp.asarray([[1.0], [jnp.nan], [1.0]])
+    experts, gates = router(WEIGHTS, 2)(x, jnp.asarray([True, False, False]), sentinel)
+    assert np.asarray(experts).tolist() == [[2, 1], [sentinel] * 2, [sentinel] * 2]
+    np.testing.assert_allclose(np.asarray(gates), [[0.4, 0.2], [0, 0], [0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_against_numpy(renormalise):
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.3, size=(48, 64)).astype(np.float32)
+    x = rng.normal(size=(33, 64)).astype(np.float32)
+    config = TinyStep3(norm_expert_weight=renormalise).config()
+    chosen, expected = Step3Numpy(config, {"r.gate.weight": weights}).route("r", x)
+    module = router(weights, 3, renormalise=renormalise)
+    experts, gates = module(jnp.asarray(x), jnp.ones(33, bool), 48)
+    np.testing.assert_array_equal(np.asarray(experts), chosen)
+    np.testing.assert_allclose(np.asarray(gates), expected, rtol=2e-5)
+
+
+def test_softmax_is_fp32_in_bfloat16_models():
+    module = router(WEIGHTS, 3, dtype=jnp.bfloat16)
+    _, gates = module(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray([True]), 5)
+    assert gates.dtype == jnp.float32
+    logits = np.asarray(WEIGHTS, jnp.bfloat16).astype(np.float32)[:, 0]
+    expected = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(np.asarray(gates)[0], np.sort(expected)[:1:-1], rtol=1e-5)
+
+
+def logit(scores) -> np.ndarray:
+    """Weights of a router whose sigmoid scores of x = 1 are these."""
+    scores = np.asarray(scores)
+    return np.log(scores / (1 - scores))[:, None]
+
+
+class TestSigmoid:
+    SCORES = (0.5, 0.2, 0.4, 0.1)
+
+    def test_scores_are_the_gate_weights(self):
+        experts, gates = route(router(logit(self.SCORES), 2, score="sigmoid"), [[1.0]])
+        assert experts == [[0, 2]]
+        np.testing.assert_allclose(gates, [[0.5, 0.4]], rtol=1e-6)
+
+    def test_the_bias_chooses_and_weighs_nothing(self):
+        """0.1 + 0.6 and 0.2 + 0.4 are the largest; the weights are 0.1 and 0.2."""
+        module = router(logit(self.SCORES), 2, score="sigmoid", bias=[0.0, 0.4, 0.1, 0.6])
+        experts, gates = route(module, [[1.0]])
+        assert experts == [[3, 1]]
+        np.testing.assert_allclose(gates, [[0.1, 0.2]], rtol=1e-6)
+
+    def test_a_bias_below_zero(self):
+        module = router(logit(self.SCORES), 1, score="sigmoid", bias=[-5.0, -4.0, -3.0, -2.0])
+        experts, gates = route(module, [[1.0]])
+        assert experts == [[3]]
+        np.testing.assert_allclose(gates, [[0.1]], rtol=1e-6)
+
+    def test_scaled(self):
+        module = router(logit(self.SCORES), 2, score="sigmoid", scaling=2.5)
+        np.testing.assert_allclose(route(module, [[1.0]])[1], [[1.25, 1.0]], rtol=1e-6)
+
+    def test_renormalised_then_scaled(self):
+        module = router(logit(self.SCORES), 2, score="sigmoid", renormalise=True, scaling=1.8)
+        np.testing.assert_allclose(route(module, [[1.0]])[1], [[1.0, 0.8]], rtol=1e-6)
+
+    def test_scores_of_zero_are_renormalised_without_nan(self):
+        weights = np.full((3, 1), -200.0)
+        module = router(weights, 2, score="sigmoid", renormalise=True)
+        assert route(module, [[1.0]])[1].tolist() == [[0.0, 0.0]]
+
+
+class TestGroups:
+    """The sums of the two best of (0, 1), (2, 3), (4, 5): 0.9, 1.1, 1.0."""
+
+    SCORES = (0.85, 0.05, 0.6, 0.5, 0.3, 0.7)
+
+    def test_only_the_best_group(self):
+        """Expert 0 is the best of all, and not in it."""
+        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1)
+        experts, gates = route(module, [[1.0]])
+        assert experts == [[2, 3]]
+        np.testing.assert_allclose(gates, [[0.6, 0.5]], rtol=1e-6)
+
+    def test_the_two_best_groups(self):
+        module = router(logit(self.SCORES), 3, score="sigmoid", groups=3, top_groups=2)
+        assert route(module, [[1.0]])[0] == [[5, 2, 3]]
+
+    def test_all_groups(self):
+        module = router(logit(self.SCORES), 3, score="sigmoid", groups=3, top_groups=3)
+        assert route(module, [[1.0]])[0] == [[0, 5, 2]]
+
+    def test_the_bias_counts(self):
+        """With it the first group has 0.85 + 0.35."""
+        bias = [0.0, 0.3, 0.0, 0.0, 0.0, 0.0]
+        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1, bias=bias)
+        experts, gates = route(module, [[1.0]])
+        assert experts == [[0, 1]]
+        np.testing.assert_allclose(gates, [[0.85, 0.05]], rtol=1e-6)
+
+    def test_groups_of_more_than_two_count_their_two_best(self):
+        """0.9 + 0.1 against 0.6 + 0.5, though the first has more in all."""
+        scores = (0.9, 0.1, 0.1, 0.6, 0.5, 0.01)
+        module = router(logit(scores), 1, score="sigmoid", groups=2, top_groups=1)
+        assert route(module, [[1.0]])[0] == [[3]]
+
+    def test_biased_scores_below_zero_are_better_than_another_group(self):
+        """What lies outside the groups is minus infinity, and not zero."""
+        bias = [-2.0] * 6
+        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1, bias=bias)
+        assert route(module, [[1.0]])[0] == [[2, 3]]
+
+
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_deepseek_against_numpy(groups, top_groups, renormalise):
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.3, size=(32, 24)).astype(np.float32)
+    bias = rng.normal(scale=0.3, size=32).astype(np.float32)
+    x = rng.normal(size=(50, 24)).astype(np.float32)
+    config = {
+        "n_group": groups,
+        "topk_group": top_groups,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": renormalise,
+        "routed_scaling_factor": 2.5,
+    }
+    tensors = {"r.weight": weights, "r.e_score_correction_bias": bias}
+    tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    module = router(
+        weights,
+        6,
+        score="sigmoid",
+        float32_logits=True,
+        bias=bias,
+        groups=groups,
+        top_groups=top_groups,
+        renormalise=renormalise,
+        scaling=2.5,
+    )
+    check(module, x, DeepseekNumpy(config, tensors).route("r", x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_qwen3_against_numpy(renormalise):
+    rng = np.random.default_rng(1)
+    weights = rng.normal(scale=0.3, size=(32, 24)).astype(np.float32)
+    x = rng.normal(size=(50, 24)).astype(np.float32)
+    config = {"num_experts_per_tok": 6, "norm_topk_prob": renormalise}
+    reference = Qwen3Numpy(config, {"r.weight": weights.astype(np.float64)})
+    module = router(weights, 6, renormalise=renormalise)
+    check(module, x, reference.route("r", x.astype(np.float64)))
+
+
+def check(module, x, expected):
+    """Against every expert's weight [tokens, experts]."""
+    experts, gates = route(module, x)
+    got = np.zeros_like(expected)
+    np.put_along_axis(got, np.asarray(experts), gates, axis=1)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert np.all((expected > 0).sum(axis=1) == 6)
+
+
+def test_logits_in_fp32_where_the_model_says_so():
+    """1 + 2^-9 and 1 are the same number in BF16, so that only FP32 logits tell them apart."""
+    weights = np.asarray([[1.0, 0.0], [1.0, 2.0**-9]])
+    x = [[1.0, 1.0]]
+    for float32_logits, best in ((False, 0), (True, 1)):
+        module = router(
+            weights, 1, score="sigmoid", float32_logits=float32_logits, dtype=jnp.bfloat16
+        )
+        experts, gates = route(module, x, jnp.bfloat16)
+        assert experts == [[best]]
+        assert gates.dtype == np.float32
+    np.testing.assert_allclose(gates, [[1 / (1 + np.exp(-1 - 2.0**-9))]], rtol=1e-6)

@@ -1,0 +1,128 @@
+"""The exchanges' bytes, as worked out by hand, by counting, and as auto decides by them."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxserve.config.deployment import Deployment, FFNRole, Link
+from jaxserve.errors import ConfigError
+from jaxserve.model.blocks import check_layout
+from jaxserve.model.ffn.traffic import (
+    ExchangeMesh,
+    Moved,
+    RowBytes,
+    alltoall_moves,
+    choose,
+    describe_exchange,
+    exchange_of,
+    gather_moves,
+    reach,
+    row_bytes,
+)
+from tests.jaxserve.roles.test_capacity import load
+
+DEEPSEEK = RowBytes(packed=7168 + 128, result=2 * 7168, sum=4 * 7168)
+"""An FP8 row with its scale, eight ids and gates, filled up to whole tiles; BF16 results."""
+
+
+@pytest.mark.parametrize(("parts", "share"), [(2, 0.9965), (4, 0.9036), (8, 0.6618)])
+def test_reach_of_published_vectors(parts, share):
+    assert reach(256, 8, parts) == pytest.approx(share, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "parts"), [(6, 2, 3), (8, 3, 2), (8, 3, 8), (4, 4, 2)]
+)
+def test_reach_is_what_counting_all_choices_gives(experts, top_k, parts):
+    choices = list(itertools.combinations(range(experts), top_k))
+    local = experts // parts
+    met = [len({expert // local for expert in choice}) for choice in choices]
+    assert reach(experts, top_k, parts) * parts == pytest.approx(np.mean(met))
+
+
+def test_rows_of_deepseek():
+    assert row_bytes(7168, 8, "fp8", "bfloat16") == DEEPSEEK
+    assert row_bytes(100, 3, "float32", "float32") == RowBytes(4 * (100 + 6), 400, 400)
+
+
+def test_devices_of_their_own():
+    mesh = ExchangeMesh(ranks=4, tensor=2, attention=8)
+    row = RowBytes(packed=100, result=20, sum=40)
+    assert gather_moves(mesh, row) == Moved(7 * 100, 7 * 40)
+    assert alltoall_moves(mesh, row, 0.5, shared=False) == Moved(3.5 * 100, 3.5 * 20)
+    # The shared expert needs the rows of the other device of the rank, and gives a sum back.
+    assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(450, 70 + 40)
+    alone = ExchangeMesh(ranks=8, tensor=1, attention=8)
+    assert alltoall_moves(alone, row, 0.5, shared=True) == Moved(350, 70)
+
+
+def test_colocated_devices_of_a_group_have_the_same_rows():
+    mesh = ExchangeMesh(ranks=4, tensor=2, attention=None)
+    row = RowBytes(packed=100, result=20, sum=40)
+    # Both devices of a group have half of every sum: an all-reduce of own rows.
+    assert gather_moves(mesh, row) == Moved(300, 3 * 40 + 40)
+    assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(150, 1.5 * 20 + 40)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(1, "gather"), (2, "gather"), (4, "gather"), (8, "alltoall")]
+)
+def test_auto_of_deepseek(ranks, kind):
+    mesh = ExchangeMesh(ranks, 1, attention=8)
+    assert choose(mesh, DEEPSEEK, reach(256, 8, ranks), shared=True) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepseek-v3", "alltoall"),  # EP 16
+        ("kimi-k2", "alltoall"),  # EP 24
+        ("qwen3-235b-a22b", "alltoall"),  # EP 8
+        ("qwen3-30b-a3b", "gather"),  # EP 4
+        ("step3", "gather"),  # EP 2 x TP 8
+        ("step3-v6e", "gather"),  # EP 4 x TP 8, where the shared expert needs a gather anyway
+        ("qwen3-32b", "gather"),  # no experts
+    ],
+)
+def test_auto_of_the_shipped_deployments(name, kind):
+    assert exchange_of(*load(name)) == kind
+
+
+def test_description_names_both():
+    lines = describe_exchange(*load("qwen3-235b-a22b"))
+    assert lines[0].startswith("alltoall: 19.7 KB there, 38.3 KB back; gather: 29.6 KB there")
+    assert lines[1].endswith("experts on 5.34 of 8 ranks")
+    assert describe_exchange(*load("qwen3-32b")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3-32b", {}, "the model has no routed experts"),
+        ("qwen3-30b-a3b", {"ffn_ep": 1}, "needs 2 or more ranks of experts, ffn.ep = 1"),
+        (
+            "qwen3-30b-a3b",
+            {"mode": "colocated", "attention_dp": 1},
+            "needs 2 or more ranks of experts, attention.dp = 1",
+        ),
+    ],
+)
+def test_refusals(name, changes, message):
+    config, deployment = load(name, ffn_exchange="alltoall", **changes)
+    with pytest.raises(ConfigError, match=f"ffn.exchange = alltoall.*{message}"):
+        check_layout(config, deployment)
+
+
+def test_broadcast_gathers():
+    config, _ = load("deepseek-v3")
+    wide = Deployment(model="", ffn=FFNRole(ep=16), link=Link(route="broadcast"))
+    assert exchange_of(config, wide) == "gather"
+
+
+@pytest.mark.parametrize(
+    ("attention", "own"), [(None, 1 / 4), (8, 1 / 8), (16, 2 / 16), (12, 2 / 12), (2, 1 / 2)]
+)
+def test_rows_that_a_device_has_room_for(attention, own):
+    """Eight devices: as many pieces as attention devices, each on one of them."""
+    assert ExchangeMesh(ranks=4, tensor=2, attention=attention).own == own

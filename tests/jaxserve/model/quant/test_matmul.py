@@ -1,0 +1,222 @@
+"""`matmul` of every weight format against literal expectations and a NumPy definition."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.model.quant import QuantArray, matmul, quantize_weight
+from pallas_kernels.quantize import as_bits
+from pallas_kernels.target import Target, use_target
+
+compiled_matmul = jax.jit(matmul)
+
+# d_out and d_in that are and are not multiples of the blocks.
+CASES = [
+    ("fp8", None),
+    ("fp8", (0, 0)),
+    ("fp8_block", (4, 4)),
+    ("fp8_block", (8, 2)),
+    ("int8", None),
+    ("int8", (4, 2)),
+]
+SHAPES = [(8, 8), (11, 7)]
+
+
+def quantize_rows_numpy(x):
+    """INT8 rows with the products by reciprocals of `quantize_rows`."""
+    rows = x.astype(np.float32)
+    scales = np.abs(rows).max(axis=1) * (np.float32(1) / np.float32(127))
+    scales = np.where(scales < np.float32(2.0**-100), np.float32(1), scales)
+    return np.rint(np.clip(rows * (np.float32(1) / scales)[:, None], -127, 127)), scales
+
+
+def matmul_numpy(x, w: QuantArray):
+    """x [tokens, d_in] by w, in float64: block by block."""
+    values = np.asarray(w.values, np.float64)
+    scales = np.asarray(w.scales, np.float64)
+    d_out, d_in = values.shape
+    rows, columns = (size or axis for size, axis in zip(w.block, (d_out, d_in), strict=True))
+    x_scales = np.ones(len(x))
+    if w.dtype == jnp.int8:
+        x, x_scales = quantize_rows_numpy(x)
+    output = np.zeros((len(x), d_out))
+    for (row, column), scale in np.ndenumerate(scales):
+        outside = slice(row * rows, (row + 1) * rows)
+        inside = slice(column * columns, (column + 1) * columns)
+        sums = x[:, inside].astype(np.float64) @ values[outside, inside].T
+        output[:, outside] += sums * (x_scales[:, None] * scale)
+    return output
+
+
+class TestLiteral:
+    def test_fp8_channels(self):
+        w = QuantArray(
+            jnp.asarray([[1.0, -3.0], [2.0, 0.5]], jnp.float8_e4m3fn),
+            jnp.asarray([[10.0], [100.0]]),
+            (1, 0),
+        )
+        output = matmul(jnp.asarray([[1.0, 2.0], [0.0, 4.0]], jnp.bfloat16), w)
+        assert output.dtype == jnp.float32
+        np.testing.assert_array_equal(output, [[-50, 300], [-120, 200]])
+
+    def test_fp8_blocks(self):
+        w = QuantArray(
+            jnp.asarray([[1, 4, 7], [2, 5, 8], [3, 6, 9]], jnp.float8_e4m3fn),
+            jnp.asarray([[1.0, 100.0], [10.0, 1000.0]]),
+            (2, 2),
+        )
+        np.testing.assert_array_equal(matmul(jnp.ones((1, 3)), w), [[705, 807, 9090]])
+
+    def test_int8(self):
+        # The row's scale is 2, so that it is 127, 1; 3.0 rounds half to even.
+        w = QuantArray(
+            jnp.asarray([[1, 3], [-2, 100]], jnp.int8), jnp.asarray([[0.5], [0.25]]), (1, 0)
+        )
+        output = matmul(jnp.asarray([[254.0, 3.0]]), w)
+        assert output.dtype == jnp.float32
+        np.testing.assert_array_equal(output, [[(127 + 2 * 3), (-254 + 2 * 100) / 2]])
+
+    def test_int8_sums_are_exact(self):
+        """2000 * 127 * 127 is more than FP32 counts one by one."""
+        d_in = 2001
+        w = QuantArray(jnp.full((1, d_in), 127, jnp.int8), jnp.ones((1, 1)), (1, 0))
+        x = jnp.full((1, d_in), 127.0).at[0, 0].set(-126.0)
+        assert int(matmul(x, w)[0, 0]) == int(np.float32(2000 * 127 * 127 - 126 * 127))
+
+    def test_arrays(self):
+        x, w = jnp.asarray([[1.0, 2.0]], jnp.bfloat16), jnp.asarray([[3.0, 0.5]], jnp.bfloat16)
+        output = matmul(x, w)
+        assert output.dtype == jnp.float32
+        np.testing.assert_array_equal(output, [[4.0]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("format", "block"), CASES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(-20, 20))
+def test_as_numpy(format, block, shape, dtype, seed, size):
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(5, shape[1])) * 2.0**size).astype(dtype)
+    x[0] = 0
+    w = quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32), format, block)
+    expected = matmul_numpy(x, w)
+    got = compiled_matmul(jnp.asarray(x), w)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2.0**size * 2e-6)
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+def test_near_the_unquantised_product(format):
+    """Of the size that models have: three blocks and a half, two and a half."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 448)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(320, 448)) * 448**-0.5, jnp.float32)
+    quantised = quantize_weight(w, format)
+    np.testing.assert_allclose(
+        matmul(x, quantised), matmul_numpy(np.asarray(x), quantised), 1e-5, 1e-5
+    )
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    error = np.asarray(matmul(x, quantised)) - exact
+    # The step of e4m3 is at most an eighth of the number, INT8 has 127 steps to the largest one.
+    assert np.sqrt(np.mean(error**2)) < {"fp8": 0.035, "fp8_block": 0.035, "int8": 0.015}[format]
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+def test_values_may_be_bits(format):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 200)), jnp.bfloat16)
+    w = quantize_weight(jnp.asarray(rng.normal(size=(40, 200)), jnp.float32), format)
+    bits = dataclasses.replace(w, values=as_bits(w.values))
+    np.testing.assert_array_equal(matmul(x, bits), matmul(x, w))
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+def test_leading_axes(format):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 2, 4, 10)), jnp.float32)
+    block = (4, 4) if format == "fp8_block" else None
+    w = quantize_weight(jnp.asarray(rng.normal(size=(3, 2, 6, 10)), jnp.float32), format, block)
+    got = matmul(x, w)
+    for place in np.ndindex(3, 2):
+        one = jax.tree.map(lambda leaf, place=place: leaf[place], w)
+        np.testing.assert_allclose(got[place], matmul_numpy(np.asarray(x[place]), one), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+def test_inside_shard_map(format):
+    """d_out on two devices needs no sum, d_in on two more does; scales go where their values go."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("in", "out"))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 16)), jnp.float32)
+    block = (2, 4) if format == "fp8_block" else None
+    w = quantize_weight(jnp.asarray(rng.normal(size=(12, 16)), jnp.float32), format, block)
+    scale_columns = "in" if format == "fp8_block" else None
+    specs = QuantArray(PartitionSpec("out", "in"), PartitionSpec("out", scale_columns), w.block)
+    sharded = jax.shard_map(
+        lambda x, w: jax.lax.psum(matmul(x, w), "in"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "in"), specs),
+        out_specs=PartitionSpec(None, "out"),
+    )
+    halves = []
+    for half in (slice(0, 8), slice(8, 16)):
+        blocks = slice(half.start // 4, half.stop // 4)
+        scales = w.scales[:, blocks] if format == "fp8_block" else w.scales
+        halves.append(
+            matmul_numpy(np.asarray(x[:, half]), QuantArray(w.values[:, half], scales, w.block))
+        )
+    np.testing.assert_allclose(jax.jit(sharded)(x, w), sum(halves), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
+def test_kernels_multiply_8_bits(backend):
+    """Not several products at once, and not floats; on a GPU those in blocks alone."""
+    kind = {"mosaic_tpu": "TPU7x", "mosaic_gpu": "NVIDIA H200"}[backend]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(8, 256)), jnp.bfloat16)
+    channels, w = (
+        quantize_weight(jnp.asarray(rng.normal(size=(256, 256)), jnp.float32), format)
+        for format in ("fp8", "fp8_block")
+    )
+
+    def kernels(function, *arguments):
+        def fresh(*arguments):  # not traced for another target yet
+            return function(*arguments)
+
+        with use_target(Target(backend, kind)):
+            traced = jax.make_jaxpr(fresh)(*arguments)
+        assert traced.out_avals[0].dtype == jnp.float32
+        return str(traced).count("name=grouped")
+
+    assert kernels(matmul, x, w) == 1
+    assert kernels(matmul, x, channels) == (1 if backend == "mosaic_tpu" else 0)
+    assert kernels(matmul, x, jnp.zeros((256, 256), jnp.bfloat16)) == 0
+    assert kernels(matmul, x[None], jax.tree.map(lambda leaf: leaf[None], w)) == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        (jnp.zeros((2, 3)), jnp.zeros((3, 5)), r"x \(2, 3\) times w \(3, 5\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((2, 5, 3)), r"x \(2, 3\) times w \(2, 5, 3\)"),
+        (jnp.zeros((4, 2, 3)), jnp.zeros((2, 5, 3)), r"x \(4, 2, 3\) times w \(2, 5, 3\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((5, 3), jnp.bfloat16), "x is float32, w is bfloat16"),
+        (jnp.zeros((2, 3), jnp.int8), jnp.zeros((5, 3), jnp.int8), "x is int8"),
+        (
+            jnp.zeros((2, 3)),
+            QuantArray(jnp.zeros((5, 3), jnp.int8), jnp.ones((4, 1)), (1, 0)),
+            r"w.scales is float32\(4, 1\), .*float32\(5, 1\)",
+        ),
+    ],
+)
+def test_bad_calls(x, w, message):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(matmul)(x, w)

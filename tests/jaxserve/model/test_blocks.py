@@ -1,0 +1,224 @@
+"""The model's logits against NumPy, with the driver and nothing around it."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.model import LayerKind
+from jaxserve.engine.build import build_runtime
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
+from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, SequenceRow, plan_of_rows
+from tests.conftest import REPOSITORY
+from tests.jaxserve import layouts
+from tests.jaxserve.stepping import Sequences
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import TinyStep3
+
+DEMO = REPOSITORY / "configs" / "demo"
+
+
+LENGTHS = (9, 1, 14)  # 24 tokens: one full step
+PROMPTS = [layouts.PROMPTS[3][:9], layouts.PROMPTS[0], layouts.PROMPTS[1][:14]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    """The logits after every token of every prompt."""
+    model = Step3Numpy.from_folder(tiny_model)
+    return [model.logits(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(params=["colocated", "afd"])
+def runtime(request):
+    return request.getfixturevalue(f"{request.param}_runtime")
+
+
+def test_prefill_at_once(runtime, expected):
+    for lane in (0, 1):
+        logits = Sequences(runtime, PROMPTS, lane).step(LENGTHS)
+        for index, row in logits.items():
+            np.testing.assert_allclose(row, expected[index][-1], atol=1e-4)
+
+
+def test_prefill_in_chunks(runtime, expected):
+    sequences = Sequences(runtime, PROMPTS)
+    for counts in ((5, 0, 2), (0, 0, 8), (3, 1, 1), (1, 0, 3)):
+        for index, row in sequences.step(counts).items():
+            np.testing.assert_allclose(row, expected[index][sequences.fed[index] - 1], atol=1e-4)
+    assert sequences.fed == list(LENGTHS)
+
+
+def test_token_by_token(runtime, expected):
+    sequences = Sequences(runtime, PROMPTS)
+    for step in range(max(LENGTHS)):
+        counts = [int(step < length) for length in LENGTHS]
+        for index, row in sequences.step(counts).items():
+            np.testing.assert_allclose(row, expected[index][step], atol=1e-4)
+
+
+def test_a_crowd_changes_no_logit_by_more_than_rounding(runtime, expected):
+    alone = Sequences(runtime, PROMPTS[2:]).step((14,))[0]
+    np.testing.assert_allclose(alone, expected[2][-1], atol=1e-4)
+
+
+def test_a_step_takes_its_token_from_the_device(colocated_runtime, afd_runtime, tiny_model):
+    """Greedy, three tokens that the host never sees before the end."""
+    prompt = PROMPTS[0]
+    tokens = Step3Numpy.from_folder(tiny_model).greedy(prompt, 4)
+    for runtime in (colocated_runtime, afd_runtime):
+        rows = [SequenceRow(slot=3, token_ids=prompt, kv_length=9, page_ids=[6, 2], sample=True)]
+        got = []
+        for step in range(4):
+            slots = runtime.deployment.scheduler.slots
+            plan = plan_of_rows(0, step, runtime.buckets[-1], [rows], slots=slots)
+            runtime.driver.begin(plan)
+            got.append(runtime.driver.advance().sampled)
+            rows = [
+                SequenceRow(
+                    slot=3,
+                    token_ids=[FROM_DEVICE],
+                    kv_length=10 + step,
+                    page_ids=[6, 2],
+                    sample=True,
+                )
+            ]
+        assert [int(np.asarray(sampled)[0, 3]) for sampled in got] == tokens
+
+
+def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runtime, tiny_model):
+    """Of the slot, and of slots that take no part in the step."""
+    driver, bucket = colocated_runtime.driver, colocated_runtime.buckets[-1]
+    slots = colocated_runtime.deployment.scheduler.slots
+
+    def step(rows):
+        driver.begin(plan_of_rows(0, 0, bucket, [rows], slots=slots))
+        return np.asarray(driver.advance().sampled)[0]
+
+    first = step(
+        [
+            SequenceRow(slot=1, token_ids=[5, 6], kv_length=2, page_ids=[0], sample=True),
+            SequenceRow(slot=2, token_ids=[7, 8, 9], kv_length=3, page_ids=[1], sample=True),
+        ]
+    )
+    model = Step3Numpy.from_folder(tiny_model)
+    assert first[1:3].tolist() == [model.greedy([5, 6], 1)[0], model.greedy([7, 8, 9], 1)[0]]
+    second = step([SequenceRow(slot=2, token_ids=[3], kv_length=1, page_ids=[2], sample=False)])
+    assert second[1:3].tolist() == first[1:3].tolist()
+
+
+@pytest.mark.skipif(not (DEMO / "model.safetensors").exists(), reason="no demo checkpoint")
+def test_demo_model():
+    """The shipped checkpoint: BF16 weights, computed in FP32."""
+    overrides = {
+        "mode": "colocated",
+        "dtype": "float32",
+        "cache.pages": 64,
+        "scheduler.max_length": 64,
+        "scheduler.slots": 5,
+        "scheduler.token_budget": 48,
+        "scheduler.token_buckets": [48],
+        "scheduler.page_buckets": [4],
+    }
+    runtime = build_runtime(load_deployment(DEMO, overrides))
+    assert runtime.buckets == [Bucket(48, 4)]
+    model = Step3Numpy.from_folder(DEMO)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, 3072, length).tolist() for length in (29, 1, 18)]
+    expected = [model.logits(prompt) for prompt in prompts]
+    at_once = Sequences(runtime, prompts).step((29, 1, 18))
+    chunked = Sequences(runtime, prompts)
+    chunked.step((20, 0, 17))
+    chunked = chunked.step((9, 1, 1))
+    for index in range(3):
+        np.testing.assert_allclose(at_once[index], expected[index][-1], atol=1e-4)
+        np.testing.assert_allclose(chunked[index], expected[index][-1], atol=1e-4)
+
+
+class TestLayoutsThatDoNotFit:
+    SIZES = TinyStep3(hidden_size=48, num_attention_heads=6)
+
+    def check(self, **overrides):
+        overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+        deployment = load_deployment(REPOSITORY, overrides)
+        check_layout(step3_config(self.SIZES.config()), deployment)
+
+    def test_those_that_fit(self):
+        for tp in (1, 2, 3, 6):
+            self.check(attention__tp=tp)
+        self.check(ffn__ep=8, ffn__tp=7)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (
+                {"attention__tp": 4},
+                "attention.tp = 4 does not divide the model's query heads = 6",
+            ),
+            ({"ffn__ep": 9}, "ffn.ep = 9 is more than the model's 8 experts"),
+            (
+                {"mode": "colocated", "attention__dp": 9},
+                "attention.dp = 9 is more than the model's 8 experts",
+            ),
+            (
+                {"scheduler__max_length": 4096},
+                "scheduler.max_length = 4096 is beyond the model's 2048 positions",
+            ),
+        ],
+    )
+    def test_name_the_field_and_the_numbers(self, overrides, message):
+        with pytest.raises(ConfigError) as error:
+            self.check(**overrides)
+        assert str(error.value).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("weights", "rows"), [("fp8", "fp8"), ("int8", "int8"), ("auto", None), ("bfloat16", None)]
+    )
+    def test_formats_of_the_rows_of_experts_need_weights_in_eight_bits(self, weights, rows):
+        config = step3_config(self.SIZES.config())
+        for wanted, expected in (("blocks", rows), ("float", rows and "float")):
+            overrides = {"ffn.expert_rows": wanted, "ffn.weights": weights}
+            deployment = load_deployment(REPOSITORY, overrides)
+            if expected is not None:
+                assert expert_rows(deployment, config) == expected
+                continue
+            message = f"expert_rows = {wanted} .* ffn.weights is {weights}"
+            with pytest.raises(ConfigError, match=message):
+                expert_rows(deployment, config)
+
+    @pytest.mark.parametrize(
+        ("overrides", "d_ff", "field"),
+        [
+            ({"ffn.tp": 2}, 320, "ffn.tp = 2 leaves 160 of the experts' 320"),
+            ({"mode": "colocated", "attention.tp": 4}, 640, "attention.tp = 4 leaves 160 of"),
+            ({"ffn.tp": 2}, 512, None),
+            ({"ffn.tp": 1}, 320, None),
+        ],
+    )
+    def test_rows_in_blocks_need_whole_blocks(self, overrides, d_ff, field):
+        config = step3_config(self.SIZES.config() | {"moe_intermediate_size": d_ff})
+        config = msgspec.structs.replace(config, stored="fp8_block")
+        deployment = load_deployment(REPOSITORY, {"ffn.expert_rows": "blocks", **overrides})
+        if field is None:
+            assert expert_rows(deployment, config) == "fp8"
+            return
+        with pytest.raises(ConfigError, match=f"whole blocks of 128 on every device; {field}"):
+            expert_rows(deployment, config)
+
+    def test_d_model(self):
+        sizes = TinyStep3(hidden_size=49, num_attention_heads=6)
+        deployment = load_deployment(REPOSITORY, {"attention.tp": 2})
+        with pytest.raises(ConfigError, match="does not divide the model's d_model = 49"):
+            check_layout(step3_config(sizes.config()), deployment)
+
+
+def test_templates_of_a_model_without_dense_layers():
+    sizes = TinyStep3(num_hidden_layers=2, moe_layers=(0, 1))
+    deployment = load_deployment(REPOSITORY)
+    templates = ModelTemplates(step3_config(sizes.config()), deployment, Submeshes(deployment))
+    assert list(templates.attention) == [LayerKind("moe")]
+    assert list(templates.ffn) == ["moe"]
+    assert "router.gate" in templates.attention[LayerKind("moe")].names

@@ -1,0 +1,267 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxserve.model.module import (
+    Formats,
+    QuantWeight,
+    Template,
+    Weight,
+    linear,
+    matrix,
+    rms_norm,
+    scale,
+    side_by_side,
+    weight,
+    zeros,
+)
+from tests.reference import step3_numpy
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = scale(jnp.dtype(jnp.float32), d_model=4)
+        self.square = weight(rngs, jnp.dtype(jnp.bfloat16), d_model=4, d_model_=4)
+        self.experts = weight(rngs, jnp.dtype(jnp.float32), experts=6, d_model=4, d_ff=8)
+
+
+RULES = {"experts": "ep", "d_ff": "tp"}
+
+
+class TestTemplate:
+    def test_names_shapes_and_dimensions(self):
+        template = Template(Block)
+        found = {
+            name: (leaf.shape, leaf.dtype, dimensions)
+            for name, leaf, dimensions in zip(
+                template.names, template.leaves, template.dimensions, strict=True
+            )
+        }
+        assert found == {
+            "norm": ((4,), jnp.float32, ("d_model",)),
+            "square": ((4, 4), jnp.bfloat16, ("d_model", "d_model")),
+            "experts": ((6, 4, 8), jnp.float32, ("experts", "d_model", "d_ff")),
+        }
+
+    def test_specs(self):
+        template = Template(Block)
+        assert dict(zip(template.names, template.specs(RULES), strict=True)) == {
+            "norm": PartitionSpec(None),
+            "square": PartitionSpec(None, None),
+            "experts": PartitionSpec("ep", None, "tp"),
+        }
+
+    def test_merge_puts_leaves_where_they_belong(self):
+        template = Template(Block)
+        leaves = [jnp.full(leaf.shape, n, leaf.dtype) for n, leaf in enumerate(template.leaves)]
+        block = template.merge(leaves)
+        for n, name in enumerate(template.names):
+            np.testing.assert_array_equal(np.asarray(getattr(block, name)[...], np.float32), n)
+
+    def test_merge_takes_a_devices_slices(self):
+        """Inside `shard_map` every leaf is smaller than the template says."""
+        template = Template(Block)
+        leaves = [jnp.zeros((2,) * len(leaf.shape), leaf.dtype) for leaf in template.leaves]
+        assert template.merge(leaves).experts[...].shape == (2, 2, 2)
+
+    def test_random_leaves(self):
+        template = Template(Block)
+        leaves = template.random(0)
+        assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [
+            (leaf.shape, leaf.dtype) for leaf in template.leaves
+        ]
+        experts = leaves[template.names.index("experts")]
+        assert np.std(np.asarray(experts)) == pytest.approx(8**-0.5, rel=0.2)
+
+
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
+    """What `matrix` makes in a format, or `side_by_side` of several parts."""
+    formats = Formats(jnp.dtype(dtype), weights, shards or {})
+    if parts:
+        return side_by_side(nnx.Rngs(0), formats, parts, **dimensions)
+    return matrix(nnx.Rngs(0), formats, **dimensions)
+
+
+class TestMatrix:
+    def test_plain(self):
+        made_plain = made("plain", dtype=jnp.bfloat16, d_ff=4, d_model=6)
+        assert isinstance(made_plain, Weight)
+        assert (made_plain[...].shape, made_plain[...].dtype) == ((4, 6), jnp.bfloat16)
+
+    @pytest.mark.parametrize(("weights", "dtype"), [("fp8", jnp.float8_e4m3fn), ("int8", jnp.int8)])
+    def test_a_scale_an_output_channel(self, weights, dtype):
+        quantised = made(weights, d_ff=4, d_model=300)[...]
+        assert (quantised.values.shape, quantised.values.dtype) == ((4, 300), dtype)
+        assert (quantised.scales.shape, quantised.scales.dtype) == ((4, 1), jnp.float32)
+        assert quantised.block == (1, 0)
+
+    def test_of_every_expert(self):
+        quantised = made("int8", experts=3, expert_d_ff=4, d_model=6)[...]
+        assert (quantised.values.shape, quantised.scales.shape) == ((3, 4, 6), (3, 4, 1))
+
+    @pytest.mark.parametrize(
+        ("shards", "block", "scales"),
+        [
+            ({}, (128, 128), (3, 2)),  # the last row of blocks has 44 rows
+            # Each device has 96 columns: blocks of 128 are cut in pieces of 32.
+            ({"d_ff": 2}, (128, 32), (3, 6)),
+            ({"d_ff": 3}, (128, 64), (3, 3)),
+            ({"d_model": 2}, (2, 128), (150, 2)),
+            ({"other": 8}, (128, 128), (3, 2)),
+        ],
+    )
+    def test_no_block_lies_on_two_devices(self, shards, block, scales):
+        quantised = made("fp8_block", shards=shards, d_model=300, d_ff=192)[...]
+        assert (quantised.block, quantised.scales.shape) == (block, scales)
+        for size, part, axis in zip(block, ("d_model", "d_ff"), (300, 192), strict=True):
+            assert 128 % size == 0
+            assert shards.get(part, 1) == 1 or axis // shards[part] % size == 0
+
+    @pytest.mark.parametrize(
+        ("parts", "block"),
+        [
+            ((256, 128, 128), 128),
+            ((136, 64, 64), 8),  # the second begins at 136, the third at 200
+            ((48, 16), 16),  # where the last one ends does not matter
+            ((48, 17), 16),
+        ],
+    )
+    def test_no_block_has_rows_of_two_maps(self, parts, block):
+        quantised = made("fp8_block", parts, rows=sum(parts), d_model=128)[...]
+        assert quantised.block == (block, 128)
+        starts = np.cumsum(parts)[:-1]
+        assert np.all(starts % block == 0)
+
+    def test_a_stack_counts_from_its_last_two_dimensions(self):
+        shards = {"experts": 2, "expert_d_ff": 4}
+        quantised = made("fp8_block", shards=shards, experts=2, expert_d_ff=256, d_model=128)[...]
+        assert (quantised.block, quantised.scales.shape) == ((64, 128), (2, 4, 1))
+
+    def test_the_values_are_those_of_the_plain_matrix(self):
+        plain = np.asarray(made("plain", d_ff=130, d_model=200)[...])
+        for weights, error in (("fp8", 2**-4), ("fp8_block", 2**-4), ("int8", 0.01)):
+            quantised = made(weights, d_ff=130, d_model=200)
+            x = jnp.eye(200, dtype=jnp.float32)
+            product = np.asarray(linear(x, quantised))
+            assert np.abs(product - plain.T).max() <= error * np.abs(plain).max()
+
+
+class Quantised(nnx.Module):
+    def __init__(self, weights: str, rngs: nnx.Rngs):
+        formats = Formats(FLOAT32, weights, {"q_heads": 2})
+        self.up = matrix(rngs, formats, q_heads=64, d_model=128)
+        self.down = matrix(rngs, formats, d_model=128, q_heads=64)
+        self.bias = zeros(FLOAT32, q_heads=64)
+
+
+class TestQuantisedTemplate:
+    """Values and scales are leaves of their own, cut by the same rules."""
+
+    @pytest.mark.parametrize(
+        ("weights", "expected"),
+        [
+            (
+                "int8",
+                {
+                    "bias": ((64,), ("tp",)),
+                    "down.values": ((128, 64), (None, "tp")),
+                    "down.scales": ((128, 1), (None, None)),
+                    "up.values": ((64, 128), ("tp", None)),
+                    "up.scales": ((64, 1), ("tp", None)),
+                },
+            ),
+            (
+                "fp8_block",
+                {
+                    "bias": ((64,), ("tp",)),
+                    "down.values": ((128, 64), (None, "tp")),
+                    "down.scales": ((1, 2), (None, "tp")),
+                    "up.values": ((64, 128), ("tp", None)),
+                    "up.scales": ((2, 1), ("tp", None)),
+                },
+            ),
+        ],
+    )
+    def test_leaves(self, weights, expected):
+        template = Template(lambda rngs: Quantised(weights, rngs))
+        rules = {"q_heads": "tp"}
+        found = {
+            name: (leaf.shape, tuple(spec))
+            for name, leaf, spec in zip(
+                template.names, template.leaves, template.specs(rules), strict=True
+            )
+        }
+        assert found == expected
+
+    def test_merge(self):
+        template = Template(lambda rngs: Quantised("fp8_block", rngs))
+        module = template.merge(template.random(0))
+        assert isinstance(module.up, QuantWeight)
+        assert module.up[...].block == (32, 128)
+        assert module.up[...].values.dtype == jnp.float8_e4m3fn
+
+    def test_a_devices_slices(self):
+        """The block is the same on every device."""
+        template = Template(lambda rngs: Quantised("fp8_block", rngs))
+        specs = template.specs({"q_heads": "tp"})
+        halves = []
+        for leaf, spec in zip(template.random(0), specs, strict=True):
+            sizes = zip(leaf.shape, spec, strict=True)
+            halves.append(leaf[tuple(slice(n // 2 if axis else n) for n, axis in sizes)])
+        module = template.merge(halves)
+        assert module.up[...].shape == (32, 128)
+        assert linear(jnp.ones((3, 128)), module.up).shape == (3, 32)
+        assert linear(jnp.ones((3, 32)), module.down).shape == (3, 128)
+
+
+class TestLinear:
+    def test_bias_is_added_in_fp32(self):
+        """256 + 1 is 256 in BF16, so that 257 + 1 would be, too."""
+        x = jnp.asarray([[256.0, 1.0]], jnp.bfloat16)
+        bias = Weight(jnp.ones(1, jnp.bfloat16))
+        out = linear(x, Weight(jnp.ones((1, 2), jnp.bfloat16)), bias)
+        assert (float(out[0, 0]), out.dtype) == (258.0, jnp.bfloat16)
+
+    def test_accumulates_in_fp32(self):
+        """256 + 1 is 256 in BF16, whose sum of 256 and 512 ones would stay at 256."""
+        x = jnp.concatenate([jnp.full((1, 1), 256.0), jnp.ones((1, 512))], axis=1)
+        x = x.astype(jnp.bfloat16)
+        out = linear(x, Weight(jnp.ones((1, 513), jnp.bfloat16)))
+        assert out.dtype == jnp.bfloat16
+        assert float(out[0, 0]) == 768.0
+
+    def test_fp32(self):
+        rng = np.random.default_rng(0)
+        x, w = rng.normal(size=(3, 64)), rng.normal(size=(5, 64))
+        out = linear(jnp.asarray(x, jnp.float32), Weight(jnp.asarray(w, jnp.float32)))
+        np.testing.assert_allclose(np.asarray(out), x @ w.T, atol=1e-5)
+
+
+class TestRMSNorm:
+    def test_literal(self):
+        out = rms_norm(jnp.asarray([[3.0, 4.0]]), jnp.asarray([1.0, 2.0]), 0.0)
+        np.testing.assert_allclose(np.asarray(out), [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
+
+    def test_against_numpy(self):
+        rng = np.random.default_rng(0)
+        x, w = rng.normal(size=(5, 64)), rng.uniform(0.8, 1.2, 64)
+        out = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), 1e-5)
+        np.testing.assert_allclose(np.asarray(out), step3_numpy.rms_norm(x, w, 1e-5), atol=1e-5)
+
+    def test_bfloat16_is_normed_in_fp32_and_rounded_before_the_weight(self):
+        x = jax.random.normal(jax.random.key(0), (2, 64), jnp.bfloat16) * 100
+        w = jnp.full(64, 1.5, jnp.bfloat16)
+        x32 = np.asarray(x, np.float32)
+        normed = x32 / np.sqrt(np.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
+        expected = normed.astype(jnp.bfloat16) * np.asarray(w)
+        out = rms_norm(x, w, 1e-5)
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            np.asarray(out, np.float32), expected.astype(np.float32), rtol=2**-7
+        )

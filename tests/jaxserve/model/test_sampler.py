@@ -1,0 +1,413 @@
+"""The sampler: which tokens may come, how often, and on what a draw depends."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.model.sampler import (
+    MAX,
+    Rules,
+    SamplerState,
+    _threshold,
+    adjust,
+    count,
+    log_probabilities,
+    sample,
+)
+
+VOCAB = 40
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
+DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32}
+
+run = jax.jit(sample)
+
+
+def draw(logits, rows) -> list[int]:
+    """One token a row; a row says only what differs from `OFF`."""
+    columns = {
+        name: np.asarray([{**OFF, **row}[name] for row in rows], DTYPES.get(name, np.float32))
+        for name in OFF
+    }
+    state = SamplerState(**{name: jnp.asarray(column) for name, column in columns.items()})
+    return np.asarray(run(jnp.asarray(logits, jnp.float32), state)).tolist()
+
+
+@functools.cache
+def random_logits(seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(seed).normal(scale=2.0, size=vocab).astype(np.float32)
+
+
+def draws(logits, count: int, **row) -> np.ndarray:
+    """`count` draws with seeds 0, 1, 2 …, 500 a call."""
+    logits = np.broadcast_to(logits, (500, len(logits)))
+    tokens = [
+        draw(logits, [{**row, "seed": start + i} for i in range(500)])
+        for start in range(0, count, 500)
+    ]
+    return np.asarray(tokens).ravel()[:count]
+
+
+def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """The distribution a draw has, token by token, from the definitions."""
+    p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    p /= p.sum()
+    likeliest = p.max()
+    order = np.argsort(-p, kind="stable")
+    kept: set[int] = set()
+    mass = p[order[: top_k or len(p)]].sum()
+    before = 0.0
+    for rank, token in enumerate(order):
+        if top_k and rank >= top_k:
+            break
+        if before >= top_p:
+            break
+        before += p[token] / mass
+        if p[token] >= min_p * likeliest:
+            kept.add(int(token))
+    p[[token for token in range(len(p)) if token not in kept]] = 0.0
+    return p / p.sum()
+
+
+class TestGreedy:
+    def test_takes_the_largest_and_the_first_of_equals(self):
+        logits = [[0.0, 3.0, 1.0, 3.0], [-5.0, -9.0, -6.0, -5.5]]
+        assert draw(logits, [{"temperature": 0.0}] * 2) == [1, 0]
+
+    def test_whatever_else_is_set(self):
+        row = {"temperature": 0.0, "top_k": 3, "top_p": 0.1, "min_p": 0.9, "seed": 9}
+        for seed in range(20):
+            logits = random_logits(seed)
+            assert draw([logits], [row]) == [int(np.argmax(logits))]
+
+    def test_among_rows_that_draw(self):
+        logits = np.stack([random_logits(seed) for seed in range(8)])
+        rows = [{"temperature": 0.0 if slot % 2 else 1.5, "seed": slot} for slot in range(8)]
+        tokens = draw(logits, rows)
+        assert tokens[1::2] == logits.argmax(axis=1)[1::2].tolist()
+
+    @pytest.mark.parametrize("temperature", [1e-40, 1.2e-38, 1e-37, 1e-30, 1e-6, 1e-3])
+    def test_is_the_limit_of_small_temperatures(self, temperature):
+        for logits in (random_logits(1), random_logits(1) - 100, random_logits(1) + 100):
+            assert draw([logits], [{"temperature": temperature}]) == [int(np.argmax(logits))]
+
+
+class TestSupport:
+    """Which tokens come at all."""
+
+    LOGITS = np.log(np.asarray([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
+
+    @pytest.mark.parametrize(
+        ("row", "tokens"),
+        [
+            ({}, {0, 1, 2, 3, 4}),
+            ({"top_k": 1}, {1}),
+            ({"top_k": 2}, {1, 3}),
+            ({"top_k": 5}, {0, 1, 2, 3, 4}),
+            ({"top_k": 2**31 - 1}, {0, 1, 2, 3, 4}),
+            ({"top_p": 1e-6}, {1}),
+            ({"top_p": 0.39}, {1}),
+            ({"top_p": 0.41}, {1, 3}),
+            ({"top_p": 0.69}, {1, 3}),
+            ({"top_p": 0.71}, {1, 2, 3}),
+            ({"top_p": 0.94}, {1, 2, 3, 4}),
+            ({"top_p": 0.96}, {0, 1, 2, 3, 4}),
+            ({"min_p": 1.0}, {1}),
+            ({"min_p": 0.76}, {1}),
+            ({"min_p": 0.74}, {1, 3}),
+            ({"min_p": 0.3}, {1, 2, 3}),
+            # top_p counts the mass of what top_k left: 0.4 / 0.7 = 0.57.
+            ({"top_k": 2, "top_p": 0.5}, {1}),
+            ({"top_k": 2, "top_p": 0.6}, {1, 3}),
+            ({"top_k": 3, "min_p": 0.5}, {1, 3}),
+            ({"top_p": 0.9, "min_p": 0.3}, {1, 2, 3}),
+            # Temperature comes first: 2 flattens, 0.5 sharpens.
+            ({"temperature": 2.0, "min_p": 0.7}, {1, 3}),
+            ({"temperature": 0.5, "min_p": 0.3}, {1, 3}),
+        ],
+    )
+    def test_literal(self, row, tokens):
+        assert set(draws(self.LOGITS, 1000, **row)) == tokens
+
+    @given(
+        seed=st.integers(0, 9),
+        temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+        top_k=st.sampled_from([0, 1, 2, 5, 17, VOCAB, 1000]),
+        top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 0.01]),
+        min_p=st.sampled_from([0.0, 0.02, 0.2, 0.7]),
+    )
+    @settings(max_examples=60)
+    def test_is_that_of_the_definitions(self, seed, temperature, top_k, top_p, min_p):
+        logits = random_logits(seed)
+        row = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        allowed = probabilities(logits, **row)
+        tokens = draws(logits, 500, **row)
+        assert np.all(allowed[tokens] > 0)
+        # What should come 12 times in 500 draws comes at least once.
+        assert set(np.flatnonzero(allowed > 0.024)) <= set(tokens.tolist())
+
+
+class TestFrequencies:
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {},
+            {"temperature": 0.7},
+            {"temperature": 1.8, "top_k": 12},
+            {"top_p": 0.8},
+            {"min_p": 0.1},
+            {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        ],
+    )
+    def test_over_seeds(self, row):
+        """4000 draws: the chi-square statistic stays below its mean and five deviations."""
+        count = 4000
+        logits = random_logits(3)
+        expected = probabilities(logits, **row) * count
+        observed = np.bincount(draws(logits, count, **row), minlength=VOCAB)
+        assert np.all(observed[expected == 0] == 0)
+        often = expected >= 5
+        rest_expected, rest = expected[~often].sum(), observed[~often].sum()
+        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
+        statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
+        freedom = often.sum()
+        assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+    def test_over_positions(self):
+        """One request's draws are as independent as those of many."""
+        logits, count = random_logits(4), 4000
+        rows = [{"seed": 7, "position": position} for position in range(count)]
+        tokens = draw(np.broadcast_to(logits, (count, VOCAB)), rows)
+        expected = probabilities(logits) * count
+        observed = np.bincount(tokens, minlength=VOCAB)
+        often = expected >= 5
+        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
+        assert statistic < often.sum() + 5 * np.sqrt(2 * often.sum())
+
+
+class TestIndependence:
+    """A draw depends on its row's logits, parameters, seed and position, and on nothing else."""
+
+    ROW = {"temperature": 0.8, "top_p": 0.9, "seed": 123, "position": 17}  # noqa: RUF012
+
+    def crowd(self, size, rng):
+        logits = rng.normal(scale=2, size=(size, VOCAB)).astype(np.float32)
+        rows = [
+            {
+                "temperature": float(rng.choice([0.0, 0.5, 1.0])),
+                "top_k": int(rng.choice([0, 1, 7])),
+                "top_p": float(rng.choice([1.0, 0.5])),
+                "min_p": float(rng.choice([0.0, 0.2])),
+                "seed": int(rng.integers(2**32)),
+                "position": int(rng.integers(1000)),
+            }
+            for _ in range(size)
+        ]
+        return logits, rows
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 8, 32])
+    def test_of_neighbours_slot_and_batch_size(self, size):
+        rng = np.random.default_rng(size)
+        for row in (self.ROW, {"seed": 5}, {"seed": 5, "top_k": 4}, {"seed": 6, "min_p": 0.1}):
+            alone = draw([random_logits(1)], [row])[0]
+            for slot in range(0, size, max(1, size // 4)):
+                logits, rows = self.crowd(size, rng)
+                logits[slot], rows[slot] = random_logits(1), row
+                assert draw(logits, rows)[slot] == alone
+
+    def test_top_p_of_1_keeps_the_whole_tail_in_any_crowd(self):
+        """A neighbour has the masses summed, and rounded; that must not cut this row's tail."""
+        vocab = 3072
+        logits = np.stack([np.linspace(0, -slope, vocab, dtype=np.float32) for slope in (2, 9, 40)])
+        alone = _threshold(jnp.asarray(logits), self.state(top_p=(1.0, 1.0, 1.0)))
+        crowd = _threshold(jnp.asarray(logits), self.state(top_p=(1.0, 0.5, 1.0)))
+        assert np.all(np.asarray(alone) <= logits[:, -1])
+        assert np.all(np.asarray(crowd)[[0, 2]] <= logits[[0, 2], -1])
+
+    def state(self, top_p):
+        columns = {
+            name: np.full(3, value, DTYPES.get(name, np.float32)) for name, value in OFF.items()
+        }
+        return SamplerState(**{**columns, "top_p": np.asarray(top_p, np.float32)})
+
+    def test_same_seed_and_position_same_token(self):
+        logits = random_logits(2)
+        assert len({draw([logits], [self.ROW])[0] for _ in range(3)}) == 1
+
+    def test_another_seed_or_position_another_token(self):
+        flat = np.zeros(1000, np.float32)
+        tokens = {
+            draw([flat], [{"seed": seed, "position": position}])[0]
+            for seed in (0, 1, 2**31, 2**32 - 1)
+            for position in (1, 2, 1000)
+        }
+        assert len(tokens) >= 11
+
+    def test_bfloat16_logits_are_taken_as_fp32(self):
+        logits = jnp.asarray(random_logits(2), jnp.bfloat16)
+        as_float32 = draw([np.asarray(logits, np.float32)], [self.ROW])
+        state = SamplerState(
+            **{
+                name: jnp.asarray([{**OFF, **self.ROW}[name]], DTYPES.get(name, np.float32))
+                for name in OFF
+            }
+        )
+        assert np.asarray(run(logits[None], state)).tolist() == as_float32
+
+
+def words_of(tokens, vocab=VOCAB) -> list[int]:
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    return words.view(np.int32).tolist()
+
+
+NO_RULES = {
+    "repetition": 1.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "prompt_length": MAX,
+    "fresh": 0,
+    "masked": 0,
+    "token_ids": [MAX, MAX],
+    "biases": [0.0, 0.0],
+    "allowed": words_of([]),
+    "prompt": words_of([]),
+}
+FLOATS = ("repetition", "presence", "frequency", "biases")
+
+
+def rules(*rows) -> Rules:
+    """One row a slot, which says only what differs from `NO_RULES`."""
+    columns = {
+        name: np.asarray(
+            [{**NO_RULES, **row}[name] for row in rows],
+            np.float32 if name in FLOATS else np.int32,
+        )
+        for name in NO_RULES
+    }
+    return Rules(**{name: jnp.asarray(column) for name, column in columns.items()})
+
+
+class TestCounts:
+    """A step of 6 tokens on 2 slots: 3 of slot 0, 1 of slot 1, and 2 of padding."""
+
+    TOKENS = np.asarray([5, 6, 5, 7, 0, 0], np.int32)
+    SLOTS = np.asarray([0, 0, 0, 1, 1, 1], np.int32)
+    POSITIONS = np.asarray([3, 4, 5, 9, -1, -1], np.int32)
+
+    def run(self, before, *rows):
+        made = jax.jit(count)(before, rules(*rows), self.TOKENS, self.SLOTS, self.POSITIONS)
+        return np.asarray(made)
+
+    def test_generated_tokens_count_when_they_are_fed(self):
+        before = np.zeros((2, VOCAB), np.int32)
+        before[:, 5] = 4
+        counts = self.run(before, {"prompt_length": 4}, {"prompt_length": 10})
+        expected = before.copy()
+        expected[0, 6] += 1  # position 4
+        expected[0, 5] += 1  # position 5
+        assert counts.tolist() == expected.tolist()
+
+    def test_a_fresh_slot_forgets_and_takes_the_prompt(self):
+        before = np.full((2, VOCAB), 3, np.int32)
+        fresh = {"prompt_length": 5, "fresh": 1, "prompt": words_of([1, 33, 5])}
+        counts = self.run(before, fresh, {"prompt_length": 0})
+        assert np.flatnonzero(counts[0]).tolist() == [1, 5, 33]
+        assert (counts[0, [1, 33]] == 1 << 24).all()
+        assert counts[0, 5] == (1 << 24) + 1
+        assert counts[1, 7] == 4
+        assert counts[1, 0] == 3, "padding counts nothing"
+
+    def test_without_penalties_nothing_is_touched(self):
+        before = np.full((2, VOCAB), 3, np.int32)
+        assert self.run(before, {"fresh": 1}, {}).tolist() == before.tolist()
+
+
+class TestAdjust:
+    LOGITS = np.asarray([[2.0, -1.0, 0.5, -3.0] + [0.0] * (VOCAB - 4)], np.float32)
+
+    def run(self, counts, **row):
+        before = np.zeros((1, VOCAB), np.int32)
+        for token, value in counts.items():
+            before[0, token] = value
+        return np.asarray(jax.jit(adjust)(self.LOGITS, before, rules(row)))[0]
+
+    def test_repetition_of_prompt_and_output(self):
+        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, repetition=2.0, prompt_length=1)
+        assert logits[:4].tolist() == [1.0, -2.0, 0.5, -6.0]
+
+    def test_presence_once_and_frequency_every_time_of_the_output_alone(self):
+        row = {"presence": 0.5, "frequency": 0.25, "prompt_length": 1}
+        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, **row)
+        assert logits[:4].tolist() == [2.0, -2.0, 0.5, -3.75]
+
+    def test_counts_of_another_sequence_mean_nothing(self):
+        assert self.run({0: 7}, repetition=1.0).tolist() == self.LOGITS[0].tolist()
+
+    def test_biases(self):
+        logits = self.run({}, token_ids=[3, 39], biases=[5.0, -1e30])
+        assert logits[:4].tolist() == [2.0, -1.0, 0.5, 2.0]
+        assert logits[39] == np.float32(-1e30)
+
+    def test_the_mask_comes_last(self):
+        row = {"masked": 1, "allowed": words_of([1, 31, 32]), "token_ids": [0, 1]}
+        logits = self.run({}, biases=[100.0, 1.0], **row)
+        assert np.flatnonzero(np.isfinite(logits)).tolist() == [1, 31, 32]
+        assert logits[1] == 0.0
+
+    def test_a_banned_token_comes_where_nothing_else_may(self):
+        row = {"masked": 1, "allowed": words_of([7]), "token_ids": [7, MAX], "biases": [-1e30, 0]}
+        logits = self.run({}, **row)
+        for temperature in (0.0, 1.0):
+            assert draw([logits], [{"temperature": temperature}]) == [7]
+
+    @given(seed=st.integers(0, 99))
+    @settings(max_examples=30)
+    def test_is_that_of_the_definitions(self, seed):
+        rng = np.random.default_rng(seed)
+        logits = rng.normal(scale=3, size=(3, VOCAB)).astype(np.float32)
+        times = rng.integers(0, 4, (3, VOCAB)) * (rng.random((3, VOCAB)) < 0.3)
+        prompt = rng.random((3, VOCAB)) < 0.2
+        repetition, presence, frequency = rng.uniform((0.5, -2, -2), (2, 2, 2), (3, 3)).T
+        allowed = [sorted(rng.choice(VOCAB, 10, replace=False)) for _ in range(3)]
+        expected = logits.astype(np.float64)
+        for slot in range(3):
+            for token in range(VOCAB):
+                if prompt[slot, token] or times[slot, token]:
+                    up = logits[slot, token] > 0
+                    expected[slot, token] *= 1 / repetition[slot] if up else repetition[slot]
+                if times[slot, token]:
+                    expected[slot, token] -= presence[slot] + frequency[slot] * times[slot, token]
+        expected[:, 4] += 1.5
+        for slot in (0, 2):
+            expected[slot, [t for t in range(VOCAB) if t not in allowed[slot]]] = -np.inf
+        made = rules(
+            *(
+                {
+                    "repetition": repetition[slot],
+                    "presence": presence[slot],
+                    "frequency": frequency[slot],
+                    "prompt_length": 3,
+                    "masked": slot != 1,
+                    "token_ids": [4, MAX],
+                    "biases": [1.5, 9.0],
+                    "allowed": words_of(allowed[slot]),
+                }
+                for slot in range(3)
+            )
+        )
+        counts = (times + prompt * (1 << 24)).astype(np.int32)
+        np.testing.assert_allclose(jax.jit(adjust)(logits, counts, made), expected, rtol=2e-5)
+
+
+def test_log_probabilities():
+    logits = np.log(np.asarray([[0.5, 0.2, 0.3], [0.1, 0.1, 0.8]], np.float32)) + 7
+    logs, ids, best = log_probabilities(jnp.asarray(logits), jnp.asarray([1, 2], jnp.int32), 2)
+    np.testing.assert_allclose(np.exp(logs), [0.2, 0.8], rtol=1e-5)
+    assert np.asarray(ids)[0].tolist() == [0, 2]
+    np.testing.assert_allclose(np.exp(best)[0], [0.5, 0.3], rtol=1e-5)

@@ -1,0 +1,96 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.observe import compilation
+from jaxserve.observe.compilation import CompilationCounter
+
+
+@pytest.fixture
+def counter():
+    counter = CompilationCounter()
+    yield counter
+    counter.stop()
+
+
+def compile_something_new(value: float) -> None:
+    """A lambda is a program of its own, every time."""
+    jax.jit(lambda x: x * jnp.float32(value))(np.float32(1))
+
+
+def test_counts_and_warns(counter, caplog):
+    compile_something_new(0.5)
+    assert counter.count == 1
+    assert "compiled jit(<lambda>) in 0." in caplog.text
+    assert "after the engine was ready (1 so far)" in caplog.text
+    compile_something_new(0.25)
+    assert counter.count == 2
+
+
+def test_a_warm_program_is_free(counter):
+    function = jax.jit(lambda x: x + jnp.float32(3))
+    function(np.float32(1))
+    before = counter.count
+    for _ in range(5):
+        function(np.float32(2))
+    assert counter.count == before
+    function(np.ones(3, np.float32))  # another shape
+    assert counter.count == before + 1
+
+
+def test_an_executable_compiled_ahead_is_free(counter):
+    executable = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((2,), np.float32)).compile()
+    before = counter.count
+    executable(np.ones(2, np.float32))
+    assert counter.count == before
+
+
+def test_on_any_thread(counter):
+    thread = threading.Thread(target=compile_something_new, args=(0.125,))
+    thread.start()
+    thread.join()
+    assert counter.count == 1
+
+
+def test_only_on_its_thread_if_it_has_one():
+    thread = threading.Thread(target=compile_something_new, args=(0.0625,))
+    counter = CompilationCounter(thread)
+    compile_something_new(6.5)
+    assert counter.count == 0
+    thread.start()
+    thread.join()
+    assert counter.count == 1
+    counter.stop()
+
+
+def test_only_between_its_making_and_its_end():
+    compile_something_new(1.5)
+    counter = CompilationCounter()
+    compile_something_new(2.5)
+    counter.stop()
+    compile_something_new(3.5)
+    assert counter.count == 1
+
+
+def test_two_at_a_time(counter):
+    other = CompilationCounter()
+    compile_something_new(4.5)
+    other.stop()
+    compile_something_new(5.5)
+    assert (counter.count, other.count) == (2, 1)
+
+
+def test_forgotten_counters_are_gone():
+    before = len(compilation._counters)
+    CompilationCounter()
+    assert len(compilation._counters) == before
+
+
+def test_other_events_are_not_counted(counter):
+    jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 1.0)
+    assert counter.count == 0
+    jax.monitoring.record_event_duration_secs(compilation.COMPILED, 1.0)
+    assert counter.count == 1

@@ -1,0 +1,101 @@
+"""A probe on a driver of plain objects: what is measured while it is on, and nothing when off."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.observe.probe import Probe
+
+
+class Driver:
+    def __init__(self, observer=None):
+        self.observer = observer
+        self.on_load = None
+
+    def step(self, number: int) -> None:
+        """A stage, observed by whoever observes."""
+        if self.observer is not None:
+            self.observer.observe("step", 0, 0, number, jnp.zeros(()))
+
+
+class Notes:
+    def __init__(self):
+        self.steps = []
+
+    def observe(self, stage, lane, layer, step, result):
+        self.steps.append(step)
+
+
+@pytest.fixture
+def driver():
+    return Driver()
+
+
+@pytest.fixture
+def probe(driver):
+    probe = Probe(driver, process=3)
+    yield probe
+    probe.close()
+
+
+def test_only_what_happens_while_it_is_on(driver, probe) -> None:
+    driver.step(1)
+    probe.turn(True)
+    driver.step(2)
+    driver.step(3)
+    probe.turn(False)
+    driver.step(4)
+    assert driver.observer is None
+    assert driver.on_load is None
+    spans = probe.take(10.0).spans
+    assert [(s.stage, s.step, s.process) for s in spans] == [("step", 2, 3), ("step", 3, 3)]
+
+
+def test_the_next_time_begins_with_nothing(driver, probe) -> None:
+    for number in (1, 2):
+        probe.turn(True)
+        driver.step(number)
+        probe.turn(False)
+        assert [span.step for span in probe.take(10.0).spans] == [number]
+
+
+def test_who_observes_already_goes_on() -> None:
+    driver = Driver(notes := Notes())
+    probe = Probe(driver)
+    driver.step(1)
+    probe.turn(True)
+    driver.step(2)
+    probe.turn(False)
+    driver.step(3)
+    assert notes.steps == [1, 2, 3]
+    assert [span.step for span in probe.take(10.0).spans] == [2]
+    assert driver.observer is notes
+    probe.close()
+
+
+def test_threads_take_short_turns_only_while_it_is_on(driver, probe) -> None:
+    before = sys.getswitchinterval()
+    probe.turn(True)
+    assert sys.getswitchinterval() == pytest.approx(5e-5)
+    probe.turn(False)
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_counts_of_all_parts_are_added_up(driver, probe) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+
+    def load(rows, *spec):
+        return jax.device_put(np.asarray(rows, np.int32), NamedSharding(mesh, PartitionSpec(*spec)))
+
+    probe.turn(True)
+    # Layer 1 of an AFD step: four devices, each its own tokens.
+    driver.on_load((1,), load([[[1, 0]], [[2, 0]], [[3, 0]], [[4, 5]]], ("dp", "tp")))
+    # Layers 1 and 2 of a colocated step: a part a DP group, the same on both its devices.
+    driver.on_load((1, 2), load([[[10, 0], [7, 0]], [[0, 20], [0, 8]]], "dp"))
+    probe.turn(False)
+    assert probe.take(1.0).expert_tokens == {1: [20, 25], 2: [7, 8]}
+    assert probe.take(1.0).expert_tokens == {}

@@ -1,0 +1,321 @@
+"""Parameters and bytes of the released models, against what was published and against arithmetic by
+hand; and what is said of a deployment that does not fit."""
+
+import math
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import AbstractSubmeshes, Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.capacity import (
+    Parameters,
+    RoleBytes,
+    check_capacity,
+    count_parameters,
+    describe,
+    memory_of,
+    role_bytes,
+)
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.weights import zeroed
+from tests.jaxserve import layouts
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+PUBLISHED = {
+    "step3": Parameters(316_294_538_240, 37_917_982_720, 0),
+    "deepseek-v3": Parameters(671_026_419_200, 36_625_618_432, 11_610_068_224),
+    "kimi-k2": Parameters(1_026_408_232_448, 31_687_095_808, 0),
+    "qwen3-235b-a22b": Parameters(235_093_634_560, 21_568_433_664, 0),
+    "qwen3-30b-a3b": Parameters(30_532_122_624, 3_041_867_776, 0),
+    "qwen3-32b": Parameters(32_762_123_264, 31_984_210_944, 0),
+}
+"""Published: Step-3 316 B, 38 B activated (arXiv 2507.19427, table 1); DeepSeek-V3 671 B, 36.6 B
+activated with the head and without the embedding (README_WEIGHTS.md of its files); Kimi K2 1 T and
+32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
+
+VARIANTS = ("step3-v6e", "step3-v7x")
+"""Deployments of the same model on other hardware."""
+
+
+def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
+    """A released model and its deployment; `attention_dp=3` overrides attention.dp."""
+    changes = {key.replace("_", ".", 1): value for key, value in overrides.items()}
+    deployment = load_deployment(CONFIGS / f"{name}.yaml", changes)
+    return read_config(deployment.model)[0], deployment
+
+
+def by_role(name: str, **overrides) -> dict[str, RoleBytes]:
+    return {part.role: part for part in role_bytes(*load(name, **overrides))}
+
+
+def test_every_deployment_file_is_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo", *PUBLISHED, *VARIANTS}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_model_elsewhere_fits_there(name):
+    config, deployment = load(name)
+    assert count_parameters(config) == PUBLISHED["step3"]
+    check_capacity(config, deployment, memory_of(deployment))
+
+
+class TestParameters:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_as_published(self, name):
+        assert count_parameters(load(name)[0]) == PUBLISHED[name]
+
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_as_many_as_the_checkpoint_has(self, name):
+        """The tensors' names are another table than the templates."""
+        _, names = read_config(CONFIGS / "models" / name)
+        shapes = {}
+        for block in (names.embedding, names.head, *names.attention, *names.ffn):
+            for source in block.values():
+                shapes |= dict(zip(source.names, source.shapes, strict=True))
+        assert sum(map(math.prod, shapes.values())) == PUBLISHED[name].total
+        assert sum(map(math.prod, names.unloaded.values())) == PUBLISHED[name].prediction
+
+    def test_deepseeks_files_have_the_module_with_copies_of_embedding_and_head(self):
+        """The released files' own listing: 3,918,786,560 parameters in BF16, 680,571,043,840 in
+        FP8, and 41,555,600 numbers in FP32: a bias a routed layer, and a scale a block."""
+        counted = PUBLISHED["deepseek-v3"]
+        stored = counted.total + counted.prediction + 2 * 129_280 * 7168
+        assert stored == 684_489_845_504 == 3_918_786_560 + 680_571_043_840 + 59 * 256
+
+    def test_the_format_of_files_is_no_matter(self):
+        config, _ = load("deepseek-v3")
+        plain = msgspec.structs.replace(config, stored="plain")
+        assert count_parameters(plain) == count_parameters(config)
+
+    def test_a_tied_head_counts_once_and_is_met(self):
+        config, _ = load("qwen3-32b")
+        head = 151_936 * 5120
+        counted = count_parameters(msgspec.structs.replace(config, tied_head=True))
+        assert counted == Parameters(32_762_123_264 - head, 31_984_210_944, 0)
+
+
+class TestBytes:
+    """Of one device, by hand."""
+
+    def test_of_dense_weights_in_bf16(self):
+        (part,) = by_role("qwen3-32b").values()
+        layer = 5120 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 25_600) // 8  # matrices, over 8 chips
+        norms = 2 * 5120 + 2 * 128
+        ends = 2 * 151_936 * 5120 // 8 + 5120
+        assert part.weights == 2 * (64 * (layer + norms) + ends)
+        assert (part.role, part.devices) == ("attention", 8)
+
+    def test_of_pages_in_bf16(self):
+        (part,) = by_role("qwen3-32b").values()
+        assert part.cache == 64 * 2 * 8000 * 64 * (1 * 128) * 2  # layers, k and v, a head a chip
+
+    def test_of_pages_in_fp8(self):
+        part = by_role("step3")["attention"]
+        assert part.cache == 61 * 2 * 26_000 * 64 * (256 + 4)  # a scale a token and head
+
+    def test_of_latents_which_every_device_of_a_group_has(self):
+        alone, several = by_role("deepseek-v3"), by_role("deepseek-v3", attention_tp=4)
+        assert alone["attention"].cache == 61 * 20_000 * 64 * (576 + 4)
+        assert several["attention"].cache == alone["attention"].cache
+        assert several["attention"].devices == 64
+
+    def test_of_experts_in_fp8_blocks(self):
+        part = by_role("deepseek-v3")["ffn"]
+        matrix = 7168 * 2048
+        expert = 3 * (matrix + 4 * (7168 // 128) * (2048 // 128))
+        # The all-to-all has the shared expert whole on every rank; the gather its 2048 columns over
+        # 16 devices: 128 each, so blocks stay whole.
+        gathered = by_role("deepseek-v3", ffn_exchange="gather")["ffn"]
+        # 18432 / 16 = 1152 = 9 blocks.
+        dense = 3 * (7168 * 1152 + 4 * (7168 // 128) * 9)
+        assert part.weights == 58 * (16 * expert + expert) + 3 * dense
+        assert gathered.weights == 58 * (16 * expert + expert // 16) + 3 * dense
+
+    def test_of_experts_that_no_axis_divides(self):
+        """48 experts over 5 ranks: 10 slots each."""
+        part = by_role("step3", ffn_ep=5, ffn_tp=1)["ffn"]
+        expert = 3 * 7168 * 5120 + 4 * (2 * 5120 + 7168)  # FP8, a scale an output channel
+        shared = 3 * 7168 * 1024 + 4 * (2 * 1024 + 7168)  # 5120 / 5
+        dense = 3 * 7168 * 3687 + 4 * (2 * 3687 + 7168)  # ceil(18432 / 5)
+        assert part.weights == 56 * (10 * expert + shared) + 5 * dense
+
+    def test_int8_takes_half_of_bf16_and_scales(self):
+        plain = by_role("qwen3-235b-a22b")["ffn"].weights
+        expert_outputs = 2 * 1536 + 4096
+        expected = plain // 2 + 4 * 94 * 16 * expert_outputs
+        assert by_role("qwen3-235b-a22b", ffn_weights="int8")["ffn"].weights == expected
+
+    def test_more_lanes_and_larger_steps_take_more(self):
+        base = by_role("deepseek-v3")
+        for change in ({"lanes": 4}, {"scheduler.token_budget": 384}):
+            config, deployment = load("deepseek-v3")
+            overrides = {"scheduler.token_buckets": [96, change.get("scheduler.token_budget", 192)]}
+            larger = load_deployment(CONFIGS / "deepseek-v3.yaml", change | overrides)
+            for part in role_bytes(config, larger):
+                assert part.activations > base[part.role].activations
+                assert part.weights == base[part.role].weights
+            assert deployment.lanes == 3
+
+    def test_of_activations(self):
+        """512 tokens a chip, 2048 rows of all chips, 2 lanes; BF16, and FP32 sums."""
+        parts = by_role("qwen3-30b-a3b")
+        d, message = 2048, 2 * 17 * 128  # the row, 8 experts' ids and gates: whole tiles
+        lane = 512 * (2 * d + message + 2 * d)
+        logits = 3 * 32 * 151_936 * 4
+        attend = 512 * (2 * (32 * 3 * 128 + d) + 4 * d)
+        assert logits > attend
+        counts = 32 * 151_936 * 4
+        assert parts["attention"].activations == 2 * (lane + counts) + logits
+        arriving = 512 * (message + 2 * d)
+        routed = 8 * (d * (2 + 2 + 4) + 768 * (4 + 4 + 2))
+        layer = 2048 * (message + d * (2 + 4) + routed)
+        assert parts["ffn"].activations == 2 * arriving + layer
+
+
+class TestAgainstWhatIsAllocated:
+    @pytest.mark.parametrize("layout", ["2A1F", "3A2F", "2A4F"])
+    def test_shards_have_these_sizes(self, tiny_model, layout):
+        overrides = layouts.LAYOUTS[layout] | {"cache.format": "int8"}
+        deployment = layouts.deployment(tiny_model, overrides)
+        config, _ = read_config(tiny_model)
+        meshes = Submeshes(deployment)
+        templates = ModelTemplates(config, deployment, meshes)
+        programs = AttentionPrograms(templates, deployment, meshes.attention)
+        layers = [zeroed(programs.page_arrays, programs.mesh) for _ in range(config.layers)]
+        pages = [array for layer in layers for array in layer]
+        attention, _ = role_bytes(config, deployment)
+        for device in meshes.attention.devices.flat:
+            held = [
+                s.data.nbytes for a in pages for s in a.addressable_shards if s.device == device
+            ]
+            assert sum(held) == attention.cache
+
+    @pytest.mark.parametrize("mode", ["afd", "colocated"])
+    def test_abstract_templates_are_the_real_ones(self, tiny_model, mode):
+        layout = {"mode": mode, "attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2, "ffn.weights": "fp8"}
+        deployment = layouts.deployment(tiny_model, layout)
+        config, _ = read_config(tiny_model)
+        abstract = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
+        real = ModelTemplates(config, deployment, Submeshes(deployment))
+        assert abstract.ranks == real.ranks
+        assert abstract.ffn["moe"].leaves == real.ffn["moe"].leaves
+
+    def test_colocated_holds_both_roles(self, tiny_model):
+        config, _ = read_config(tiny_model)
+        attention, ffn = role_bytes(config, layouts.deployment(tiny_model, {}))
+        deployment = layouts.deployment(tiny_model, layouts.COLOCATED)
+        (both,) = role_bytes(config, deployment)
+        assert both.weights == attention.weights + ffn.weights
+        meshes = Submeshes(deployment)
+        templates = ModelTemplates(config, deployment, meshes)
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        pages = sum(math.prod(a.shape) * a.dtype.itemsize for a in programs.all_pages)
+        assert both.cache == pages == attention.cache
+
+
+class TestFit:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_the_released_models_fit(self, name):
+        config, deployment = load(name)
+        memory = memory_of(deployment)
+        assert memory["attention"] is not None
+        check_capacity(config, deployment, memory)
+
+    def test_says_what_is_too_much_and_what_would_fit(self):
+        config, deployment = load("deepseek-v3", attention_memory_gb=60, ffn_ep=4)
+        message = (
+            "the deployment does not fit:\n"
+            "  weights 16.36 + KV pages 45.29 + activations 0.3186 = 61.97 GB of 60.00 GB "
+            "(attention.memory_gb) on each of the 16 attention devices (attention.dp 16 x "
+            "attention.tp 1); what would fit: cache.pages up to 19131 (now 20000); "
+            "attention.tp = 2 (32 devices)\n"
+            "  weights 164.45 + activations 2.13 = 166.59 GB of 76.00 GB (ffn.memory_gb) on each "
+            "of the 4 ffn devices (ffn.ep 4 x ffn.tp 1); what would fit: ffn.ep = 16 (16 devices); "
+            "ffn.tp = 4 (16 devices)"
+        )
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            check_capacity(config, deployment, memory_of(deployment))
+
+    def test_the_pages_it_names_fit_and_one_more_does_not(self):
+        for pages, fits in ((19_131, True), (19_132, False)):
+            config, deployment = load("deepseek-v3", attention_memory_gb=60, cache_pages=pages)
+            memory = memory_of(deployment)
+            if fits:
+                check_capacity(config, deployment, memory)
+            else:
+                with pytest.raises(ConfigError, match=r"cache\.pages up to 19131"):
+                    check_capacity(config, deployment, memory)
+
+    def test_eight_bits_are_proposed_where_they_help(self):
+        config, deployment = load("qwen3-235b-a22b", ffn_memory_gb=40)
+        with pytest.raises(ConfigError, match=r"ffn\.weights = fp8"):
+            check_capacity(config, deployment, memory_of(deployment))
+        config, deployment = load("qwen3-235b-a22b", attention_memory_gb=40)
+        with pytest.raises(ConfigError, match=r"cache\.format = fp8"):
+            check_capacity(config, deployment, memory_of(deployment))
+
+    def test_what_nothing_makes_fit(self):
+        config, deployment = load("kimi-k2", attention_memory_gb=0.1)
+        with pytest.raises(ConfigError, match="no change of one key makes it fit"):
+            check_capacity(config, deployment, memory_of(deployment))
+
+    def test_memory_that_nobody_knows_is_not_checked(self):
+        config, deployment = load("kimi-k2", attention_memory_gb=0, ffn_memory_gb=0, ffn_ep=1)
+        assert memory_of(deployment) == {"attention": None, "ffn": None}
+        check_capacity(config, deployment, memory_of(deployment))
+
+    def test_what_devices_report_counts_where_nothing_is_set(self):
+        config, deployment = load("kimi-k2", attention_memory_gb=0)
+        memory = memory_of(deployment, {"attention": 100 * 10**9, "ffn": 1})
+        assert memory == {"attention": 100 * 10**9, "ffn": 130 * 10**9}
+        message = r"of 100\.00 GB \(reported; attention\.memory_gb overrules\) on each of the 8"
+        with pytest.raises(ConfigError, match=message):
+            check_capacity(config, deployment, memory)
+
+
+class TestDescription:
+    def test_the_readmes_table(self):
+        """Parameters, what a token meets, and the weights of every device."""
+        readme = (CONFIGS / "README.md").read_text(encoding="utf-8")
+        rows = re.findall(r"^\| `configs/(.*)\.yaml` \| (.*) B \| (.*) B \| (.*) \|$", readme, re.M)
+        assert {name for name, *_ in rows} == set(PUBLISHED)
+        for name, total, activated, devices in rows:
+            counted, parts = PUBLISHED[name], role_bytes(*load(name))
+            assert total == f"{counted.total / 1e9:.2f}"
+            assert activated == f"{counted.activated / 1e9:.2f}"
+            numbers = re.findall(r"\d+\.\d\d", devices)
+            assert numbers == [f"{part.weights / 1e9:.2f}" for part in parts]
+            counts = re.match(r"(\d+)(?:A \+ (\d+)F)? ", devices)
+            assert [int(count) for count in counts.groups() if count] == [p.devices for p in parts]
+
+    def test_of_deepseek(self):
+        config, deployment = load("deepseek-v3")
+        assert describe(config, deployment, memory_of(deployment)).split("\n") == [
+            "parameters   671.03 B (671,026,419,200), of which a token meets "
+            "36.63 B (36,625,618,432)",
+            "             and 11.61 B (11,610,068,224) of multi-token prediction",
+            "KV cache     1,280,000 tokens a DP group, of up to 288 sequences at a time; "
+            "20,480,000 in all",
+            "exchange     alltoall: 44.6 KB there, 87.7 KB back; gather: 109.4 KB there, 430.1 KB "
+            "back",
+            "             what a device receives a layer, for each of its own rows, which have "
+            "experts on 6.52 of 16 ranks",
+            "GB a device  devices  weights  KV pages  activations    sum     of",
+            "attention         16    16.36     45.29       0.3186  61.97  76.00",
+            "ffn               16    43.51    0.0000         2.16  45.67  76.00",
+        ]
+
+    def test_of_unknown_memory(self):
+        config, deployment = load("qwen3-32b", attention_memory_gb=0)
+        lines = describe(config, deployment, memory_of(deployment)).split("\n")
+        assert lines[-2].endswith(" 25.21   ?")
+        assert lines[-1] == "attention.memory_gb is not set: whether it fits is not known here"

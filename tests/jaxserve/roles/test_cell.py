@@ -1,0 +1,174 @@
+"""What a cell enqueues and in which order; what the stages compute is tested elsewhere."""
+
+from unittest.mock import Mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.observe.probe import Probe
+from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.schedule import Rotation
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.worker import Passed
+from tests.jaxserve import layouts
+from tests.reference.step3_numpy import Step3Numpy
+
+
+def plan(runtime, lane, number, tokens=(5, 6), page=0):
+    row = SequenceRow(
+        slot=1, token_ids=list(tokens), kv_length=len(tokens), page_ids=[page], sample=True
+    )
+    slots = runtime.deployment.scheduler.slots
+    return plan_of_rows(lane, number, runtime.buckets[-1], [[row]], slots=slots)
+
+
+class Notes:
+    """An observer that writes down what it is told."""
+
+    def __init__(self):
+        self.stages = []
+        self.devices = {}
+
+    def observe(self, stage, lane, layer, step, result, /):
+        self.stages.append((stage, lane, layer, step))
+        self.devices[stage] = {device.id for device in result.devices()}
+
+
+@pytest.fixture
+def driver(afd_runtime):
+    """1A1F with two lanes, both idle, and it is lane 0's turn."""
+    driver = afd_runtime.driver
+    driver._rotation = Rotation(layers=4, lanes=2)
+    yield driver
+    driver.observer = None
+    while driver.active:
+        driver.advance()
+
+
+class TestCell:
+    def test_stages_in_the_order_of_the_schedule(self, afd_runtime, driver):
+        """Lane 0 leaves, and begins anew while lane 1 is in its last layer."""
+        driver.observer = notes = Notes()
+        expected, steps = [], {}
+        rotation = Rotation(layers=4, lanes=2)
+
+        def begin(lane, number):
+            driver.begin(plan(afd_runtime, lane, number, page=lane))
+            rotation.begin(lane)
+            steps[lane] = number
+
+        def advance():
+            for turn in rotation.turns:
+                for name, lane, layer in turn:
+                    # The head and the sampler are the attention role's work of one more layer.
+                    expected.append(
+                        ("attend" if name == "leave" else name, lane, layer, steps[lane])
+                    )
+                if turn[-1].name == "leave":
+                    return driver.advance().plan.number, steps[turn[-1].lane]
+
+        begin(0, 10)
+        begin(1, 11)
+        finished = [advance()]
+        begin(0, 12)
+        finished += [advance(), advance()]
+        assert finished == [(10, 10), (11, 11), (12, 12)]
+        assert notes.stages == expected
+        assert not driver.active
+        assert notes.devices == {"attend": {0}, "dispatch": {1}, "ffn": {1}, "combine": {0}}
+
+    def test_position(self, afd_runtime, driver):
+        driver.begin(plan(afd_runtime, 1, 33))
+        assert driver.idle_lanes == [0]
+        driver.advance()
+        assert driver.position() == ("leave", 1, 4, 33)
+        assert driver.idle_lanes == [0, 1]
+
+    def test_a_lane_takes_one_step_at_a_time(self, afd_runtime, driver):
+        driver.begin(plan(afd_runtime, 0, 1))
+        with pytest.raises(ValueError, match="lane 0 is still at layer 0"):
+            driver.begin(plan(afd_runtime, 0, 2))
+
+    def test_nothing_to_advance(self, driver):
+        with pytest.raises(ValueError, match="no lane has begun a step"):
+            driver.advance()
+
+    def test_lanes_do_not_touch_each_other(self, afd_runtime, driver, tiny_model):
+        """Different prompts on the same slot of two lanes, interleaved layer by layer."""
+        model = Step3Numpy.from_folder(tiny_model)
+        prompts = [(5, 6, 7), (80, 3)]
+        for lane, tokens in enumerate(prompts):
+            driver.begin(plan(afd_runtime, lane, lane, tokens, page=lane))
+        for tokens in prompts:
+            logits = np.asarray(driver.advance().logits)[1]
+            np.testing.assert_allclose(logits, model.logits(list(tokens))[-1], atol=1e-4)
+
+
+class Routes(Step3Numpy):
+    """The reference, which notes how many tokens each expert of each layer gets."""
+
+    def route(self, name, x):
+        chosen, gates = super().route(name, x)
+        layer = int(name.split("layers.")[1].split(".")[0])
+        self.counts[layer] = np.bincount(chosen.ravel(), minlength=layouts.SIZES.moe_num_experts)
+        return chosen, gates
+
+
+@pytest.mark.parametrize("mode", ["afd", "colocated"])
+def test_tokens_of_experts_are_those_of_the_reference(mode, tiny_model, request):
+    """Of the step's tokens, and not of its padding."""
+    runtime = request.getfixturevalue(f"{mode}_runtime")
+    model = Routes.from_folder(tiny_model)
+    model.counts = {}
+    tokens = (5, 6, 7, 80, 3)
+    model.logits(list(tokens))
+    probe = Probe(runtime.driver)
+    probe.turn(True)
+    runtime.driver.begin(plan(runtime, 0, 0, tokens))
+    runtime.driver.advance()
+    probe.turn(False)
+    measured = probe.take(20.0)
+    probe.close()
+    assert measured.expert_tokens == {k: v.tolist() for k, v in sorted(model.counts.items())}
+    assert sum(measured.expert_tokens[2]) == len(tokens) * layouts.SIZES.moe_top_k
+    stages = ["step"] if mode == "colocated" else ["attend", "combine", "dispatch", "ffn"]
+    assert sorted({span.stage for span in measured.spans}) == stages
+    assert runtime.driver.observer is None
+    assert runtime.driver.on_load is None
+
+
+class TestOneRole:
+    """What a process that plays one of the two roles runs, and what it leaves to the other."""
+
+    def worker(self, ran, name):
+        def stage(lane):
+            ran.append((name, lane))
+            return Passed(jnp.zeros(()))
+
+        return Mock(stage=stage)
+
+    def run(self, workers):
+        cell = Cell(workers, Rotation(layers=2, lanes=1), lanes=1)
+        cell.begin(plan_of_rows(0, 7, Bucket(4, 4), [[]], slots=1))
+        cell.advance()
+        return cell
+
+    def test_attention(self):
+        ran = []
+        cell = self.run(Workers(attention=(self.worker(ran, "attention"),)))
+        assert len(ran) == 2 * 3 + 1  # attend, dispatch and combine of each layer, and leave
+        assert cell.position() == ("leave", 0, 2, 7)
+
+    def test_ffn(self):
+        ran = []
+        self.run(Workers(ffn=(self.worker(ran, "ffn"),)))
+        assert len(ran) == 2 * 3 + 1  # dispatch, ffn and combine, and leave
+
+    def test_both_in_the_order_of_the_data(self):
+        ran = []
+        workers = Workers((self.worker(ran, "a"),), (self.worker(ran, "f"),))
+        self.run(workers)
+        # attend, dispatch (sent, received), ffn, combine (sent, received), …, leave
+        assert "".join(name for name, _ in ran) == "aaff" + "fa" + "aaff" + "fa" + "fa"

@@ -1,0 +1,106 @@
+"""What is compiled, how often, and who shares it; nothing is compiled here."""
+
+from unittest.mock import Mock
+
+import jax
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.model import LayerKind
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention import attention_executables, attention_programs
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated import colocated_executables, colocated_programs
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.ffn import ffn_executables, ffn_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
+from tests.jaxserve import layouts
+
+BUCKETS = [Bucket(8, 4), Bucket(8, 18), Bucket(24, 4), Bucket(24, 18)]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the programs in the order of their compilation."""
+    names = []
+
+    def compile_(program):
+        names.append(program.name)
+        return Mock(spec=jax.stages.Compiled)
+
+    monkeypatch.setattr(Program, "compile", compile_)
+    return names
+
+
+def templates(tmp_path, overrides):
+    deployment = layouts.deployment(tmp_path, overrides)
+    meshes = Submeshes(deployment)
+    config = step3_config(layouts.SIZES.config())
+    return ModelTemplates(config, deployment, meshes), deployment, meshes
+
+
+def attention_of(tmp_path):
+    made, deployment, meshes = templates(tmp_path, {})
+    return AttentionPrograms(made, deployment, meshes.attention)
+
+
+def ffn_of(tmp_path):
+    made, deployment, meshes = templates(tmp_path, {})
+    return FFNPrograms(made, deployment, meshes.ffn)
+
+
+def test_one_a_bucket_and_kind(compiled, tmp_path):
+    wanted = attention_programs(attention_of(tmp_path), BUCKETS)
+    compile_all(wanted | ffn_programs(ffn_of(tmp_path), [8, 24, 8, 24]))
+    assert sorted(compiled) == sorted(
+        ["enter_dense", "attend_dense", "attend_moe"] * 4  # every bucket
+        + ["ffn_dense", "ffn_moe", "leave", "load", "choose", "score"] * 2  # every number of tokens
+        + ["logprobs"]
+    )
+
+
+def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
+    programs = attention_of(tmp_path)
+    made = attention_executables(
+        programs, BUCKETS, compile_all(attention_programs(programs, BUCKETS))
+    )
+    assert list(made) == BUCKETS
+    small, same, large = (made[bucket] for bucket in BUCKETS[:3])
+    assert small.leave is same.leave
+    assert small.load is same.load
+    assert small.enter is not same.enter
+    assert small.attend[LayerKind("moe")] is not same.attend[LayerKind("moe")]
+    assert small.leave is not large.leave
+    assert small.sampling == same.sampling
+    assert small.sampling.logprobs is large.sampling.logprobs
+    assert small.sampling.choose is not large.sampling.choose
+
+
+def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
+    programs = ffn_of(tmp_path)
+    made = ffn_executables(programs, [8, 24], compile_all(ffn_programs(programs, [8, 24])))
+    assert sorted(made) == [("dense", 8), ("dense", 24), ("moe", 8), ("moe", 24)]
+
+
+def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
+    made, deployment, meshes = templates(tmp_path, layouts.COLOCATED)
+    programs = ColocatedPrograms(made, deployment, meshes.attention)
+    bound = colocated_executables(
+        programs, BUCKETS, compile_all(colocated_programs(programs, BUCKETS))
+    )
+    assert sorted(compiled) == sorted(["step"] * 4 + ["choose", "score"] * 2 + ["logprobs"])
+    assert list(bound) == BUCKETS
+
+
+def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
+    def fail(program):
+        raise RuntimeError(f"cannot compile {program.name}")
+
+    monkeypatch.setattr(Program, "compile", fail)
+    programs = attention_of(tmp_path)
+    with pytest.raises(RuntimeError, match="cannot compile"):
+        compile_all(attention_programs(programs, BUCKETS[:1]))

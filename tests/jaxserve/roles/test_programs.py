@@ -1,0 +1,128 @@
+"""Shapes and shares of the programs; what they compute is compared in `test_layouts.py`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.model import LayerKind
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.quant import rows as quant_rows
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.layout import Bucket
+from pallas_kernels.norm_quantize import rms_norm_quantize
+from tests.jaxserve import layouts
+from tests.reference.tiny_step3 import TinyStep3
+
+
+def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
+    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    if cls is ColocatedPrograms:
+        overrides |= layouts.COLOCATED
+    deployment = layouts.deployment(tmp_path, overrides)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(step3_config(sizes.config()), deployment, meshes)
+    return cls(templates, deployment, meshes.ffn if cls is FFNPrograms else meshes.attention)
+
+
+def test_sentinel_is_past_the_padded_experts(tmp_path):
+    assert programs(tmp_path).sentinel == 7
+    assert programs(tmp_path, ffn__ep=2).sentinel == 8
+    assert programs(tmp_path, ColocatedPrograms, attention__dp=3).sentinel == 9
+
+
+def test_shapes_of_1a1f(tmp_path):
+    p = programs(tmp_path, link__dispatch="int8")
+    bucket = Bucket(24, 18)
+    width = 24 + 6 + 7 * 5
+    enter = p.enter(bucket, LayerKind("dense"))
+    assert enter.name == "enter_dense"
+    assert [a.shape for a in enter.arguments[:5]] == [
+        (1, 5),
+        (1, width),
+        (1, 5, 18),
+        (160, 1, 8, 32),
+        (160, 1, 8, 32),
+    ]
+    assert enter.donated == (3, 4)
+    attend = p.attend(bucket, LayerKind("moe"))
+    assert [a.shape for a in attend.arguments[:6]] == [
+        (24, 64),
+        (1, width),
+        (1, 5, 18),
+        (160, 1, 8, 32),
+        (160, 1, 8, 32),
+        (24, 64),
+    ]
+    p_ffn = programs(tmp_path, FFNPrograms, link__dispatch="int8")
+    ffn = p_ffn.ffn(24, "moe")
+    # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
+    assert ffn.arguments[0].shape == (24, 64 + 4 + 12 + 12)
+    assert ffn.arguments[0].dtype == jnp.uint8
+    assert p_ffn.ffn(24, "dense").arguments[0].shape == (24, 64 + 4)
+    assert p.leave(bucket).arguments[3].shape == (24, 64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "answers"),
+    # 24 tokens a DP group; a piece an attention device, one array a slot of the ffn devices.
+    [
+        ("3A2F", 72, [(48, 64)] * 2),
+        ("2A4F", 24, [(48, 64)]),
+        ("1A2F tp", 24, [(48, 64)]),
+    ],
+)
+def test_pieces_are_the_attention_mesh_s(layout, rows, answers, tmp_path):
+    overrides = {k.replace(".", "__"): v for k, v in layouts.LAYOUTS[layout].items()}
+    attention = programs(tmp_path, **overrides)
+    load = attention.load(Bucket(24, 18))
+    assert load.arguments[0].shape == (rows, 64 + 3 + 3)
+    ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, "moe")
+    made = jax.eval_shape(ffn.mapped(), *ffn.arguments)
+    assert [array.shape for array in made] == answers
+
+
+def test_layers_of_a_kind_share_their_programs(tmp_path):
+    p = programs(tmp_path, ColocatedPrograms)
+    assert p.stacked() == [
+        (LayerKind("dense"), 0, 1),
+        (LayerKind("moe"), 1, 3),
+        (LayerKind("dense"), 3, 4),
+    ]
+    dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
+    assert list(dense.formats) == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "calls"),
+    [
+        ({"link__dispatch": "int8"}, 1),
+        ({"link__dispatch": "fp8"}, 1),
+        ({"link__dispatch": "bfloat16"}, 0),
+        # Each device quantises its share of the rows alone.
+        ({"link__dispatch": "int8", "attention__tp": 2}, 0),
+    ],
+)
+def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
+    seen = []
+
+    def op(*arguments):
+        seen.append(arguments)
+        return rms_norm_quantize(*arguments)
+
+    monkeypatch.setattr(quant_rows, "rms_norm_quantize", op)
+    program = programs(tmp_path, **overrides).attend(Bucket(24, 18), LayerKind("moe"))
+    jax.eval_shape(program.mapped(), *program.arguments)
+    assert len(seen) == calls
+
+
+def test_weights_of_a_run_are_stacked(tmp_path):
+    p = programs(tmp_path, ColocatedPrograms)
+    step = p.step(Bucket(24, 18))
+    assert step.arguments[3].shape == (4 * 160, 1, 8, 32)
+    shapes = [argument.shape for argument in step.arguments]
+    assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
+    assert (1, 64, 98) in shapes  # a dense layer's gate

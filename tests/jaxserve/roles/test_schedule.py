@@ -1,0 +1,175 @@
+"""The order of the stages: literal for one, two and three lanes, and what must hold for all."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.roles.schedule import Rotation, Stage
+
+
+def spell(stages) -> str:
+    """`A0 D0 C1 F0 …`: attend, dispatch, combine, ffn and leave (L), with the lane in front."""
+    letters = {"attend": "A", "dispatch": "D", "ffn": "F", "combine": "C", "leave": "L"}
+    return " ".join(f"{'abcd'[stage.lane]}{letters[stage.name]}{stage.layer}" for stage in stages)
+
+
+def run(rotation: Rotation, turns: int) -> str:
+    return " | ".join(spell(stages) for stages in itertools.islice(rotation.turns, turns))
+
+
+def test_one_lane():
+    rotation = Rotation(layers=2, lanes=1)
+    rotation.begin(0)
+    assert run(rotation, 3) == "aA0 aD0 aF0 | aC0 aA1 aD1 aF1 | aC1 aL2"
+    assert rotation.active == []
+    rotation.begin(0)
+    assert run(rotation, 1) == "aA0 aD0 aF0"
+
+
+def test_two_lanes():
+    """A lane's combine follows the other's dispatch."""
+    rotation = Rotation(layers=2, lanes=2)
+    rotation.begin(0)
+    rotation.begin(1)
+    assert run(rotation, 6) == (
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aL2 | bC1 bL2"
+    )
+
+
+def test_three_lanes():
+    """Step-3's three stages: while one lane attends, another is on its way, the third in ffn."""
+    rotation = Rotation(layers=2, lanes=3)
+    for lane in range(3):
+        rotation.begin(lane)
+    assert run(rotation, 9) == (
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | cA0 cD0 bC0 cF0 | aA1 aD1 cC0 aF1 | bA1 bD1 aC1 bF1 | "
+        "cA1 cD1 bC1 cF1 | aL2 | bL2 | cC1 cL2"
+    )
+
+
+def test_lanes_are_not_drained():
+    """Lane a begins its next step while b is at layer 1; nobody waits for anybody."""
+    rotation = Rotation(layers=2, lanes=2)
+    rotation.begin(0)
+    rotation.begin(1)
+    order = [run(rotation, 5)]
+    rotation.begin(0)
+    order.append(run(rotation, 2))
+    rotation.begin(1)
+    order.append(run(rotation, 3))
+    assert order == [
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aL2",
+        "aA0 aD0 bC1 aF0 | bL2",
+        "bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1",
+    ]
+
+
+def test_a_lane_that_does_not_begin_anew_is_passed_over():
+    rotation = Rotation(layers=1, lanes=3)
+    rotation.begin(0)
+    rotation.begin(2)
+    assert run(rotation, 4) == "aA0 aD0 aF0 | cA0 cD0 aC0 cF0 | aL1 | cC0 cL1"
+    rotation.begin(1)
+    assert run(rotation, 2) == "bA0 bD0 bF0 | bC0 bL1"
+
+
+def test_a_lane_cannot_begin_twice():
+    rotation = Rotation(layers=3, lanes=2)
+    rotation.begin(1)
+    next(rotation.turns)
+    next(rotation.turns)
+    with pytest.raises(ValueError, match="lane 1 is still at layer 2 of its step"):
+        rotation.begin(1)
+
+
+def test_a_turn_of_nobody_is_an_error():
+    with pytest.raises(ValueError, match="no lane has begun a step"):
+        next(Rotation(layers=3, lanes=2).turns)
+
+
+class Played:
+    """A rotation whose lanes begin when `wishes` says so, one wish a turn."""
+
+    def __init__(self, layers: int, lanes: int, wishes: list[list[int]]):
+        rotation = Rotation(layers, lanes)
+        self.stages: list[Stage] = []
+        self.turns: list[tuple[Stage, ...]] = []
+        for wish in wishes:
+            for lane in wish:
+                if lane < lanes and lane not in rotation.active:
+                    rotation.begin(lane)
+            if rotation.active:
+                turn = next(rotation.turns)
+                self.turns.append(turn)
+                self.stages += turn
+        while rotation.active:
+            turn = next(rotation.turns)
+            self.turns.append(turn)
+            self.stages += turn
+
+
+plays = given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=40),
+)
+
+
+@plays
+def test_every_lane_repeats_attend_dispatch_ffn_combine(layers, lanes, wishes):
+    """In this order, layer by layer, from 0 to the leave: no stage is lost, doubled or early."""
+    play = Played(layers, lanes, wishes)
+    for lane in range(4):
+        mine = [(stage.name, stage.layer) for stage in play.stages if stage.lane == lane]
+        layer, cycle = 0, ["attend", "dispatch", "ffn", "combine"]
+        place = 0
+        for name, at in mine:
+            if name == "leave":
+                assert place == 0
+                assert layer == at > 0
+                layer = 0
+                continue
+            assert (name, at) == (cycle[place], layer)
+            place = (place + 1) % 4
+            layer += place == 0
+        assert (place, layer) == (0, 0)
+
+
+@plays
+def test_the_same_begins_give_the_same_order(layers, lanes, wishes):
+    assert Played(layers, lanes, wishes).stages == Played(layers, lanes, wishes).stages
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 60))
+def test_busy_lanes_get_equal_turns(layers, lanes, turns):
+    """All lanes always have work: at no time is one a layer ahead by more than one."""
+    rotation, layers_done = Rotation(layers, lanes), Counter()
+    for _ in range(turns):
+        for lane in set(range(lanes)) - set(rotation.active):
+            rotation.begin(lane)
+        turn = next(rotation.turns)
+        layers_done.update(stage.lane for stage in turn if stage.name == "attend")
+        counts = [layers_done[lane] for lane in range(lanes)]
+        assert max(counts) - min(counts) <= 1
+
+
+@plays
+def test_at_most_one_result_is_on_hold(layers, lanes, wishes):
+    """Between a lane's ffn and its combine stand at most one attend and one dispatch."""
+    play = Played(layers, lanes, wishes)
+    for index, stage in enumerate(play.stages):
+        if stage.name == "ffn":
+            combine = play.stages.index(Stage("combine", stage.lane, stage.layer), index)
+            between = [s.name for s in play.stages[index + 1 : combine] if s.name != "leave"]
+            assert between in ([], ["attend", "dispatch"])
+
+
+@plays
+def test_a_turn_is_one_layer_or_a_leave(layers, lanes, wishes):
+    for turn in Played(layers, lanes, wishes).turns:
+        names = [stage.name for stage in turn if stage.name != "combine"]
+        assert names in (["attend", "dispatch", "ffn"], ["leave"])
+        assert len({stage.lane for stage in turn if stage.name != "combine"}) == 1

@@ -1,0 +1,173 @@
+"""Literal arrays. The scheduler's tests compare those of every plan with the full rows'."""
+
+import numpy as np
+import pytest
+
+from jaxserve.roles.layout import BatchLayout, RulesLayout
+from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
+from jaxserve.roles.step_plan import (
+    FROM_DEVICE,
+    Bucket,
+    NewSequence,
+    SequenceRow,
+    SlotRules,
+    StepPlan,
+    plan_of_rows,
+)
+from tests.jaxserve.roles.test_step_plan import PLAN
+
+
+def bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def test_arrays_of_a_full_plan():
+    arrays = LaneState(groups=2, slots=4, pages=5).step(PLAN)
+    assert arrays.batch.dtype == arrays.page_table.dtype == np.int32
+    assert arrays.batch.tolist() == [
+        [
+            *(11, 12, 13, FROM_DEVICE, 0, 0),  # token ids
+            *(0, 3, 3, 4, 4),  # query start
+            *(7, 0, 9, 0),  # kv length
+            *(0, 0, 1, 0),  # sample
+            *(0, 0, bits(0.5), 0),  # temperature
+            *(0, 0, 40, 0),  # top_k
+            *(bits(1.0), 0, bits(0.75), 0),  # top_p
+            *(0, 0, bits(0.125), 0),  # min_p
+            *(0, 0, -1, 0),  # seed
+        ],
+        [
+            *(8, 0, 0, 0, 0, 0),
+            *(0, 0, 1, 1, 1),
+            *(0, 1, 0, 0),
+            *(0, 1, 0, 0),
+            *(0, 0, 0, 0),
+            *(0, 0, 0, 0),
+            *(0, bits(1.0), 0, 0),
+            *(0, 0, 0, 0),
+            *(0, 0, 0, 0),
+        ],
+    ]
+    assert arrays.page_table.tolist() == [
+        [[4, 2, 0], [0, 0, 0], [5, 1, 3], [0, 0, 0]],
+        [[0, 0, 0], [6, 0, 0], [0, 0, 0], [0, 0, 0]],
+    ]
+
+
+def decode(rows, kv_lengths, pages=(), new=()) -> StepPlan:
+    """A step of one token a row that says what is new and no more."""
+    ones = np.ones(len(rows), np.int32)
+    return StepPlan.of(
+        1,
+        8,
+        Bucket(4, 3),
+        columns=np.stack([np.asarray(rows), ones, np.asarray(kv_lengths), ones]),
+        token_ids=np.full(len(rows), FROM_DEVICE),
+        new_sequences=list(new),
+        new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
+        options=[],
+    )
+
+
+def test_what_was_said_once_is_remembered():
+    lane = LaneState(groups=2, slots=4, pages=5)
+    lane.step(PLAN)
+    arrays = lane.step(decode([2, 5], [10, 2], pages=[(5, 1, 9)]))
+    fields = BatchLayout(4, 4).fields(arrays.batch)
+    assert fields["kv_length"].tolist() == [[0, 0, 10, 0], [0, 2, 0, 0]]
+    assert fields["temperature"].view(np.float32).tolist() == [[0, 0, 0.5, 0], [0] * 4]
+    assert fields["seed"].tolist() == [[0, 0, -1, 0], [0] * 4]
+    assert arrays.page_table.tolist() == [
+        [[0] * 3, [0] * 3, [5, 1, 3], [0] * 3],  # slot 0 takes no part
+        [[0] * 3, [6, 9, 0], [0] * 3, [0] * 3],
+    ]
+    assert lane.step(decode([0], [8])).page_table[0, 0].tolist() == [4, 2, 0]
+
+
+def test_a_new_sequence_starts_with_an_empty_page_table():
+    lane = LaneState(groups=2, slots=4, pages=5)
+    lane.step(PLAN)
+    arrays = lane.step(decode([2], [1], pages=[(2, 0, 7)], new=[NewSequence(2, top_k=3)]))
+    assert arrays.page_table[0, 2].tolist() == [7, 0, 0]
+    fields = BatchLayout(4, 4).fields(arrays.batch[0])
+    assert (fields["top_k"][2], fields["seed"][2], fields["temperature"][2]) == (3, 0, 0)
+
+
+def test_arrays_are_not_changed_by_later_steps():
+    lane = LaneState(groups=2, slots=4, pages=5)
+    first = lane.step(PLAN)
+    copies = [array.copy() for array in first]
+    lane.step(decode([2, 5], [10, 2], pages=[(5, 1, 9)]))
+    for array, copy in zip(first, copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+def with_rules(*rules) -> StepPlan:
+    """One group, three tokens a row, slots 0, 1, …; None: a row without rules."""
+    rows = [
+        SequenceRow(slot, [1, 2, 3], 3, [slot], sample=True, rules=one)
+        for slot, one in enumerate(rules)
+    ]
+    return plan_of_rows(0, 0, Bucket(12, 1), [[], rows], slots=3)
+
+
+def test_rules_array():
+    full = SlotRules(
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        counts_from=9,
+        fresh=True,
+        prompt=np.asarray([3], "<u4").tobytes(),
+        bias_ids=np.asarray([4, 60], "<i4").tobytes(),
+        biases=np.asarray([1.0, -2.0], "<f4").tobytes(),
+        allowed=np.asarray([2**32 - 1, 5], "<u4").tobytes(),
+    )
+    array = rules_array(with_rules(None, full, SlotRules()), groups=2, slots=3, vocab=61)
+    assert array.dtype == np.int32
+    fields = RulesLayout(61).fields(array)
+    none, beyond = [1.0, 0.0, 0.0], 2**31 - 1
+
+    def penalties(group, slot):
+        names = ("repetition", "presence", "frequency")
+        return [fields[name].view(np.float32)[group, slot, 0] for name in names]
+
+    assert penalties(1, 1) == [1.5, -0.5, 0.25]
+    assert [penalties(0, 1), penalties(1, 0), penalties(1, 2)] == [none] * 3
+    assert fields["prompt_length"][1, :, 0].tolist() == [beyond, 9, beyond]
+    assert fields["fresh"][1, :, 0].tolist() == [0, 1, 0]
+    assert fields["masked"][1, :, 0].tolist() == [0, 1, 0]
+    assert fields["token_ids"][1, 1, :3].tolist() == [4, 60, beyond]
+    assert (fields["token_ids"][1, [0, 2]] == beyond).all()
+    assert fields["biases"].view(np.float32)[1, 1, :3].tolist() == [1.0, -2.0, 0.0]
+    assert fields["allowed"][1, 1].tolist() == [-1, 5]
+    assert fields["prompt"][1, 1].tolist() == [3, 0]
+
+
+def test_where_there_are_rules_the_temperature_is_among_them():
+    row = SequenceRow(1, [1], 1, [0], sample=True, temperature=0.5, top_p=0.75)
+    for rules, batch_temperature in ((None, 0.5), (SlotRules(fresh=True), 0.0)):
+        other = SequenceRow(0, [1], 1, [0], sample=True, rules=rules)
+        plan = plan_of_rows(0, 0, Bucket(4, 1), [[other, row]], slots=2)
+        batch = BatchLayout(4, 2).fields(LaneState(1, 2, 1).step(plan).batch[0])
+        assert batch["top_p"].view(np.float32)[1] == 0.75
+        assert batch["temperature"].view(np.float32)[1] == batch_temperature
+    ruled = RulesLayout(61).fields(rules_array(plan, 1, 2, 61)[0])
+    assert ruled["temperature"].view(np.float32)[:, 0].tolist() == [0.0, 0.5]
+
+
+def test_too_many_biases_are_refused():
+    ids = np.zeros(385, "<i4").tobytes()
+    plan = with_rules(SlotRules(bias_ids=ids, biases=ids))
+    with pytest.raises(ValueError, match="385 biases in a slot, at most 384 fit"):
+        rules_array(plan, groups=2, slots=3, vocab=61)
+
+
+def test_targets_lie_where_their_tokens_do():
+    rows = [
+        SequenceRow(0, [1, 2], 2, [0], sample=False),
+        SequenceRow(1, [3, 4, 5], 3, [1], sample=True, targets=[4, 5]),
+        SequenceRow(2, [6, 7], 2, [2], sample=False, targets=[7, 8]),
+    ]
+    plan = plan_of_rows(0, 0, Bucket(8, 1), [rows, []], slots=3)
+    assert targets_array(plan, groups=2, slots=3).tolist() == [[0, 0, 4, 5, 0, 7, 8, 0], [0] * 8]

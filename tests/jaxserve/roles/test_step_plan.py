@@ -1,0 +1,88 @@
+import msgspec
+import pytest
+
+from jaxserve.roles.step_plan import (
+    FROM_DEVICE,
+    Bucket,
+    NewSequence,
+    RowOptions,
+    SequenceRow,
+    SlotRules,
+    StepPlan,
+    plan_of_rows,
+)
+
+ROWS = [
+    [
+        # The second chunk of a prompt, more to come.
+        SequenceRow(slot=0, token_ids=[11, 12, 13], kv_length=7, page_ids=[4, 2], sample=False),
+        # A decode token that the host has not seen.
+        SequenceRow(
+            slot=2,
+            token_ids=[FROM_DEVICE],
+            kv_length=9,
+            page_ids=[5, 1, 3],
+            sample=True,
+            temperature=0.5,
+            top_k=40,
+            top_p=0.75,
+            min_p=0.125,
+            seed=2**32 - 1,
+        ),
+    ],
+    [SequenceRow(slot=1, token_ids=[8], kv_length=1, page_ids=[6], sample=True)],
+]
+PLAN = plan_of_rows(1, 7, Bucket(tokens=6, pages=3), ROWS, slots=4)
+
+
+def test_columns():
+    assert (PLAN.lane, PLAN.number, PLAN.bucket) == (1, 7, Bucket(6, 3))
+    assert PLAN.rows.tolist() == [0, 2, 5]
+    assert PLAN.token_counts.tolist() == [3, 1, 1]
+    assert PLAN.kv_lengths.tolist() == [7, 9, 1]
+    assert PLAN.samples.tolist() == [False, True, True]
+    assert PLAN.token_ids.tolist() == [11, 12, 13, FROM_DEVICE, 8]
+    assert PLAN.token_starts(slots=4) == {0: (0, 0), 2: (0, 3), 5: (1, 0)}
+
+
+def test_a_plan_of_rows_says_everything():
+    assert PLAN.new_sequences == [
+        NewSequence(0),
+        NewSequence(2, 0.5, 40, 0.75, 0.125, 2**32 - 1),
+        NewSequence(5),
+    ]
+    assert PLAN.new_pages.T.tolist() == [
+        [0, 0, 4],
+        [0, 1, 2],
+        [2, 0, 5],
+        [2, 1, 1],
+        [2, 2, 3],
+        [5, 0, 6],
+    ]
+
+
+def test_a_plan_without_rows():
+    plan = plan_of_rows(0, 0, Bucket(4, 1), [[], []], slots=4)
+    assert (len(plan.rows), len(plan.token_ids), plan.new_pages.shape) == (0, 0, (3, 0))
+
+
+@pytest.mark.parametrize("rules", [None, SlotRules(fresh=True)])
+def test_survives_the_wire(rules):
+    rows = [[*ROWS[0], SequenceRow(3, [1], 1, [7], True, temperature=0.5, rules=rules)], ROWS[1]]
+    plan = plan_of_rows(0, 0, Bucket(8, 3), rows, slots=4)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
+    assert plan.temperatures.tolist() == ([] if rules is None else [0.0, 0.5, 0.5, 0.0])
+
+
+def test_what_a_plan_asks_for():
+    def asks(**fields):
+        row = SequenceRow(0, [1], 1, [0], **{"sample": True, **fields})
+        plan = plan_of_rows(0, 0, Bucket(8, 1), [[], [row]], slots=2)
+        return plan.options, (plan.has_rules, plan.has_logprobs, plan.has_targets)
+
+    assert asks() == ([], (False, False, False))
+    rules = SlotRules(allowed=b"abcd")
+    assert asks(rules=rules) == ([RowOptions(2, rules)], (True, False, False))
+    assert asks(logprobs=0) == ([RowOptions(2, logprobs=0)], (False, True, False))
+    assert asks(logprobs=0, sample=False) == ([], (False, False, False))
+    assert asks(targets=[5]) == ([RowOptions(2, targets=[5])], (False, False, True))

@@ -1,0 +1,162 @@
+"""Every leaf of both modes, on every device, is what the checkpoint says."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.config.model import LayerKind
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.weights import ColocatedWeights, RandomLeaves, zeroed
+from tests.jaxserve import layouts
+from tests.jaxserve.both_roles import load_both
+
+
+def load(model, overrides, source=None):
+    deployment = layouts.deployment(model, overrides)
+    config, names = read_config(model)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    source = source or HFCheckpoint(model, names)
+    if deployment.mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        return programs, ColocatedWeights(source, names, programs)
+    weights = load_both(source, names, templates, deployment, meshes)
+    return AttentionPrograms(templates, deployment, meshes.attention), weights
+
+
+def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
+    """Leaf name → the tensors of the file, side by side."""
+    tensors = {
+        name.removesuffix(".weight"): value
+        for name, value in layouts.SIZES.tensors(layouts.SEED).items()
+    }
+    if layer is None:
+        return {
+            "embedding": {"table": tensors["model.embed_tokens"]},
+            "head": {"norm": tensors["model.norm"], "weight": tensors["lm_head"]},
+        }[role]
+    at = {
+        name.removeprefix(f"model.layers.{layer}."): value
+        for name, value in tensors.items()
+        if name.startswith(f"model.layers.{layer}.")
+    }
+    if role == "attention":
+        leaves = {
+            "input_norm": at["input_layernorm"],
+            "attention.down": np.concatenate([at[f"self_attn.{part}_proj"] for part in "qkv"]),
+            "attention.inter_norm": at["self_attn.inter_norm"],
+            "attention.up": at["self_attn.wq"],
+            "attention.out": at["self_attn.o_proj"],
+            "post_norm": at["post_attention_layernorm"],
+        }
+        return leaves | ({"router.gate": at["moe.gate"]} if "moe.gate" in at else {})
+    block = "share_expert" if "moe.gate" in at else "mlp"
+    leaves = {f"dense.{part}": at[f"{block}.{part}_proj"] for part in ("gate", "up", "down")}
+    if "moe.gate" in at:
+        leaves |= {f"experts.{part}": at[f"moe.{part}_proj"] for part in ("gate", "up", "down")}
+    return leaves
+
+
+def check(template, leaves, expected):
+    assert set(template.names) == set(expected)
+    for name, shape, leaf in zip(template.names, template.leaves, leaves, strict=True):
+        padded = np.zeros(shape.shape, np.float32)
+        padded[tuple(slice(size) for size in expected[name].shape)] = expected[name]
+        np.testing.assert_array_equal(np.asarray(leaf), padded, err_msg=name)
+
+
+# Of the sizes in `layouts.py` no axis divides: every one of these pads experts, d_ff or vocab.
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"attention.dp": 2, "attention.tp": 2},
+        {"ffn.ep": 2, "ffn.tp": 2},
+        {"ffn.ep": 3},
+        {"ffn.tp": 5},
+    ],
+    ids=str,
+)
+def test_afd(tiny_model, overrides):
+    programs, weights = load(tiny_model, overrides)
+    templates = programs.templates
+    check(templates.embedding, weights.embedding, expected_leaves(None, "embedding"))
+    check(templates.head, weights.head, expected_leaves(None, "head"))
+    for layer in range(4):
+        kind = programs.config.kind(layer)
+        check(
+            templates.attention[kind], weights.attention[layer], expected_leaves(layer, "attention")
+        )
+        check(templates.ffn[kind.ffn], weights.ffn[layer], expected_leaves(layer, "ffn"))
+
+
+def test_devices_hold_their_slices_alone(tiny_model):
+    programs, weights = load(tiny_model, {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2})
+    ffn = dict(zip(programs.templates.ffn["moe"].names, weights.ffn[1], strict=True))
+    shards = {name: {s.data.shape for s in leaf.addressable_shards} for name, leaf in ffn.items()}
+    assert shards == {
+        "experts.gate": {(4, 17, 64)},  # 7 of 8 experts, 33 of 34 columns
+        "experts.up": {(4, 17, 64)},
+        "experts.down": {(4, 64, 17)},
+        "dense.gate": {(11, 64)},  # 42 of 44 columns
+        "dense.up": {(11, 64)},
+        "dense.down": {(64, 11)},
+    }
+    assert [s.device.id for s in ffn["experts.gate"].addressable_shards] == [2, 3, 4, 5]
+    attention = programs.templates.attention[LayerKind("moe")]
+    leaves = dict(zip(attention.names, weights.attention[1], strict=True))
+    assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(64, 48)}
+    assert {s.data.shape for s in leaves["attention.out"].addressable_shards} == {(64, 64)}
+    assert {s.data.shape for s in leaves["attention.down"].addressable_shards} == {(112, 64)}
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"attention.dp": 2, "attention.tp": 2}, {"attention.dp": 3}], ids=str
+)
+def test_colocated_stacks_are_the_layers(tiny_model, overrides):
+    programs, weights = load(tiny_model, layouts.COLOCATED | overrides)
+    templates, flat = programs.templates, list(weights.flat)
+
+    def take(template):
+        nonlocal flat
+        leaves, flat = flat[: len(template.leaves)], flat[len(template.leaves) :]
+        return leaves
+
+    check(templates.embedding, take(templates.embedding), expected_leaves(None, "embedding"))
+    check(templates.head, take(templates.head), expected_leaves(None, "head"))
+    for kind, start, stop in programs.stacked():
+        for role, template in (
+            ("attention", templates.attention[kind]),
+            ("ffn", templates.ffn[kind.ffn]),
+        ):
+            stacks = take(template)
+            for layer in range(start, stop):
+                leaves = [np.asarray(stack)[layer - start] for stack in stacks]
+                check(template, leaves, expected_leaves(layer, role))
+    assert flat == []
+
+
+def test_bfloat16(tiny_model):
+    _, weights = load(tiny_model, {"dtype": "bfloat16"})
+    assert {leaf.dtype for leaf in weights.leaves} == {jnp.dtype(jnp.bfloat16)}
+    table = expected_leaves(None, "embedding")["table"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(weights.embedding[0]), table)
+
+
+def test_random_leaves_are_the_same_every_time(tiny_model):
+    first, again = (load(tiny_model, {}, RandomLeaves(3))[1] for _ in range(2))
+    for a, b in zip(first.ffn[1], again.ffn[1], strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not np.array_equal(np.asarray(first.ffn[1][0]), np.asarray(first.ffn[2][0]))
+
+
+def test_pages_are_zero_and_one_pair_a_layer(tiny_model):
+    programs, _ = load(tiny_model, {"attention.dp": 2})
+    pages = [zeroed(programs.page_arrays, programs.mesh) for _ in range(4)]
+    assert [(k.shape, v.shape) for k, v in pages] == [((320, 1, 8, 32),) * 2] * 4
+    assert len({id(array) for pair in pages for array in pair}) == 8
+    assert not any(np.asarray(array).any() for pair in pages for array in pair)

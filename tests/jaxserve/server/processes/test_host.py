@@ -1,0 +1,256 @@
+"""Two processes of faces over one fake engine: what clients see is what one process shows them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import Server
+from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.processes import host
+from jaxserve.server.processes.host import FaceProcesses
+from tests.jaxserve.server.http.rig import events
+from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
+from tests.jaxserve.text.letters import ids_of, raw_letters
+
+SECONDS = 30
+SERVER = Server(grpc_port=0, http_port=0, processes=2)
+
+
+class Rig:
+    """The processes, their engine, and clients that open a connection a request."""
+
+    def __init__(self, folder: Path):
+        self.engine = FakeEngine(ids_of("one two three"), view=pipeline_view(200))
+        self.faces = FaceProcesses(str(folder), SERVER, False, "text")
+        try:
+            self.addresses = self.faces.start()
+            self.health = self.get("/health").json()
+            self.early = self.get("/ready").status_code
+            self.faces.open(self.engine)
+        except BaseException:
+            self.faces.stop(0)
+            raise
+
+    def close(self) -> None:
+        self.engine.close()
+        self.faces.stop(5)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"http://{self.addresses['http']}{path}", timeout=SECONDS)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        url = f"http://{self.addresses['http']}/v1/completions"
+        return httpx.post(url, json={"prompt": "hi", **fields}, timeout=SECONDS)
+
+    def pids(self) -> set[int]:
+        return {process.pid for process in self.faces._processes}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    raw_letters().save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Rig]:
+    rig = Rig(folder)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def rig(shared: Rig) -> Iterator[Rig]:
+    """The shared one, as it was."""
+    yield shared
+    shared.engine.allowed = shared.engine.refusal = None
+    assert shared.engine.wait_until_idle(SECONDS)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def streams(rig: Rig, channel: grpc.Channel, **fields: Any) -> Any:
+    return InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi", **fields))
+
+
+def test_ports_answer_before_the_engine_is_there(rig: Rig) -> None:
+    assert (rig.health, rig.early) == ({"status": "starting"}, 503)
+    assert rig.get("/ready").status_code == 200
+
+
+def test_completions(rig: Rig) -> None:
+    answer = rig.complete(logprobs=2, prompt_logprobs=1).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one two three", "stop")
+    assert choice["logprobs"]["token_logprobs"] == [-i / 100 for i in ids_of("one two three")]
+    assert answer["usage"]["total_tokens"] == 15
+    chunks = events(rig.complete(stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two three"
+    with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
+        seen = list(streams(rig, channel, logit_bias={5: 1.5}, stop=["two"], seed=3))
+    assert "".join(event.delta.text for event in seen) == "one "
+    assert (seen[-1].finish.stop_string, rig.engine.params[-1].logit_bias) == ("two", {5: 1.5})
+
+
+def test_a_grammar_is_followed_at_the_engine(rig: Rig) -> None:
+    """The script does not fit it, so every token is the mask's."""
+    answer = rig.complete(structured_outputs={"choice": ["two"]}).json()
+    assert answer["choices"][0]["text"] == "two"
+    wrong = rig.complete(structured_outputs={"regex": "("})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "structured_outputs.regex")
+
+
+def test_refusals_keep_their_status(rig: Rig) -> None:
+    rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=2)
+    response = rig.complete()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert response.json()["error"]["message"] == "8 requests wait already"
+    rig.engine.refusal = KeyError("a secret path")
+    response = rig.complete(request_id="a1")
+    assert (response.status_code, "secret" in response.text) == (500, False)
+
+
+def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
+        call = streams(rig, channel, request_id="left")
+        next(call)
+        assert rig.faces.live_ids() == ["left"]
+        call.cancel()
+        assert rig.engine.wait_until_idle(SECONDS)
+        with pytest.raises(grpc.RpcError) as caught:
+            InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=0.3)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert rig.engine.wait_until_idle(SECONDS)
+    wait_for(lambda: rig.faces.live_ids() == [])
+
+
+def test_requests_of_all_processes_have_one_set_of_ids(rig: Rig) -> None:
+    """Whichever process a connection is served by: an id is taken once, and aborts find it."""
+    rig.engine.allowed = 3
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(rig.addresses["grpc"], options) as owner:
+        call = streams(rig, owner, request_id="mine")
+        next(call)
+        for _ in range(6):  # connections go to either process
+            with grpc.insecure_channel(rig.addresses["grpc"], options) as other:
+                with pytest.raises(grpc.RpcError, match="'mine' is already running"):
+                    next(streams(rig, other, request_id="mine"))
+                with pytest.raises(grpc.RpcError, match="no request 'yours' is running"):
+                    InferenceStub(other).Abort(pb.AbortRequest(request_id="yours"))
+        with grpc.insecure_channel(rig.addresses["grpc"], options) as other:
+            InferenceStub(other).Abort(pb.AbortRequest(request_id="mine"), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() == grpc.StatusCode.CANCELLED
+        assert caught.value.details() == "the request was aborted"
+    call = None
+    assert rig.faces.abort("mine") is False
+
+
+def test_metrics_are_of_all_processes(rig: Rig) -> None:
+    def count() -> float:
+        name = 'jaxserve:generation_tokens_total{model_name="fake"} '
+        lines = rig.get("/metrics").text.splitlines()
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    before = count()
+    for _ in range(8):
+        assert rig.complete().status_code == 200
+    assert count() == before + 8 * 13
+    assert rig.faces.metrics.generated == count()
+    assert 'jaxserve:num_requests_waiting{model_name="fake"} 2.0' in rig.get("/metrics").text
+    wait_for(lambda: rig.get("/pipeline").json()["measured"])
+    measured = rig.get("/pipeline").json()["measured"]
+    assert (measured["bubble"], len(measured["timeline"])) == (0.25, 24)
+
+
+def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "RESTART_SECONDS", 0.1)
+    rig.engine.allowed = 3
+    before = rig.pids()
+    with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
+        call = streams(rig, channel)
+        next(call)
+        (victim,) = (process for process in rig.faces._processes if process.owners)
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert rig.engine.wait_until_idle(SECONDS)
+    rig.engine.allowed = None
+    wait_for(lambda: victim.pid not in rig.pids())
+    assert len(rig.pids() - before) == 1
+    for process in rig.faces._processes:
+        process.wait_opened()
+    for _ in range(8):
+        assert rig.complete().json()["choices"][0]["text"] == "one two three"
+
+
+def test_the_end(folder: Path) -> None:
+    """A failed engine: clients hear it without its text, and everything ends."""
+    rig = Rig(folder)
+    rig.engine.allowed = 3
+    pids = rig.pids()
+    port = int(rig.addresses["http"].rpartition(":")[2])
+    other = FaceProcesses(
+        str(folder), msgspec.structs.replace(SERVER, http_port=port), False, "text"
+    )
+    with pytest.raises(ConfigError, match=r"http_port: .* is it in use"):
+        other.start()
+    other.stop(0)
+    url = f"http://{rig.addresses['http']}/v1/completions"
+    fields = {"prompt": "hi", "stream": True, "request_id": "a1"}
+    with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
+        lines = call.iter_lines()
+        assert "choices" in next(lines)
+        rig.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
+        rest = [line for line in lines if line]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["message"] == "the engine failed; request a1"
+    assert rig.get("/health").status_code == 503
+    rig.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_draining_lets_streams_finish(folder: Path) -> None:
+    rig = Rig(folder)
+    rig.engine.allowed = 3
+    url = f"http://{rig.addresses['http']}/v1/completions"
+    fields = {"prompt": "hi", "stream": True}
+    with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
+        lines = call.iter_lines()
+        assert "choices" in next(lines)
+        rig.faces.refuse()
+        wait_for(lambda: rig.complete().status_code == 503)
+        rig.engine.allowed = None
+        assert rig.engine.drain(SECONDS)
+        rig.close()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"tokenizer"):
+        FaceProcesses(str(tmp_path), SERVER, False, "text")

@@ -1,0 +1,127 @@
+"""Same tokens whichever exchange moves the rows of the experts: `gather` and `alltoall`, with FFN
+devices of their own and colocated, against the NumPy model.
+
+What takes more than the eight simulated devices of a test runs in `exchange_process.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.model import ModelConfig
+from jaxserve.model.ffn.traffic import exchange_of
+from tests.conftest import REPOSITORY
+from tests.jaxserve import exchange_process, layouts
+from tests.jaxserve.exchange_process import OUTPUT_TOKENS, PROMPTS
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+pytestmark = pytest.mark.unoptimised
+
+SECONDS = 400
+
+EIGHT: dict[str, dict[str, Any]] = {
+    "colocated EP 8": {**layouts.COLOCATED, "attention.dp": 8},
+    "colocated EP 4 x TP 2": {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2},
+    "2A, EP 3 x TP 2": {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2},
+}
+"""Layouts of up to eight devices."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "colocated EP 16": {**layouts.COLOCATED, "attention.dp": 16},
+    "1A, EP 16": {"ffn.ep": 16},
+    "1A, EP 8": {"ffn.ep": 8, "lanes": 3},
+    "2A, EP 8 x TP 2": {"attention.dp": 2, "ffn.ep": 8, "ffn.tp": 2},
+}
+"""Layouts of more."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Step-3 with enough experts for 16 ranks, of which the last have none."""
+    sizes = TinyStep3(
+        vocab_size=161,
+        moe_intermediate_size=33,
+        share_expert_dim=42,
+        moe_num_experts=20,
+    )
+    return write_tiny_step3(tmp_path_factory.mktemp("experts"), sizes, seed=layouts.SEED)
+
+
+@pytest.fixture(scope="module")
+def config(model) -> ModelConfig:
+    return read_config(str(model), [])[0]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """By the NumPy model; no token hangs on the last digits of a logit."""
+    numpy_model = Step3Numpy.from_folder(model)
+    return [numpy_model.greedy(prompt, OUTPUT_TOKENS) for prompt in PROMPTS]
+
+
+def overrides(layout: dict[str, Any], kind: str) -> dict[str, Any]:
+    return layout | {"ffn.exchange": kind}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("colocated EP 8", "alltoall"),
+        pytest.param("colocated EP 8", "gather", marks=pytest.mark.matrix),
+        ("2A, EP 3 x TP 2", "alltoall"),
+        pytest.param("2A, EP 3 x TP 2", "gather", marks=pytest.mark.matrix),
+        pytest.param("colocated EP 4 x TP 2", "gather", marks=pytest.mark.matrix),
+        pytest.param("colocated EP 4 x TP 2", "alltoall", marks=pytest.mark.matrix),
+    ],
+)
+def test_up_to_eight_devices(name, kind, model, expected):
+    assert exchange_process.tokens_of(model, overrides(EIGHT[name], kind)) == expected
+
+
+def run(model, cases: list[dict[str, Any]], folder) -> list[list[list[int]]]:
+    """The tokens of every case, from a process with as many devices as the largest needs."""
+    written = folder / "written.json"
+    command = [sys.executable, "-m", "tests.jaxserve.exchange_process", str(model)]
+    done = subprocess.run(
+        [*command, json.dumps(cases), str(written)],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "18"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(written.read_text())
+
+
+def test_sixteen_ranks(model, expected, tmp_path):
+    cases = [overrides(MORE[name], "alltoall") for name in ("colocated EP 16", "1A, EP 16")]
+    assert run(model, cases, tmp_path) == [expected] * 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MORE)
+def test_every_layout_of_more_devices(name, model, expected, tmp_path):
+    cases = [overrides(MORE[name], kind) for kind in ("gather", "alltoall")]
+    assert run(model, cases, tmp_path) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (EIGHT["colocated EP 8"], "alltoall"),
+        (MORE["1A, EP 16"], "alltoall"),
+        ({"ffn.ep": 2}, "gather"),  # a token has experts on almost every rank
+        ({"ffn.tp": 8}, "gather"),
+        ({"ffn.ep": 16, "link.route": "broadcast"}, "gather"),
+        ({"ffn.ep": 16, "ffn.exchange": "gather"}, "gather"),
+    ],
+)
+def test_auto_takes_what_moves_less(layout, kind, model, config):
+    assert exchange_of(config, layouts.deployment(model, layout)) == kind

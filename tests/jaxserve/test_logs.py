@@ -1,0 +1,36 @@
+"""Log lines for machines."""
+
+import json
+import logging
+import sys
+
+from jaxserve.logs import JsonFormatter
+
+
+def record(message: str, *arguments: object, **more: object) -> logging.LogRecord:
+    made = logging.LogRecord("jaxserve.http", logging.INFO, "f.py", 1, message, arguments, None)
+    made.__dict__.update(more)
+    return made
+
+
+def test_a_line() -> None:
+    fields = {"request_id": 'a"\n', "status": 200}
+    line = JsonFormatter().format(record("x=%d é", 3, created=0.5, fields=fields))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:00.500+00:00",
+        "level": "INFO",
+        "logger": "jaxserve.http",
+        "message": "x=3 é",
+        "request_id": 'a"\n',
+        "status": 200,
+    }
+
+
+def test_an_exception() -> None:
+    try:
+        raise KeyError("gone")
+    except KeyError:
+        line = JsonFormatter().format(record("failed", exc_info=sys.exc_info()))
+    assert "KeyError: 'gone'" in json.loads(line)["error"]
+    assert "\n" not in line

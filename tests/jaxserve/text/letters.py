@@ -1,0 +1,30 @@
+"""A tokenizer small enough to count in one's head: one token a byte."""
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import TokenizersVocabulary
+
+BOS, EOS = 0, 1
+
+
+def raw_letters() -> tokenizers.Tokenizer:
+    """<s> = 0, </s> = 1, and every byte's own letter from 2 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: index for index, letter in enumerate(["<s>", "</s>", *alphabet])}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<s>", "</s>"])
+    return raw
+
+
+LETTERS = Tokenizer(
+    TokenizersVocabulary(raw_letters()), bos_token_id=BOS, eos_token_ids=[EOS], add_bos=True
+)
+
+
+def ids_of(text: str) -> list[int]:
+    """The text's ids, without bos."""
+    return LETTERS.encode(text)[1:]

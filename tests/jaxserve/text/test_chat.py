@@ -1,0 +1,229 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.text.chat import ChatTemplate
+
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def write(folder: Path, name: str, content: Any) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def rendered(folder: Path, **values: Any) -> str:
+    template = ChatTemplate.from_folder(folder)
+    assert template is not None
+    return template.render(HI, **values)
+
+
+# ------------------------------------------------------------------------------- sources
+
+
+def test_a_folder_without_a_template(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
+    assert ChatTemplate.from_folder(tmp_path) is None
+
+
+def test_the_first_file_wins(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "third"})
+    assert rendered(tmp_path) == "third"
+    write(tmp_path, "chat_template.json", {"chat_template": "second"})
+    assert rendered(tmp_path) == "second"
+    write(tmp_path, "chat_template.jinja", "first é")
+    assert rendered(tmp_path) == "first é"
+
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+
+
+@pytest.mark.parametrize("content", [NAMED, {"default": "plain", "tool_use": "with tools"}])
+def test_named_templates(tmp_path: Path, content: Any) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": content})
+    assert rendered(tmp_path) == "plain"
+    assert rendered(tmp_path, tools=[{}]) == "with tools"
+
+
+@pytest.mark.parametrize("text", ["<s>", {"content": "<s>", "lstrip": False}])
+def test_special_tokens_come_from_the_tokenizer_configuration(tmp_path: Path, text: Any) -> None:
+    write(tmp_path, "chat_template.jinja", PLAIN + "{{ eos_token }}{{ pad_token }}")
+    write(tmp_path, "tokenizer_config.json", {"bos_token": text, "eos_token": "</s>"})
+    assert rendered(tmp_path) == "<s>user:Hi;assistant:</s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", "a\n{% if x %}", "default: line 2: unexpected end of input"),
+        (
+            "chat_template.json",
+            '{"chat_template": ',
+            r"chat_template\.json is truncated or no JSON",
+        ),
+        ("tokenizer_config.json", {"chat_template": 5}, "expected a text, or names and templates"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}, "names and templates"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": {"rag": "{{ a b }}"}},
+            "there is no default one; rag: line 1: unexpected identifier",
+        ),
+    ],
+)
+def test_broken_templates(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    write(tmp_path, name, content)
+    with pytest.raises(CheckpointError, match=message):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+# ------------------------------------------------------------------------------- messages
+
+
+def test_the_generation_prompt_may_be_left_out() -> None:
+    template = ChatTemplate({"default": PLAIN})
+    assert template.render(HI, add_generation_prompt=False) == "user:Hi;"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "^messages: is empty$"),
+        ("Hi", "^messages: expected a list, got str$"),
+        ([*HI, "Hi"], r"^messages\[1\]: expected an object, got str$"),
+        ([*HI, {"content": "x"}], r"^messages\[1\]\.role: is missing$"),
+        ([{"role": 3, "content": "x"}], r"^messages\[0\]\.role: expected a text, got 3$"),
+        ([{"role": "user"}], r"^messages\[0\]\.content: is missing$"),
+        (
+            [{"role": "user", "content": 5}],
+            r"^messages\[0\]\.content: expected a text or a list, got int$",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
+            r"^messages\[0\]\.content\[1\]\.type: 'image_url' is not supported",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            r"^messages\[0\]\.content\[0\]\.text: expected a text$",
+        ),
+        (
+            [{"role": "user", "content": ["a"]}],
+            r"^messages\[0\]\.content\[0\]: expected an object, got str$",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": {}}],
+            r"^messages\[0\]\.tool_calls: expected a list, got dict$",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": ["f"]}],
+            r"^messages\[0\]\.tool_calls\[0\]: expected an object, got str$",
+        ),
+        (
+            [{"role": "user", "content": "a\udc00"}],
+            r"^messages\[0\]\.content: no Unicode text: lone surrogate at 1$",
+        ),
+        (
+            [{"role": "user", "content": "a", "x": [{"y": {1, 2}}]}],
+            r"^messages\[0\]\.x\[0\]\.y: set is no JSON value$",
+        ),
+    ],
+)
+def test_wrong_messages_are_named(messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        ChatTemplate({"default": PLAIN}).render(messages)
+
+
+def test_errors_name_the_field_as_the_caller_does() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages\[3\]\[0\]\.role: is missing"):
+        ChatTemplate({"default": PLAIN}).render([{}], field="messages[3]")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("f", "^tools: expected a list, got str$"),
+        ([{}, "f"], r"^tools\[1\]: expected an object, got str$"),
+        ([{"a": object()}], r"^tools\[0\]\.a: object is no JSON value$"),
+    ],
+)
+def test_wrong_tools_are_named(tools: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        ChatTemplate({"default": PLAIN}).render(HI, tools=tools)
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+READS_PARTS = (
+    "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (PLAIN, "user:a\nb;assistant:"),
+        (READS_PARTS, "[a][b]"),
+        (READS_PARTS.replace("m.content", "m['content']"), "[a][b]"),
+        ("{{ 'b' in messages[0].content }}", "True"),
+    ],
+)
+def test_contents_in_parts(source: str, expected: str) -> None:
+    """A template that knows no parts gets their text, one a line."""
+    assert (
+        ChatTemplate({"default": source}).render([{"role": "user", "content": PARTS}]) == expected
+    )
+
+
+def test_the_templates_refusal_and_failure() -> None:
+    refusing = ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"})
+    with pytest.raises(
+        InvalidRequestError, match=r"^messages: the chat template refuses: roles must alternate$"
+    ):
+        refusing.render(HI)
+    failing = ChatTemplate({"default": "\n{{ messages[0].content + 1 }}"})
+    with pytest.raises(InvalidRequestError, match=r"^messages: the chat template failed: line 2: "):
+        failing.render(HI)
+
+
+# ------------------------------------------------------------------------------- switches
+
+
+def test_switches_are_what_the_template_reads_and_a_few_known_ones() -> None:
+    template = ChatTemplate(
+        {"default": PLAIN + "{{ style }}{% if enable_thinking is false %}quick{% endif %}"}
+    )
+    assert template.switches == {
+        *("style", "enable_thinking", "thinking", "reasoning_effort", "documents"),
+    }
+    switches = {"style": "x", "enable_thinking": False, "reasoning_effort": "low"}
+    assert template.render(HI, chat_template_kwargs=switches) == "user:Hi;assistant:xquick"
+
+
+@pytest.mark.parametrize(
+    "name", ["bos_token", "messages", "raise_exception", "range", "call_method", "other", "self"]
+)
+def test_other_names_are_refused(name: str) -> None:
+    template = ChatTemplate({"default": PLAIN + "{{ range(2) }}{{ raise_exception }}"})
+    with pytest.raises(
+        InvalidRequestError, match=rf"^chat_template_kwargs\.{name}: is no switch of the template"
+    ):
+        template.render(HI, chat_template_kwargs={name: "x"})
+
+
+def test_a_switch_is_json() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^chat_template_kwargs\.thinking\[0\]: object is no JSON value"
+    ):
+        ChatTemplate({"default": PLAIN}).render(HI, chat_template_kwargs={"thinking": [object()]})

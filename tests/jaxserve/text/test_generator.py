@@ -1,0 +1,281 @@
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, strategies
+
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
+from jaxserve.text.generator import TextGenerator
+from jaxserve.text.output import GenerationOutput, merge
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of
+
+
+class Consumer:
+    """Collects outputs; `wait()` returns them joined when the last one came."""
+
+    def __init__(self) -> None:
+        self.outputs: list[GenerationOutput] = []
+        self.ended = threading.Event()
+
+    def __call__(self, output: GenerationOutput) -> None:
+        self.outputs.append(output)
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    def wait(self) -> GenerationOutput:
+        assert self.ended.wait(10)
+        return merge(self.outputs)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine(ids_of("one two three"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def generator(engine: FakeEngine) -> Iterator[TextGenerator]:
+    generator = TextGenerator(engine, LETTERS)
+    yield generator
+    generator.close()
+
+
+def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
+    consumer = Consumer()
+    generation = generator.submit("hi", SamplingParams(), consumer, request_id="a")
+    result = consumer.wait()
+    assert result == GenerationOutput(
+        request_id="a",
+        text="one two three",
+        token_ids=ids_of("one two three"),
+        finish_reason="stop",
+        stop_token_id=1,
+        prompt_token_count=3,
+        completion_token_count=13,
+    )
+    assert engine.prompts == [[0, *ids_of("hi")]]
+    assert len(generation.prompt) == 3
+    assert generator.live == 0
+
+
+def test_token_ids_are_taken_as_they_are(engine: FakeEngine, generator: TextGenerator) -> None:
+    consumer = Consumer()
+    generator.submit([5, 6], SamplingParams(max_tokens=3), consumer)
+    assert consumer.wait().finish_reason == "length"
+    assert consumer.wait().text == "one"
+    assert engine.prompts == [[5, 6]]
+
+
+def test_characters_come_whole(engine: FakeEngine, generator: TextGenerator) -> None:
+    engine.script = ids_of("a€b")
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(), consumer)
+    consumer.wait()
+    text, tokens = "", 0
+    for output in consumer.outputs:
+        text, tokens = text + output.text, tokens + len(output.token_ids)
+        assert text == ["", "a", "a", "a", "a€", "a€b"][tokens]
+    assert tokens == 5
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 50])
+def test_a_stop_string_ends_the_request(
+    engine: FakeEngine, generator: TextGenerator, chunk: int
+) -> None:
+    """Text is cut before it, tokens after it, whatever the engine's chunks; pages come back."""
+    engine.chunk = chunk
+    engine.script = ids_of("one two three" * 20)
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(max_tokens=1000, stop=("tw", " th")), consumer)
+    result = consumer.wait()
+    assert (result.text, result.stop_string, result.finish_reason) == ("one ", "tw", "stop")
+    assert result.stop_token_id is None
+    assert result.token_ids == ids_of("one tw")
+    assert result.completion_token_count == 6
+    assert engine.wait_until_idle()
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end(
+    engine: FakeEngine, generator: TextGenerator
+) -> None:
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(stop=("three!",)), consumer)
+    assert consumer.wait().text == "one two three"
+
+
+def test_min_tokens_holds_for_stop_strings(engine: FakeEngine, generator: TextGenerator) -> None:
+    engine.script = ids_of("ababab")
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(stop=("a",), min_tokens=3, max_tokens=9), consumer)
+    assert consumer.wait().text == "ab"
+    assert consumer.wait().token_ids == ids_of("aba")
+
+
+@given(strategies.text(alphabet="ab€", max_size=20), strategies.integers(1, 5))
+def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> None:
+    """Pure: the same tokens in other portions give the same text, ids and reason."""
+
+    class NoEngine(FakeEngine):
+        def __post_init__(self) -> None:
+            pass
+
+        def submit(self, prompt, params, on_output, *, request_id, deadline=None):  # type: ignore[no-untyped-def]
+            ids = ids_of(text)
+            for start in range(0, len(ids), chunk):
+                on_output(TokenOutput(request_id=request_id, token_ids=ids[start : start + chunk]))
+            on_output(TokenOutput(request_id=request_id, finish_reason="length"))
+
+        def cancel(self, request_id: str) -> None:
+            pass
+
+        def add_failure_callback(self, callback) -> None:  # type: ignore[no-untyped-def]
+            pass
+
+    generator = TextGenerator(NoEngine([]), LETTERS)
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(stop=("bb", "a€a")), consumer)
+    result = consumer.wait()
+    generator.close()
+    ends = [text.find(stop) + len(stop) for stop in ("bb", "a€a") if stop in text]
+    if ends:
+        assert result.token_ids == ids_of(text[: min(ends)])
+        assert result.text == text[: min(ends) - len(result.stop_string or "")]
+    else:
+        assert (result.text, result.finish_reason) == (text, "length")
+
+
+def test_cancelling_returns_the_pages(engine: FakeEngine, generator: TextGenerator) -> None:
+    engine.allowed = 3
+    consumer = Consumer()
+    generation = generator.submit("hi", SamplingParams(), consumer)
+    generation.cancel()
+    assert consumer.wait().finish_reason == "cancelled"
+    assert engine.wait_until_idle()
+    generation.cancel()  # again is fine
+    assert engine.cancelled == [generation.request_id]
+
+
+def test_a_slow_reader_is_dropped(engine: FakeEngine, generator: TextGenerator) -> None:
+    engine.script = ids_of("x" * 80)
+    consumer = Consumer()
+    generation = generator.submit("hi", SamplingParams(), consumer, max_pending_tokens=10)
+    result = consumer.wait()
+    assert result.finish_reason == "cancelled"
+    assert result.error == "the reader is too slow: more than 10 tokens wait for it"
+    assert generation.overflowed
+    assert result.completion_token_count == 10
+    assert engine.wait_until_idle()
+
+
+def test_a_reader_that_keeps_up_is_not_dropped(
+    engine: FakeEngine, generator: TextGenerator
+) -> None:
+    engine.script = ids_of("x" * 80)
+    engine.pace = 0.001
+    ready = threading.Event()
+    consumer = Consumer()
+
+    def consume(output: GenerationOutput) -> None:
+        ready.wait(5)
+        generation.consumed(len(output.token_ids))
+        consumer(output)
+
+    generation = generator.submit("hi", SamplingParams(), consume, max_pending_tokens=70)
+    ready.set()
+    assert consumer.wait().finish_reason == "stop"
+
+
+def test_a_consumer_that_raises_ends_its_request_alone(
+    engine: FakeEngine, generator: TextGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(output: GenerationOutput) -> None:
+        raise KeyError("mine")
+
+    other = Consumer()
+    engine.pace = 0.002
+    generator.submit("hi", SamplingParams(), broken, request_id="broken")
+    generator.submit("hi", SamplingParams(), other)
+    assert other.wait().text == "one two three"
+    assert engine.wait_until_idle()
+    assert engine.cancelled == ["broken"]
+    assert "request broken: its consumer failed" in caplog.text
+
+
+def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGenerator) -> None:
+    engine.allowed = 3
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(), consumer)
+    while not consumer.outputs:
+        time.sleep(0.001)
+    engine.fail("process 1 (ffn) is gone")
+    result = consumer.wait()
+    assert (result.finish_reason, result.error) == ("error", "process 1 (ffn) is gone")
+    with pytest.raises(EngineFailedError, match="process 1"):
+        generator.submit("hi", SamplingParams(), consumer)
+    assert generator.live == 0
+
+
+def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> None:
+    engine.allowed = 3
+    generator = TextGenerator(engine, LETTERS)
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(), consumer)
+    generator.close()
+    assert consumer.wait().finish_reason == "cancelled"
+    assert engine.wait_until_idle()
+    with pytest.raises(DrainingError):
+        generator.submit("hi", SamplingParams(), consumer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt: is empty"),
+        ([], "prompt: is empty"),
+        ("x" * 99, "prompt: 100 tokens leave no room for an output: prompt and output together "),
+        ([3] * 100, "prompt: 100 tokens leave no room"),
+        ("x" * 100_000, "prompt: 100000 characters are more than 100 tokens hold"),
+        ("a\udc00", "prompt: no Unicode text: lone surrogate at 1"),
+        ([3, -1], r"prompt\[1\]: token id -1 is not in \[0, 299\]"),
+        ([3, 300], r"prompt\[1\]: token id 300 is not in \[0, 299\]"),
+        ([True], r"prompt\[0\]: True is no token id"),
+    ],
+)
+def test_a_bad_prompt_reaches_no_engine(
+    engine: FakeEngine, generator: TextGenerator, prompt: str | list[int], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        generator.submit(prompt, SamplingParams(), Consumer())
+    assert engine.prompts == []
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "ä"])
+def test_a_bad_request_id(generator: TextGenerator, request_id: str) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id: must be 1 to 128 printable"):
+        generator.submit("hi", SamplingParams(), Consumer(), request_id=request_id)
+
+
+def test_bad_parameters_and_a_taken_id(engine: FakeEngine, generator: TextGenerator) -> None:
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        generator.submit("hi", SamplingParams(temperature=3), Consumer())
+    engine.allowed = 3
+    generator.submit("hi", SamplingParams(), Consumer(), request_id="a")
+    with pytest.raises(InvalidRequestError, match="request_id: 'a' is already running"):
+        generator.submit("hi", SamplingParams(), Consumer(), request_id="a")
+
+
+def test_a_refused_request_leaves_nothing_behind(
+    engine: FakeEngine, generator: TextGenerator
+) -> None:
+    engine.refusal = OverloadedError("8 wait already", retry_after_s=2)
+    with pytest.raises(OverloadedError):
+        generator.submit("hi", SamplingParams(), Consumer(), request_id="a")
+    assert generator.live == 0
+    engine.refusal = None
+    consumer = Consumer()
+    generator.submit("hi", SamplingParams(), consumer, request_id="a")
+    assert consumer.wait().finish_reason == "stop"

@@ -1,0 +1,329 @@
+"""Templates rendered by minijinja give what sandboxed Jinja2 gives."""
+
+import contextlib
+import copy
+import functools
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies
+
+from jaxserve.text import template
+from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+from tests.jaxserve.text.conversations import CONVERSATIONS, OBJECT_CONVERSATIONS, TOOLS
+from tests.jaxserve.text.jinja2_oracle import jinja2_render
+
+FOLDER = Path(__file__).parents[2] / "reference" / "chat_templates"
+FAMILIES = {
+    "deepseek_v3": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "deepseek_r1": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "step3": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|EOT|>"},
+    "kimi_k2": {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"},
+    "qwen3": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    "features": {"bos_token": "<s>", "eos_token": "</s>"},
+}
+
+
+parsed = functools.cache(Template)
+
+
+def render(source: str, **values: Any) -> str:
+    return parsed(source).render({name: plain(value, name=name) for name, value in values.items()})
+
+
+def read(family: str) -> str:
+    return (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")
+
+
+def same(source: str, **values: Any) -> str:
+    """Renders with both and returns the text."""
+    text = render(source, **values)
+    assert text == jinja2_render(source, copy.deepcopy(values))
+    return text
+
+
+# ----------------------------------------------------------------------- whole templates
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS, []], ids=["none", "tools", "empty"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_renders_every_conversation_alike(
+    family: str, tools: list[Any] | None
+) -> None:
+    source = read(family)
+    conversations = list(CONVERSATIONS.values())
+    if "tojson" in source:
+        conversations += OBJECT_CONVERSATIONS.values()
+    switches: list[dict[str, Any]] = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+    for messages, prompt, switch in itertools.product(conversations, (True, False), switches):
+        values = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        same(source, **values, **switch, **FAMILIES[family])
+
+
+TURNS = CONVERSATIONS["turns"]
+CALL = CONVERSATIONS["a call and its answer"]
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [
+        (
+            "deepseek_v3",
+            {"messages": TURNS},
+            "<｜begin▁of▁sentence｜>Be brief & kind <b>.\n"
+            "<｜User｜>How is Łódź | today: sunny?\nI ask"
+            "<｜Assistant｜><think>\n\nA town.\n\n</think>\n\nSunny. <｜end▁of▁sentence｜>"
+            "<｜User｜>Thanks 🙂 你好<｜Assistant｜>",
+        ),
+        (
+            "deepseek_r1",
+            {"messages": TURNS},
+            "<｜begin▁of▁sentence｜>Be brief & kind <b>.\n"
+            "<｜User｜>How is Łódź | today: sunny?\nI ask"
+            "<｜Assistant｜>\n\nSunny. <｜end▁of▁sentence｜>"
+            "<｜User｜>Thanks 🙂 你好<｜Assistant｜><think>\n",
+        ),
+        (
+            "step3",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+            "<｜begin▁of▁sentence｜><|BOT|>user\nHi<|EOT|><|BOT|>assistant\n<think>\n",
+        ),
+        (
+            "kimi_k2",
+            {"messages": CALL, "tools": [{"type": "function"}]},
+            '<|im_system|>tool_declare<|im_middle|>[{"type":"function"}]<|im_end|>'
+            "<|im_system|>system<|im_middle|>You are a helpful assistant.<|im_end|>"
+            "<|im_user|>user<|im_middle|>How is Łódź | today: sunny?\nI ask<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>"
+            'functions.weather:0<|tool_call_argument_begin|>{"city": "Łódź"}<|tool_call_end|>'
+            "<|tool_calls_section_end|><|im_end|>"
+            "<|im_system|>weather<|im_middle|>## Return of functions.weather:0\n12 °C<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|>",
+        ),
+        (
+            "qwen3",
+            {"messages": OBJECT_CONVERSATIONS["a call with thoughts"], "enable_thinking": False},
+            "<|im_start|>user\nHow is Łódź | today: sunny?\nI ask<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\nLet me see.\n</think>\n\n<tool_call>\n"
+            '{"name": "weather", "arguments": {"city": "Łódź", "days": 2.0, '
+            '"at": [1.5, true, null, {"x": "<&\'\\">"}], "n": 7}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        ),
+    ],
+)
+def test_the_text_of_every_family(family: str, values: dict[str, Any], expected: str) -> None:
+    values = {"tools": None, "add_generation_prompt": True, **values, **FAMILIES[family]}
+    assert same(read(family), **values) == expected
+
+
+# ---------------------------------------------------------------------------- differences
+
+VALUES: dict[str, Any] = {
+    "s": " a,b,,c \n",
+    "t": "X<think>y</think>z",
+    "n": None,
+    "d": {"b": 1, "a": {"c": [1, 2.0]}, "items": 3},
+    "l": [3, 1, 2],
+    "f": 1.0,
+    "g": 2.5,
+}
+
+ALIKE = [
+    "{{ s.strip().split(',') }}{{ s.split() }}{{ s.split(',', 1) }}",
+    "{{ s.split(sep=',', maxsplit=2) }}",
+    "{{ s.rsplit(',', 1)[-1] }}{{ s.partition(',') }}{{ s.splitlines() }}{{ s.title() }}",
+    "{{ t.removeprefix('X').removesuffix( 'z' ) }}{{ t . upper ( ) . lower ( ) }}",
+    "{{ t.split('</think>')[0].split('<think>')[-1].strip('\\n')[::-1] }}",
+    "{{ (s ~ t).strip().find('b') }}{{ ('a' if n else s).strip() }}{{ 'a' 'b'.upper() }}",
+    "{{ d['a'].c[0] }}{{ d.get('q', 'x').upper() }}{{ d.get('a', {}).get('c') | length }}",
+    "{{ ([s.strip(), t.upper()] | join(', ')).lower() }}{{ ', '.join([s.strip(), t]) }}",
+    "{{ {'k': s.strip()}['k'].upper() }}{{ {'k': 'v'}.k.upper() }}",
+    "{{ not s.strip().startswith(' a') }}",
+    "{{ s.strip() in s and t.endswith(('z', 'q')) }}{{ -1 if s.count(',') > 2 else l.index(1) }}",
+    "{% for x in s.strip().split(',') if x.strip() %}{{ loop.index }}{{ x.upper() }}{% endfor %}",
+    "{% set u = s.strip().upper() %}{{ u.lower() }}",
+    "{% if t.isupper() %}1{% elif t.islower() %}2{% endif %}",
+    "{% macro m(x) %}{{ x.strip() }}{% endmacro %}{{ m(s).upper() }}{{ m(x=t.lower()) | upper }}",
+    "{{ '\x1f\u00a0a \x85'.strip() }}|{{ 'a\x1cb\u2028c'.split() }}",
+    "{{ 'a\x0bb\u2028c'.splitlines() }}",
+    "{{ '\\U0001F642\\x41\\u00e9\\t\\'\\\"\\\\' }}{{ \"it's\" }}{{ 'say \"x\"' }}",
+    "{{ f }}{{ g }}{{ f | tojson }}{{ [f, g] | tojson }}{{ {'x': f} | tojson }}{{ d | tojson }}",
+    "{% for k, v in d.items() %}{{ k }}={{ v | tojson }};{% endfor %}",
+    "{{ f is number }}{{ f is float }}{{ g is float }}{{ d.b is number }}{{ d.b is float }}",
+    "{{ n | default('x') }}{{ n | default('x', boolean=true) }}{{ q | default('y', true) }}",
+    "{{ s is sequence }}{{ d is sequence }}{{ n is sequence }}{{ n is iterable }}",
+    "{{ q is sequence }}{{ d.q is iterable }}{{ d.q is not iterable }}{{ 3 is not sequence }}",
+    "{{ '{\n'|indent(4, first=True) }}{{ s | indent }}",
+    "{{ 'a\n\nb\n' | indent(2, blank=true) }}",
+    "{{ 'a\nb' | indent(width='> ') }}{{ l | tojson | length }}{{ not q is iterable }}",
+    "a\r\n{% if true %}\r\nb\r\n{% endif %}\rc",
+    "{{ ''[::-1] }}{{ [][::-1] }}{{ l[::-1][0] }}{% for x in l [ : : -1 ] %}{{ x }}{% endfor %}",
+    "{{ s.strip()[::-1].upper() }}{{ s[::2] }}{{ s[1:3][::-1] }}{{ (l + [4])[::-1] | length }}",
+    "{% raw %}\n {{ x }} \n{% endraw %}\n{%- raw -%} {% y %} {%- endraw %}.",
+    "{# {{ x }} #}{{ '{# no comment #}' }}{{ '}}' }}{{ {'a': {'b': 1}} }}{{ '{% raw %}' }}",
+    "  {%- generation -%}  x{% set q = 1 %}  {%- endgeneration %} {{ q is defined }}",
+    "{% for i in l %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+    "{% for i in l %}{% if i == 1 %}{% break %}{% endif %}{{ i }}{% else %}none{% endfor %}",
+    "{% set n = namespace(a=[]) %}{% for i in l %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}",
+    "{%- if l -%}\n\n x\n {%- endif -%}\n\n y\n  {# c #}\n  {% if l %}\n   z\n  {% endif %}\n\n",
+    "{{ undefined_one }}{{ d.q }}{{ undefined_one is defined }}{{ undefined_one or 'x' }}",
+    "{{ l | tojson(indent=2) }}{{ d | tojson(separators=(',', ':'), sort_keys=true) }}",
+    "{{ 'é' | tojson(ensure_ascii=true) }}{{ 'é' | tojson }}",
+    "{{ l[-1] }}{{ l[1:] }}{{ l[::-1] }}{{ l | sort | first }}{{ l | length }}{{ l + [4] }}",
+    "{{ true }}{{ none }}{{ True }}{{ 1.0 }}{{ 'a' ~ 1 ~ none ~ 1.5 }}",
+    "{{ [1, 'a', none, {'k': (1, 2)}] }}",
+]
+
+
+@pytest.mark.parametrize("source", ALIKE)
+def test_alike(source: str) -> None:
+    same(source, **VALUES)
+
+
+@given(strategies.text(), strategies.text(max_size=2), strategies.sampled_from(["strip", "split"]))
+def test_string_methods_of_any_text(text: str, argument: str, method: str) -> None:
+    calls = [f"{{{{ s.{method}() | tojson }}}}"]
+    if argument:
+        calls += [f"{{{{ s.{side}{method}(a) | tojson }}}}" for side in ("", "r")]
+    for source in calls:
+        same(source, s=text, a=argument)
+
+
+JSON = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(2**70), 2**70)
+    | strategies.floats(allow_nan=False, allow_infinity=False)
+    | strategies.text(),
+    lambda inner: (
+        strategies.lists(inner, max_size=3)
+        | strategies.dictionaries(strategies.text(max_size=4), inner, max_size=3)
+    ),
+)
+
+
+@given(JSON)
+def test_json_of_any_value(value: Any) -> None:
+    same("{{ v | tojson }}{{ [v] | tojson(indent=1) }}", v=value)
+
+
+@given(strategies.text(alphabet="{}%#-+'\"\\ \nx.split(),[]|", max_size=40))
+def test_any_text_is_a_template_or_a_clear_error(source: str) -> None:
+    with contextlib.suppress(TemplateError):
+        render(source, x="a b")
+
+
+# ----------------------------------------------------------------------------------- limits
+
+HOSTILE = {
+    "loops": "{% for a in r %}" * 3 + "x" + "{% endfor %}" * 3,
+    "filters": "{% for a in r %}" * 3 + "{{ r | tojson }}" + "{% endfor %}" * 3,
+    "methods": "{% for a in r %}" * 3 + "{{ 'a b'.split() }}" + "{% endfor %}" * 3,
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_nested_loops_end_quickly(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "STEPS", 200_000)
+    parsed.cache_clear()
+    start = time.monotonic()
+    with pytest.raises(TemplateError, match="line 1: it took more than 200000 steps"):
+        render(source, r=list(range(100)))
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion limit exceeded"),
+        ("{{ range(10 ** 12) | list }}", "range has too many elements"),
+        ("{{ 'a' * 10 ** 12 }}", "repeated string is too large"),
+        ("{{ (" * 1 + "(" * 9999 + "1" + ")" * 10000 + " }}", "recursion limits"),
+        ("a\n{% include '/etc/passwd' %}", "line 2: tried to include non-existing template"),
+        ("{% extends '../x' %}", "does not exist"),
+        ("{% import 'x' as y %}", "non-existing template|does not exist"),
+        ("\n{% if x %}", "unexpected end of input"),
+        ("{{ a b }}", "line 1: unexpected identifier"),
+        ("{{ 'x'.encode() }}", "has no method named encode"),
+        ("{{ 'x'.ljust(10 ** 12) }}", "has no method named ljust"),
+        ("{{ none.strip() }}", "NoneType has no method strip"),
+        ("{{ s.split('') }}", "empty separator"),
+        ("{{ q | tojson }}", "tojson: the value is undefined"),
+        ("{{ s | wordcount }}", "filter wordcount is unknown"),
+        ("{{ '%s' % s }}", "tried to use % operator"),
+    ],
+)
+def test_what_does_not_work_is_a_clear_error(source: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        render(source, s="a")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ d.__class__ }}{{ s.__class__ }}{{ l.__class__ }}{{ d['__class__'] }}",
+        "{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}{{ d.items.__self__ }}",
+        "{{ d | attr('__class__') }}",
+    ],
+)
+def test_nothing_of_python_is_within_reach(source: str) -> None:
+    assert render(source, d={}, s="", l=[]) == ""
+
+
+def test_a_template_cannot_change_what_it_is_given() -> None:
+    messages = [{"role": "user", "content": [{"type": "text"}]}]
+    before = copy.deepcopy(messages)
+    render(
+        "{{ m.append(1) }}{{ m[0].update({'role': 'x'}) }}{{ m[0].content.clear() }}", m=messages
+    )
+    assert messages == before
+
+
+def test_a_refusal_is_the_templates_own() -> None:
+    with pytest.raises(TemplateRefusal, match=r"^no 3$"):
+        render("{{ raise_exception('no ' ~ n) }}", n=3)
+
+
+def test_variables_are_what_the_caller_may_set() -> None:
+    source = (
+        "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+        "{% set ns = namespace(x=1) %}{% for m in messages %}{{ m.role.upper() }}{{ loop.index }}"
+        "{{ strftime_now('%d') }}{% endfor %}{% macro f(a) %}{{ a }}{{ outer }}{% endmacro %}"
+    )
+    assert Template(source).variables >= {"messages", "enable_thinking", "outer"}
+    assert Template(source).variables <= {"messages", "enable_thinking", "outer"}
+
+
+# ------------------------------------------------------------------------------------ plain
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {"b": object()}]}, r"^v\.a\[1\]\.b: object is no JSON value$"),
+        ([{1: 2}], r"^v\[0\]: the key 1 is no text$"),
+        ({"a": "x\ud800"}, r"^v\.a: no Unicode text: lone surrogate at 1$"),
+        (nested(100), "is nested too deeply$"),
+        (b"x", "^v: bytes is no JSON value$"),
+    ],
+)
+def test_what_is_no_json_is_named(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plain(value, name="v")
+
+
+def test_plain_copies() -> None:
+    value = {"a": [1, ("x", None, True, 1.5)]}
+    result = plain(value, name="v")
+    assert result == {"a": [1, ["x", None, True, 1.5]]}
+    assert result["a"] is not value["a"]

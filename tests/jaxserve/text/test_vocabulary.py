@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from jaxserve.errors import CheckpointError
+from jaxserve.text.vocabulary import TokenizersVocabulary
+from tests.jaxserve.text.letters import raw_letters
+
+
+def test_letters() -> None:
+    vocabulary = TokenizersVocabulary(raw_letters())
+    assert (vocabulary.size, vocabulary.longest_token) == (258, 4)
+    assert vocabulary.special_ids == {0, 1}
+    assert vocabulary.token_to_id("</s>") == 1
+    assert [vocabulary.has_text(token_id) for token_id in (1, 2, 257, 258)] == [
+        *(False, True, True, False),
+    ]
+    ids = vocabulary.encode("<s>é</s>")
+    assert (ids[0], ids[-1], len(ids)) == (0, 1, 4)
+    assert vocabulary.decode(ids) == "é"
+    assert vocabulary.decode(ids[:2]) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("template", "add_bos", "expected"),
+    [
+        ("$A", None, []),
+        ("$A", True, [0]),
+        ("$A", False, []),
+        ("<s> $A", None, [0]),
+        ("<s> $A", True, [0]),
+        ("<s> $A", False, []),
+        ("$A </s>", None, []),
+        ("<s> </s> $A </s>", None, [0, 1]),
+        ("</s> $A", True, [0, 1]),
+    ],
+)
+def test_what_comes_before_a_prompt(
+    template: str, add_bos: bool | None, expected: list[int]
+) -> None:
+    raw = raw_letters()
+    raw.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert TokenizersVocabulary(raw).prefix(0, add_bos) == expected
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"^tokenizer\.json is truncated or no tokenizer: "):
+        TokenizersVocabulary.from_file(path)

@@ -1,0 +1,113 @@
+"""How much code `python -m jaxserve.serve` can reach, and what it must not reach.
+
+Counted are the modules of `jaxserve` that `jaxserve.serve` imports, directly or through others, at
+the top of a module or inside a function, but not under `if TYPE_CHECKING`; without
+`jaxserve.server` (the faces) and without `pallas_kernels`, which is a package of its own. A line
+counts if it holds code: blank lines, comments and docstrings do not.
+"""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 15_000
+SILENT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def source_of(module: str) -> Path | None:
+    base = ROOT.joinpath(*module.split("."))
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imported_names(node)
+
+
+def closure(start: str) -> dict[str, str]:
+    """Source text by module, of everything of this repository that `start` can import."""
+    found: dict[str, str] = {}
+    waiting = [start]
+    while waiting:
+        parts = waiting.pop().split(".")
+        for end in range(1, len(parts) + 1):
+            module = ".".join(parts[:end])
+            path = source_of(module)
+            if path is None or module in found:
+                continue
+            found[module] = path.read_text(encoding="utf-8")
+            waiting += imported_names(ast.parse(found[module]))
+    return found
+
+
+def code_lines(text: str) -> int:
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in SILENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+SAMPLE = '''"""Title.
+
+More."""
+
+numbers = [  # why
+    1,
+]
+
+
+def text():
+    """A docstring."""
+    # a comment
+    return """a
+b"""
+'''
+
+
+def test_code_lines() -> None:
+    assert code_lines(SAMPLE) == 6
+
+
+def test_imported_names() -> None:
+    text = "import a.b\nif TYPE_CHECKING:\n    import c\ndef f():\n    from d import e, f as g\n"
+    assert list(imported_names(ast.parse(text))) == ["a.b", "d.e", "d.f"]
+
+
+def test_the_serving_path_stays_small() -> None:
+    modules = closure("jaxserve.serve")
+    assert {"jaxserve.engine.scheduler", "jaxserve.model.blocks", "jaxserve.serve"} <= set(modules)
+    server = {name for name in modules if name.split(".")[:2] == ["jaxserve", "server"]}
+    path = {
+        name: code_lines(text)
+        for name, text in modules.items()
+        if name.startswith("jaxserve") and name not in server
+    }
+    print(f"{len(path)} modules, {sum(path.values())} lines of code")
+    assert sum(path.values()) <= LIMIT
+
+
+def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
+    packages = {".".join(name.split(".")[:2]) for name in closure("jaxserve.serve")}
+    assert not packages & {"jaxserve.planner", "jaxserve.bench", "jaxserve.plan"}
+    assert "pallas_kernels.bench" not in packages
