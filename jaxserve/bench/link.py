@@ -1,11 +1,11 @@
 """Host time of the link inside one runtime, against the devices of both sides (part e).
 
-A message of one row a device goes there and an answer comes back, on simulated devices in one
-process, which owns both sides: a process of a deployment over several hosts pays for its own
-devices alone. The clock is the enqueuing
-thread's CPU time: simulated devices copy on threads of the same cores.
+A message of one row a device goes there and an answer comes back, on simulated devices: first in
+one process, which owns both sides, then on hosts of up to eight devices, a process each, as the
+committed configurations have them. The clock is the enqueuing thread's CPU time: simulated devices
+copy on threads of the same cores.
 
-Run by `pipeline.py` as a worker: `python -m jaxserve.bench.link --result FILE`.
+Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 """
 
 import argparse
@@ -19,14 +19,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, writing
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.fleet.addresses import free_port
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.bootstrap import initialise
 from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
-from jaxserve.link.transport import piece_sharding
+from jaxserve.link.transport import Arrays, piece_sharding
+from jaxserve.mesh import Submeshes
 
 SIDES = [(1, 1), (1, 16), (16, 1), (4, 4), (8, 8), (16, 16), (8, 24), (24, 8), (32, 32)]
+HOSTS = [(1, 1), (8, 8), (16, 16)]
+HOST_DEVICES = 8
 WIDTH = 128
-_SECONDS = 600.0
+_SECONDS, _LEADER_STAYS_SECONDS = 600.0, 3.0
 LIMIT = 2.0
 """Of a message between one and 16 devices over one between one and one."""
 
@@ -36,6 +43,9 @@ def measure(quick: bool) -> Part:
     arguments = ["--rounds", "20" if quick else "200"]
     worker = Worker("jaxserve.bench.link", arguments, {"JAX_NUM_CPU_DEVICES": "64"})
     found = run_worker(worker, _SECONDS)
+    hosts = {
+        f"{attention}A{ffn}F": over_hosts(attention, ffn, arguments) for attention, ffn in HOSTS
+    }
     measures = []
     for transport, rows in found.items():
         for name, row in rows.items():
@@ -49,11 +59,32 @@ def measure(quick: bool) -> Part:
     measures.append(
         Measure("device_put: 16A16F ÷ 1A1F", found["device_put"]["16A16F"]["both"] / base, "")
     )
+    for name, row in hosts.items():
+        measures.append(Measure(f"device_put, hosts of 8: {name}", max(row), "µs"))
+    measures.append(
+        Measure("  16A16F ÷ 1A1F", max(hosts["16A16F"]) / max(hosts["1A1F"]), "", LIMIT)
+    )
     notes = [
-        "Medians; one process owns all devices, so both sides' shares of the host time are in it.",
+        "Medians. In the first rows one process owns all devices, so both sides' shares of the "
+        "host time are in it.",
+        f"Hosts of {HOST_DEVICES}: a process a host, each of one role; the process that spends "
+        "most.",
         "Routes trampoline and broadcast are one wire: rows cross once, the ffn mesh spreads them.",
     ]
-    return Part("link", "(e) host time of a message and its answer", measures, notes, found)
+    details = found | {"hosts": hosts}
+    return Part("link", "(e) host time of a message and its answer", measures, notes, details)
+
+
+def over_hosts(attention: int, ffn: int, arguments: list[str]) -> list[float]:
+    """Microseconds that each process spends on a message and its answer, its own end of both."""
+    processes = -(-attention // HOST_DEVICES) + -(-ffn // HOST_DEVICES)
+    shared = [*arguments, "--attention", str(attention), "--ffn", str(ffn)]
+    shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
+    workers = [
+        Worker("jaxserve.bench.link", [*shared, "--process", str(process)], {})
+        for process in range(processes)
+    ]
+    return [sum(found.values()) for found in run_workers(workers, _SECONDS)]
 
 
 def compare(rounds: int) -> dict[str, Any]:
@@ -71,21 +102,46 @@ def compare(rounds: int) -> dict[str, Any]:
     return found
 
 
+def on_host(options: argparse.Namespace) -> dict[str, float]:
+    """One host's part of a deployment, in the order that all take."""
+    settings = Deployment(
+        model="",
+        attention=AttentionRole(dp=options.attention),
+        ffn=FFNRole(ep=options.ffn),
+    )
+    initialise(
+        ProcessArguments(
+            process_id=options.process,
+            processes=options.processes,
+            coordinator=options.coordinator,
+        ),
+        settings,
+    )
+    meshes = Submeshes(settings)
+    route = Route(options.attention, options.ffn)
+    times = _times("device_put", route, meshes.attention, meshes.ffn, options.rounds)
+    barrier("measured")
+    if options.process == 0:
+        time.sleep(_LEADER_STAYS_SECONDS)
+    jax.distributed.shutdown()
+    return {name: times[name] for name in ("dispatch", "combine")}
+
+
 def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[str, float]:
     cls, piece = TRANSPORTS[transport], (1, WIDTH)
     dispatch = cls("dispatch", route, a, f, piece, jnp.dtype(jnp.uint8))
     combine = cls("combine", route, a, f, piece, jnp.dtype(jnp.bfloat16))
-    message = (jax.device_put(np.zeros((a.size, WIDTH), np.uint8), piece_sharding(a)),)
-    answer = [
-        jax.device_put(np.zeros((f.size, WIDTH), jnp.bfloat16), piece_sharding(f))
-        for _ in range(route.slots)
-    ]
+    message = (_zeros(a, jnp.dtype(jnp.uint8)),)
+    answer = [_zeros(f, jnp.dtype(jnp.bfloat16)) for _ in range(route.slots)]
     samples: dict[str, list[float]] = {"dispatch": [], "combine": []}
     for number in range(-3, rounds):
         for name, way, arrays in (("dispatch", dispatch, message), ("combine", combine, answer)):
+            arrived: Arrays = ()
             start = time.thread_time()
-            way.send(arrays)
-            arrived = way.receive()
+            if way.source.local_devices:
+                way.send(arrays)
+            if way.destination.local_devices:
+                arrived = way.receive()
             spent = time.thread_time() - start
             jax.block_until_ready(arrived)
             if number >= 0:
@@ -94,14 +150,27 @@ def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[
     return medians | {"both": sum(medians.values())}
 
 
+def _zeros(mesh: Mesh, dtype: jnp.dtype) -> jax.Array:
+    """A row on each device of a mesh that other processes may own."""
+    zeros = np.zeros((1, WIDTH), dtype)
+    return jax.make_array_from_callback(
+        (mesh.size, WIDTH), piece_sharding(mesh), lambda _: zeros, dtype=dtype
+    )
+
+
 def main() -> None:
     """The worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--attention", type=int, default=0)
+    parser.add_argument("--ffn", type=int, default=0)
+    parser.add_argument("--coordinator", default="")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0)
     options = parser.parse_args()
     with writing(options.result) as result:
-        result |= compare(options.rounds)
+        result |= on_host(options) if options.attention else compare(options.rounds)
 
 
 if __name__ == "__main__":

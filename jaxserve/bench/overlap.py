@@ -29,7 +29,14 @@ from jaxserve.bench.random_model import (
     templates_of,
 )
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Worker, run_worker, run_workers, writing
+from jaxserve.bench.workers import (
+    BenchError,
+    Worker,
+    barrier,
+    run_worker,
+    run_workers,
+    writing,
+)
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
@@ -61,7 +68,7 @@ TRANSPORTS = ("device_put", "ppermute", "pull")
 LIMITS = {"device_put": 1.7, "pull": 1.4}
 """Of three lanes over one."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
-_BARRIER_SECONDS, _LEADER_STAYS_SECONDS = 60.0, 3.0
+_LEADER_STAYS_SECONDS = 3.0
 
 
 def measure(quick: bool) -> Part:
@@ -304,7 +311,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     driver = build_local_cell(settings, model_config(options.width))
     measured = measure_lanes(settings, driver, options)
     # The leader goes last: JAX aborts a process whose coordination service is gone.
-    _barrier("measured")
+    barrier("measured")
     if options.process == 0:
         time.sleep(_LEADER_STAYS_SECONDS)
     jax.distributed.shutdown()
@@ -322,15 +329,6 @@ def measure_lanes(
         for lanes in LANES:
             windows[lanes].append(run_lanes(settings, driver, lanes, options.steps))
     return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
-
-
-def _barrier(name: str) -> None:
-    """Waits for the other process; JAX's public barrier would need equal device counts."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    assert client is not None
-    client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
 
 
 def _per_layer(windows: list[_Window]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import msgspec
 from jaxserve.errors import JaxserveError
 
 _LOOK_SECONDS = 0.05
+_BARRIER_SECONDS = 60.0
 
 
 class BenchError(JaxserveError):
@@ -129,6 +130,19 @@ def prepare(core: int | None = None) -> Callable[[], None]:
                 os._exit(1)
 
     return run
+
+
+def barrier(name: str) -> None:
+    """In a worker: waits for the others of its runtime; JAX's public one wants equal device counts.
+
+    Raises:
+      JaxRuntimeError: they did not come within a minute.
+    """
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
 
 
 @contextlib.contextmanager
