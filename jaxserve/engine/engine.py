@@ -31,8 +31,10 @@ from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
     InvalidRequestError,
+    JaxserveError,
     OverloadedError,
 )
+from jaxserve.link.pages import PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
@@ -42,6 +44,8 @@ from jaxserve.roles.step_plan import StepPlan
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
+OnHeld = Callable[[PagesSource | JaxserveError], None]
+"""Takes where the pages of a prompt are held, or why they are not; called once."""
 Broadcast = Callable[[list[StepPlan], bool], None]
 """Takes the plans of a boundary, and whether what follows it is measured."""
 Explain = Callable[[EngineFailedError], EngineFailedError]
@@ -193,6 +197,7 @@ class Engine:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        source: PagesSource | None = None,
     ) -> str:
         """Queues a request and returns its id.
 
@@ -202,12 +207,16 @@ class Engine:
           on_output: called on the engine's thread with every piece of news; must return at once.
           request_id: unique among open requests; drawn if None.
           deadline: `time.monotonic` seconds at which the request is given up.
+          source: where a prefill worker holds the prompt's KV entries; None: nowhere.
 
         Raises:
-          InvalidRequestError: a field is out of range; names it.
+          InvalidRequestError: a field is out of range, or this engine has no link to prefill
+            workers; names the field.
           OverloadedError: the waiting queue is full.
           DrainingError, EngineFailedError: nothing new is taken.
         """
+        if source is not None:
+            raise InvalidRequestError("source", "this engine has no link to prefill workers")
         request = self._request(prompt, params, request_id or uuid.uuid4().hex, deadline)
         with self._wake:
             self._raise_unless_ready()
@@ -227,6 +236,37 @@ class Engine:
             self._commands.append(lambda: self._add(request))
             self._wake.notify()
         return request.request_id
+
+    def prefill(
+        self,
+        prompt: Sequence[SupportsIndex],
+        on_held: OnHeld,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Computes the KV entries of a prompt and holds them under a lease for a decode domain.
+
+        Args:
+          prompt: token ids.
+          on_held: called once, on the engine's thread: with the source, or with what went wrong
+            (cancelled, deadline, failed). The lease runs from then on.
+          cache_salt, priority: as of `SamplingParams`.
+          request_id: for `cancel` and `release`; drawn if None.
+          deadline: `time.monotonic` seconds at which it is given up, if it is not held by then.
+
+        Raises:
+          InvalidRequestError: a field is out of range, or this engine has no pages server.
+          OverloadedError: too many prompts wait.
+          DrainingError, EngineFailedError: nothing new is taken.
+        """
+        raise InvalidRequestError("prefill", "this engine has no pages server")
+
+    def release(self, request_id: str) -> None:
+        """Gives the pages back that `prefill` holds for a request; unknown ones are fine."""
+        self.cancel(request_id)
 
     def check(self, prompt: Sequence[SupportsIndex], params: SamplingParams) -> None:
         """Raises InvalidRequestError where `submit` would for this prompt and these parameters."""

@@ -1,0 +1,50 @@
+"""The KV hand-off as its two ends name it: where the pages are, of which tokens, for how long.
+
+A prefill worker keeps the pages of a prompt in its prefix cache, under a lease, and says so with a
+`PagesSource`, which goes through the router to a decode domain. The domain fetches the token range
+that its own prefix cache lacks, and then an ordinary request runs there. Imported by the engine and
+the router: plain Python, no arrays.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+
+class PagesSource(msgspec.Struct, frozen=True):
+    """KV entries of a prompt's first tokens, held by a prefill worker.
+
+    Attributes:
+      address: of the worker's pages server, host:port; empty where nothing is held.
+      hand_off: names the lease there.
+      tokens: how many tokens' entries are held, whole pages of the prefill worker; 0: none, as of a
+        prompt shorter than a page.
+      digest: of the token ids, their number, the model and the cache's format, see `pages_digest`;
+        both ends compare it, and a difference fails the request.
+      epoch: number of the pages server's life: a lease does not survive its worker.
+    """
+
+    address: str
+    hand_off: str
+    tokens: int
+    digest: str
+    epoch: int = 0
+
+
+NOTHING_HELD = PagesSource("", "", 0, "")
+"""Of a prompt that is too short to have a full page."""
+
+
+def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:
+    """Sixteen hexadecimal digits of what held pages stand for.
+
+    Args:
+      token_ids: whose entries are held.
+      model: digest of the facts both ends must share.
+      cache_format: of the prefill worker's pages.
+    """
+    digest = hashlib.blake2s(f"{model} {cache_format} {len(token_ids)} ".encode(), digest_size=8)
+    digest.update(np.asarray(token_ids, "<i4").tobytes())
+    return digest.hexdigest()
