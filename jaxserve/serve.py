@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
@@ -63,10 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(deployment: Deployment) -> int:
     """Prints what the deployment weighs. No device is touched, nothing of the model is loaded."""
     config, _ = read_config(deployment.model, deployment.ignored_model_keys)
-    memory = memory_of(deployment)
-    print(describe_roles(deployment), describe(config, deployment, memory), sep="\n\n")
+    workers = {"": deployment}
+    if deployment.prefill.workers:
+        workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
+    print(describe_roles(deployment))
+    for title, worker in workers.items():
+        print(f"\n{title}{describe(config, worker, memory_of(worker))}")
     try:
-        check_capacity(config, deployment, memory)
+        for worker in workers.values():
+            check_capacity(config, worker, memory_of(worker))
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1

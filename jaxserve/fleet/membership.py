@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 import jaxserve
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, deployment_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.control import Identity
 from jaxserve.link.route import Route
@@ -81,23 +81,18 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
 
 def describe_roles(deployment: Deployment) -> str:
     """The roles and links of a deployment as a table: `serve --check`."""
-    a, f, link = deployment.attention, deployment.ffn, deployment.link
-    sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
-        "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
-        "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
-    }
-    if deployment.mode == "colocated":
-        sizes = {"colocated": sizes["attention"]}
     rows = [["role", "runtime", "devices", "processes", "hardware"]]
-    for name, (role, devices) in sizes.items():
-        apart = link.transport == "pull"
-        processes = str(role.processes or (1 if apart else "as started"))
-        rows.append([name, role.runtime, devices, processes, role.hardware or "-"])
+    rows += _role_rows(deployment, deployment.domains)
+    prefill, pages = deployment.prefill, deployment.pages
+    if prefill.workers:
+        for row in _role_rows(deployment_of(deployment, "prefill"), 1):
+            rows.append([f"prefill {row[0]} x {prefill.workers}", *row[1:]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    a, f, link = deployment.attention, deployment.ffn, deployment.link
     if deployment.mode == "afd":
         route = Route(a.devices, f.devices)
         where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
@@ -106,7 +101,43 @@ def describe_roles(deployment: Deployment) -> str:
             f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
             f"{deployment.dispatch_format}, answers in {deployment.dtype}{where}"
         )
+    if prefill.workers:
+        failed = "recomputed by the domain" if pages.on_failure == "recompute" else "failed"
+        lines.append(
+            f"pages: up to {pages.held} requests held by a prefill worker, leases of "
+            f"{pages.lease_seconds:g} s, a hand-off that does not succeed is {failed}"
+        )
+    if prefill.long_workers:
+        lines.append(
+            f"long prompts: of {prefill.long_tokens} tokens and more, on "
+            f"{prefill.long_workers} of {prefill.workers} prefill workers"
+        )
+    fleet = deployment.fleet
+    if fleet.domains:
+        places = {"prefill workers": fleet.prefill, "domains": fleet.domains}
+        lines.append(
+            f"router: {fleet.registry} registry; "
+            + "; ".join(f"{what} at {', '.join(where)}" for what, where in places.items() if where)
+        )
     return "\n".join(lines)
+
+
+def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
+    """A row a role: name, runtime, devices, processes, hardware."""
+    a, f, link = deployment.attention, deployment.ffn, deployment.link
+    sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
+        "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
+        "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
+    }
+    if deployment.mode == "colocated":
+        sizes = {"colocated": sizes["attention"]}
+    rows = []
+    for name, (role, devices) in sizes.items():
+        apart = link.transport == "pull"
+        processes = str(role.processes or (1 if apart else "as started"))
+        times = f" x {domains}" if domains > 1 and name != "ffn" else ""
+        rows.append([name + times, role.runtime, devices, processes, role.hardware or "-"])
+    return rows
 
 
 def role_share(deployment: Deployment, role: str) -> ProcessShare:

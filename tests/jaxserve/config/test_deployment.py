@@ -14,6 +14,7 @@ from jaxserve.config.deployment import (
     FFNRole,
     Link,
     Server,
+    deployment_of,
     known_keys,
     load_deployment,
 )
@@ -370,8 +371,11 @@ link: {transport: pull, addresses: ["10.0.0.1:5000", "10.0.0.2:5000"], dispatch:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("roles: {prefil: {}}", "unknown key roles.prefil; known: attention, ffn, colocated"),
-            ("links: {kv: {}}", "unknown key links.kv; known: ffn"),
+            (
+                "roles: {prefil: {}}",
+                "unknown key roles.prefil; known: attention, ffn, colocated, prefill",
+            ),
+            ("links: {kv: {}}", "unknown key links.kv; known: ffn, pages"),
             ("roles: {attention: {dp: 2}}", "roles: ffn is missing; expected attention and ffn"),
             ("roles: [attention]", "roles: expected sections, got ['attention']"),
             ("roles: {attention: {}, colocated: {}}", "two ways to hold attention"),
@@ -418,3 +422,118 @@ link: {transport: pull, addresses: ["10.0.0.1:5000", "10.0.0.2:5000"], dispatch:
     def test_mistakes_are_named(self, text, message, tmp_path):
         with pytest.raises(ConfigError, match=re.escape(message)):
             self.read(tmp_path, f"model: m\n{text}")
+
+
+class TestFleet:
+    """Prefill workers, domains, the hand-off of pages, the router."""
+
+    def read(self, tmp_path, text):
+        file = tmp_path / "deployment.yaml"
+        file.write_text(f"model: m\n{text}")
+        return load_deployment(file)
+
+    def test_both_forms_say_the_same(self, tmp_path):
+        long = self.read(
+            tmp_path,
+            "roles: {colocated: {dp: 2}, prefill: {workers: 4, attention: {tp: 8}}}\n"
+            "links: {pages: {lease_seconds: 10}}",
+        )
+        short = self.read(
+            tmp_path,
+            "mode: colocated\nattention: {dp: 2}\nprefill: {workers: 4, attention: {tp: 8}}\n"
+            "pages: {lease_seconds: 10}",
+        )
+        assert long == short
+        assert (long.prefill.workers, long.pages.lease_seconds, long.mode) == (4, 10, "colocated")
+
+    def test_a_prefill_worker_has_what_differs(self, tmp_path):
+        made = self.read(
+            tmp_path,
+            "lanes: 3\nattention: {dp: 4, weights: int8}\ncache: {format: fp8, page_size: 32}\n"
+            "scheduler: {slots: 16, token_budget: 64, token_buckets: [8, 16, 64]}\n"
+            "fleet: {prefill: ['p:1'], domains: ['d:1']}\n"
+            "prefill: {workers: 1, mode: colocated, lanes: 2, attention: {dp: 1, tp: 2}, "
+            "cache: {page_size: 16}, scheduler: {token_budget: 512}}",
+        )
+        worker = deployment_of(made, "prefill")
+        assert (worker.mode, worker.lanes, worker.domains) == ("colocated", 2, 1)
+        attention = worker.attention
+        assert (attention.dp, attention.tp, attention.weights) == (1, 2, "int8")
+        assert (worker.cache.page_size, worker.cache.format) == (16, "fp8")
+        assert worker.scheduler.token_buckets == [16, 512]
+        assert worker.scheduler.page_buckets == [16, 64]
+        assert (worker.prefill.workers, worker.fleet.domains) == (0, [])
+        assert deployment_of(made, "attention") is made
+
+    def test_buckets_that_still_fit_stay(self, tmp_path):
+        made = self.read(
+            tmp_path,
+            "scheduler: {slots: 16, token_budget: 64, token_buckets: [8, 16, 64]}\n"
+            "prefill: {workers: 1, cache: {pages: 99}}",
+        )
+        worker = deployment_of(made, "prefill")
+        assert (worker.scheduler.token_buckets, worker.cache.pages) == ([8, 16, 64], 99)
+
+    def test_a_service_name_stands_for_any_number_of_workers(self, tmp_path):
+        text = (
+            "prefill: {workers: 4}\nmode: colocated\ndomains: 3\nfleet: {registry: %s, prefill: ["
+        )
+        text += "'prefill.jaxserve:9100'], domains: ['decode.jaxserve:9100']}"
+        assert self.read(tmp_path, text % "kubernetes").fleet.registry == "kubernetes"
+        with pytest.raises(ConfigError, match=r"1 addresses, but prefill\.workers = 4"):
+            self.read(tmp_path, text % "static")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("prefill: {workers: 2, long_workers: 1}", "prefill.long_tokens = 0 and prefill.long"),
+            (
+                "prefill: {workers: 2, long_workers: 2, long_tokens: 9}",
+                "prefill.long_workers = 2 of prefill.workers = 2 leave none for shorter prompts",
+            ),
+            (
+                "prefill: {workers: 2}\ncache: {prefix: false}",
+                "prefill.workers = 2, but cache.prefix = false",
+            ),
+            (
+                "pages: {on_failure: fail, recompute_tokens: 10}",
+                "pages.recompute_tokens = 10, but pages.on_failure = fail",
+            ),
+            ("fleet: {late: refuse}", "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet"),
+            ("fleet: {domains: ['d']}", "fleet.domains[0] = 'd': expected host:port"),
+            (
+                "prefill: {workers: 1}\nfleet: {domains: ['d:1'], prefill: ['d:1']}",
+                "fleet.domains[0] = d:1: is in fleet.prefill, too",
+            ),
+            (
+                "prefill: {workers: 2}\nfleet: {prefill: ['p:1', 'p:2']}",
+                "fleet.domains: empty, so the 2 workers of fleet.prefill have nobody",
+            ),
+            (
+                "prefill: {workers: 2}\nfleet: {prefill: ['p:1'], domains: ['d:1']}",
+                "fleet.prefill: 1 addresses, but prefill.workers = 2",
+            ),
+            (
+                "mode: colocated\ndomains: 3\nfleet: {domains: ['d:1', 'd:2']}",
+                "fleet.domains: 2 addresses, but domains = 3",
+            ),
+            (
+                "prefill: {workers: 1, attention: {dq: 2}}",
+                "prefill: unknown key attention.dq; did you mean 'attention.dp'?",
+            ),
+            ("prefill: {workers: 1, attention: {dp: 0}}", "prefill: Expected `int` >= 1"),
+            (
+                "prefill: {workers: 1, cache: {pages: 5}}",
+                "prefill: cache.pages = 5 cannot hold one sequence of scheduler.max_length = 1024",
+            ),
+            (
+                "attention: {runtime: a}\nffn: {runtime: f}\n"
+                "link: {transport: pull, addresses: ['h:1']}\n"
+                "prefill: {workers: 1, attention: {runtime: f}}",
+                "prefill: attention.runtime = f and ffn.runtime = f, but link.transport = pull",
+            ),
+        ],
+    )
+    def test_mistakes_are_named(self, text, message, tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            self.read(tmp_path, text)

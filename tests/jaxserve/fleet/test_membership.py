@@ -138,6 +138,24 @@ class TestRolesTable:
             "colocated  main     dp 4 x tp 1 = 4  2          -",
         ]
 
+    def test_of_a_fleet(self, tmp_path):
+        file = tmp_path / "deployment.yaml"
+        file.write_text(
+            "model: m\nroles: {colocated: {dp: 2}, prefill: {workers: 3, long_workers: 1, "
+            "long_tokens: 500, attention: {dp: 4, hardware: h20}}}\ndomains: 2\n"
+            "links: {pages: {lease_seconds: 12.5, on_failure: fail, held: 7}}\n"
+            "fleet: {prefill: ['p:1', 'p:2', 'p:3'], domains: ['d:1', 'd:2']}\n"
+        )
+        assert describe_roles(load_deployment(file)).splitlines() == [
+            "role                   runtime  devices          processes   hardware",
+            "colocated x 2          main     dp 2 x tp 1 = 2  as started  -",
+            "prefill colocated x 3  main     dp 4 x tp 1 = 4  as started  h20",
+            "pages: up to 7 requests held by a prefill worker, leases of 12.5 s, a hand-off that "
+            "does not succeed is failed",
+            "long prompts: of 500 tokens and more, on 1 of 3 prefill workers",
+            "router: static registry; prefill workers at p:1, p:2, p:3; domains at d:1, d:2",
+        ]
+
 
 def test_processes_of_roles_are_as_the_file_says(tmp_path):
     file = tmp_path / "deployment.yaml"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment, deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
@@ -42,8 +42,8 @@ PUBLISHED = {
 activated with the head and without the embedding (README_WEIGHTS.md of its files); Kimi K2 1 T and
 32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
 
-VARIANTS = ("step3-v6e", "step3-v7x")
-"""Deployments of the same model on other hardware."""
+VARIANTS = ("step3-v6e", "step3-v7x", "step3-prefill", "step3-domains", "step3-fleet")
+"""Deployments of the same model on other hardware, or in other parts."""
 
 
 def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
@@ -58,14 +58,22 @@ def by_role(name: str, **overrides) -> dict[str, RoleBytes]:
 
 
 def test_every_deployment_file_is_here():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo", *PUBLISHED, *VARIANTS}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
+        *("demo", "demo-fleet"),
+        *PUBLISHED,
+        *VARIANTS,
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_same_model_elsewhere_fits_there(name):
     config, deployment = load(name)
     assert count_parameters(config) == PUBLISHED["step3"]
-    check_capacity(config, deployment, memory_of(deployment))
+    workers = [deployment]
+    if deployment.prefill.workers:
+        workers.append(deployment_of(deployment, "prefill"))
+    for worker in workers:
+        check_capacity(config, worker, memory_of(worker))
 
 
 class TestParameters:

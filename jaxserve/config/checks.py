@@ -1,0 +1,153 @@
+"""Whether the sections of a deployment fit each other, and the values that follow from them.
+
+Called by `deployment.py`. Every error names the key, its value, and the arithmetic.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.config.deployment import Deployment
+
+
+def complete(deployment: "Deployment") -> "Deployment":
+    """Fills the derived buckets in and checks sizes against each other."""
+    limits, cache = deployment.scheduler, deployment.cache
+    if limits.token_budget < limits.slots:
+        raise ConfigError(
+            f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
+            f"{limits.slots}: a step could not hold one token of every sequence"
+        )
+    for role in ("attention", "ffn"):
+        weights = getattr(deployment, role).weights
+        if weights in ("float32", "bfloat16") and weights != deployment.dtype:
+            raise ConfigError(
+                f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
+                "that or in 8 bits"
+            )
+    _check_runtimes(deployment)
+    _check_fleet(deployment)
+    longest = -(-limits.max_length // cache.page_size)
+    page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
+    token_buckets = limits.token_buckets or sorted({limits.slots, limits.token_budget})
+    for name, buckets, last, meaning in (
+        ("token_buckets", token_buckets, limits.token_budget, "scheduler.token_budget"),
+        ("page_buckets", page_buckets, longest, "ceil(scheduler.max_length / cache.page_size)"),
+    ):
+        if buckets != sorted(set(buckets)) or buckets[-1] != last:
+            raise ConfigError(
+                f"scheduler.{name} = {buckets}: must ascend and end at {meaning} = {last}"
+            )
+    if cache.pages < longest:
+        raise ConfigError(
+            f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "
+            f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}"
+        )
+    scheduler = msgspec.structs.replace(
+        limits, token_buckets=token_buckets, page_buckets=page_buckets
+    )
+    return msgspec.structs.replace(deployment, scheduler=scheduler)
+
+
+def _check_runtimes(deployment: "Deployment") -> None:
+    """Raises ConfigError where roles, runtimes and transport contradict each other."""
+    attention, ffn, link = deployment.attention, deployment.ffn, deployment.link
+    pull = link.transport == "pull"
+    if deployment.mode == "colocated":
+        if pull:
+            raise ConfigError("link.transport = pull: mode colocated has no link")
+        return
+    for name, role in (("attention", attention), ("ffn", ffn)):
+        if role.processes and role.devices % role.processes:
+            raise ConfigError(
+                f"{name}.processes = {role.processes} does not divide the role's {role.devices} "
+                "devices"
+            )
+        if pull and role.processes > 1:
+            raise ConfigError(
+                f"{name}.processes = {role.processes}: over link.transport = pull a worker has one "
+                "process"
+            )
+    if pull != (attention.runtime != ffn.runtime):
+        raise ConfigError(
+            f"attention.runtime = {attention.runtime} and ffn.runtime = {ffn.runtime}, but "
+            f"link.transport = {link.transport}: pull joins two runtimes, the others work inside "
+            "one"
+        )
+    if pull and not link.addresses:
+        raise ConfigError("link.addresses: empty; link.transport = pull needs those of ffn workers")
+    if link.route == "broadcast" and ffn.exchange == "alltoall":
+        raise ConfigError(
+            "link.route = broadcast brings every token to every ffn device, and ffn.exchange = "
+            "alltoall only to some"
+        )
+    if link.addresses and not pull:
+        raise ConfigError(f"link.addresses: only with pull, not with {link.transport}")
+    check_addresses("link.addresses", link.addresses)
+
+
+def _check_fleet(deployment: "Deployment") -> None:
+    """Raises ConfigError where prefill workers, domains and the router contradict each other."""
+    prefill, fleet, pages = deployment.prefill, deployment.fleet, deployment.pages
+    if bool(prefill.long_tokens) != bool(prefill.long_workers):
+        raise ConfigError(
+            f"prefill.long_tokens = {prefill.long_tokens} and prefill.long_workers = "
+            f"{prefill.long_workers}: one is of no use without the other"
+        )
+    if prefill.long_workers and prefill.long_workers >= prefill.workers:
+        raise ConfigError(
+            f"prefill.long_workers = {prefill.long_workers} of prefill.workers = "
+            f"{prefill.workers} leave none for shorter prompts"
+        )
+    if prefill.workers and not deployment.cache.prefix:
+        raise ConfigError(
+            f"prefill.workers = {prefill.workers}, but cache.prefix = false: a domain takes pages "
+            "into its prefix cache"
+        )
+    if pages.on_failure == "fail" and pages.recompute_tokens:
+        raise ConfigError(
+            f"pages.recompute_tokens = {pages.recompute_tokens}, but pages.on_failure = fail: "
+            "nothing is recomputed"
+        )
+    if fleet.late == "refuse" and not fleet.ttft_seconds and not fleet.tpot_seconds:
+        raise ConfigError(
+            "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet.tpot_seconds = 0: there is "
+            "no target that could be missed"
+        )
+    check_addresses("fleet.prefill", fleet.prefill)
+    check_addresses("fleet.domains", fleet.domains)
+    for place, address in enumerate(fleet.domains):
+        if address in fleet.prefill:
+            raise ConfigError(f"fleet.domains[{place}] = {address}: is in fleet.prefill, too")
+    if fleet.prefill and not fleet.domains:
+        raise ConfigError(
+            f"fleet.domains: empty, so the {len(fleet.prefill)} workers of fleet.prefill have "
+            "nobody to hand over to"
+        )
+    if fleet.registry == "kubernetes" or not fleet.domains:
+        return
+    if len(fleet.prefill) != prefill.workers:
+        raise ConfigError(
+            f"fleet.prefill: {len(fleet.prefill)} addresses, but prefill.workers = "
+            f"{prefill.workers}"
+        )
+    apart = deployment.mode == "colocated" or deployment.link.transport == "pull"
+    if apart and len(fleet.domains) != deployment.domains:
+        raise ConfigError(
+            f"fleet.domains: {len(fleet.domains)} addresses, but domains = {deployment.domains}, "
+            "each of which listens for itself"
+        )
+
+
+def check_addresses(key: str, addresses: Sequence[str]) -> None:
+    """Raises ConfigError unless all are host:port and different."""
+    for place, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{key}[{place}] = {address!r}: expected host:port")
+        if address in addresses[:place]:
+            raise ConfigError(f"{key}[{place}] = {address}: is there twice")

@@ -1,0 +1,268 @@
+"""The sections of a deployment file: one struct each.
+
+The docstring of every key is its entry in `configs/README.md` (`reference.py` writes it). They are
+put together in `deployment.py`, and checked against each other in `checks.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Size = Annotated[int, Meta(ge=1, le=65536)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
+Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
+Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of the deployment file; unknown keys are errors."""
+
+
+class AttentionRole(Section, frozen=True):
+    """The attention mesh: embedding, attention, KV cache, router, head and sampler."""
+
+    dp: Size = 1
+    """DP groups; each has its own page pool and sequences."""
+    tp: Size = 1
+    """Devices of a DP group, which divide the query heads among them."""
+    weights: Weights = "auto"
+    """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks or `dtype`),
+    `bfloat16`, `float32`, `fp8`, `int8`. Embedding, head, norms and router are never quantised."""
+    memory_gb: Gigabytes = 0.0
+    """Memory that the deployment may use on each device, in 10^9 bytes; a deployment that needs
+    more is refused. 0: what the devices report (CPUs report nothing)."""
+    processes: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Processes that the role's devices are divided over; 0: as `--processes` leaves it."""
+    runtime: Name = "main"
+    """JAX runtime that the role lives in. Roles of one runtime share a `jax.distributed` group and
+    are started together; a role of another one is started alone (`serve --role`)."""
+    hardware: str = ""
+    """What it runs on, a name of `configs/hardware`; for people and the planner."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp
+
+
+class FFNRole(Section, frozen=True):
+    """The ffn mesh: dense FFN, shared and routed experts."""
+
+    ep: Size = 1
+    """Expert parallelism: number of devices over which the routed experts are divided."""
+    tp: Size = 1
+    """Tensor parallelism: number of devices over which every expert's d_ff is divided."""
+    weights: Weights = "auto"
+    """Format of the ffn role's matrices, in colocated mode too; values as of
+    `attention.weights`."""
+    expert_rows: Literal["auto", "blocks", "float"] = "auto"
+    """Format of the rows that 8-bit routed experts multiply. `auto`: not quantised for FP8 weights,
+    INT8 with one scale per row for INT8 weights; `blocks`: rows and hidden rows in the weights'
+    format, with a scale for every 128 columns (FP8 on TPUs: v7x only); `float`: never quantised
+    (W8A16)."""
+    exchange: Literal["auto", "gather", "alltoall"] = "auto"
+    """How rows get to the devices that hold their experts, in colocated mode too. `gather`: all
+    rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
+    that hold one of its experts, which need the whole shared expert, and one result from each
+    back; `auto`: `alltoall` where it moves half the bytes or less."""
+    memory_gb: Gigabytes = 0.0
+    """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
+    report. In colocated mode `attention.memory_gb` counts."""
+    processes: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Processes that the ffn role's devices are divided over; 0: as `--processes` leaves it."""
+    runtime: Name = "main"
+    """JAX runtime that the ffn role lives in; another one than attention's needs `link.transport:
+    pull`, and the other way round."""
+    hardware: str = ""
+    """What the ffn role runs on, a name of `configs/hardware`; for people and the planner."""
+
+    @property
+    def devices(self) -> int:
+        return self.ep * self.tp
+
+
+class Link(Section, frozen=True):
+    """How messages cross between the meshes."""
+
+    dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    """Format of the rows sent to the ffn mesh: `auto` (= `dtype`), `float32`, `bfloat16`, `fp8`,
+    `int8`. Combine always returns rows in `dtype`."""
+    route: Literal["trampoline", "broadcast"] = "trampoline"
+    """`trampoline`: the ffn mesh brings a token to the devices that need it (xDeepServe §4.2);
+    `broadcast`: to all of them (Step-3 §4.1), as `ffn.exchange: gather` does. Either way a token
+    crosses between the meshes once."""
+    transport: Literal["device_put", "ppermute", "pull"] = "device_put"
+    """`device_put` and `ppermute` inside one runtime; `pull` between an attention runtime and an
+    ffn runtime, either of which may be restarted while the other goes on."""
+    addresses: list[str] = []
+    """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
+    is there is used, the others stand by."""
+    absent_seconds: Seconds = 60.0
+    """How long an attention worker waits with no ffn worker there before its requests fail."""
+
+
+class Cache(Section, frozen=True):
+    """The paged KV cache of one DP group."""
+
+    page_size: Size = 16
+    """Tokens per page."""
+    pages: Annotated[int, Meta(ge=1, le=2**30)] = 512
+    """Pages per DP group, shared by its lanes."""
+    format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    """Format of keys and values: `auto` (= `dtype`), `float32`, `bfloat16`, or `fp8` and `int8`
+    with one scale per token and head."""
+    prefix: bool = True
+    """Whether full pages are kept, while there is room, for later requests with the same prefix."""
+
+
+class SchedulerLimits(Section, frozen=True):
+    """Limits of a step; they determine the compiled buckets."""
+
+    slots: Size = 8
+    """Sequences per DP group and lane."""
+    max_length: Annotated[int, Meta(ge=2, le=2**24)] = 1024
+    """Longest sequence, prompt and output together, in tokens."""
+    token_budget: Size = 128
+    """Tokens per DP group and step: decode tokens first, then prefill chunks."""
+    token_buckets: list[Size] = []
+    """Padded step sizes in tokens, ascending, the last equal to `token_budget`; more buckets mean
+    less padding and a longer start. Empty: `slots` and `token_budget`."""
+    page_buckets: list[Size] = []
+    """Padded pages per sequence, ascending, the last covering `max_length`. Empty: a quarter of the
+    longest and all of it."""
+    prefill_tokens: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Most prefill tokens per DP group in a step that also decodes, which keeps the pace of tokens
+    even. 0: what decoding leaves of the budget."""
+    max_waiting: Annotated[int, Meta(ge=1, le=2**20)] = 1024
+    """Requests that may wait for a slot before new ones are refused."""
+
+
+SERVER_FILES = ("api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+"""Keys of the section `server` that name files."""
+
+
+class Server(Section, frozen=True):
+    """Addresses and limits of the network faces."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    grpc_port: Port = 50051
+    """gRPC port; 0: any free one."""
+    http_port: OptionalPort = 8000
+    """HTTP port; 0: any free one; -1: no HTTP."""
+    admin_port: OptionalPort = -1
+    """HTTP port for operators, on loopback only; 0: any free one; -1: none."""
+    follower_grpc_port: OptionalPort = -1
+    """Port on which processes other than 0 answer gRPC health checks; 0: any free one, which
+    several processes of a host need; -1: none."""
+    follower_http_port: OptionalPort = -1
+    """Port on which processes other than 0 answer `/health` and `/ready`; 0: any free one, which
+    several processes of a host need; -1: none."""
+    processes: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Processes of their own for gRPC and HTTP, which share the ports; 0: threads of the engine's
+    process, which is best for few streams. One suffices for some thousand streams."""
+    drain_seconds: Seconds = 30.0
+    """How long SIGTERM waits for running requests."""
+    request_seconds: Seconds = 3600.0
+    """Longest run time of an HTTP request; gRPC clients set their own deadline."""
+    api_keys: str = ""
+    """File with one key a line (at least 16 characters), one of which clients must present;
+    relative to the YAML file. Empty: no keys."""
+    tls_certificate: str = ""
+    """PEM file, relative to the YAML file; with `tls_key`, gRPC and HTTP use TLS."""
+    tls_key: str = ""
+    """PEM file of the certificate's private key, relative to the YAML file."""
+    tls_client_ca: str = ""
+    """PEM file, relative to the YAML file; clients need a certificate signed by it (mTLS)."""
+
+
+class Cluster(Section, frozen=True):
+    """Deadlines between processes."""
+
+    start_seconds: Seconds = 120.0
+    """For all processes to meet, and then the longest time in which one that loads or compiles may
+    go without progress."""
+    step_seconds: Seconds = 30.0
+    """Deadline of a step."""
+    heartbeat_seconds: Seconds = 5.0
+    """Silence after which a process counts as dead."""
+
+
+class Prefill(Section, frozen=True):
+    """Prefill workers, which run prompts and hand their KV pages over to the domains."""
+
+    workers: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Prefill workers; 0: the domains prefill."""
+    long_workers: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """The last so many of the prefill workers take prompts of `prefill.long_tokens` and more, which
+    go to no other."""
+    long_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    """Tokens, without those that a prefix cache has, from which on a prompt is a long one. 0: no
+    prompt is."""
+    quadratic_tokens: Annotated[int, Meta(ge=1, le=2**24)] = 32768
+    """Length at which attention over a prompt takes as long as its linear maps do: n tokens count
+    as n + n² / this. About active parameters / (layers × query heads × head dimension)."""
+    mode: Literal["", "afd", "colocated"] = ""
+    """Of prefill workers; empty: as of the rest of the file."""
+    lanes: Annotated[int, Meta(ge=0, le=4)] = 0
+    """Of prefill workers; 0: as of the rest of the file."""
+    attention: dict[str, Any] = {}
+    """Keys of `attention` that differ on prefill workers."""
+    ffn: dict[str, Any] = {}
+    """Keys of `ffn` that differ on prefill workers."""
+    link: dict[str, Any] = {}
+    """Keys of `link` that differ on prefill workers."""
+    cache: dict[str, Any] = {}
+    """Keys of `cache` that differ on prefill workers."""
+    scheduler: dict[str, Any] = {}
+    """Keys of `scheduler` that differ on prefill workers."""
+
+
+class Pages(Section, frozen=True):
+    """The hand-off of KV pages from prefill workers to domains."""
+
+    lease_seconds: Seconds = 30.0
+    """How long a prefill worker keeps pages that nobody asks about; whoever wants them renews the
+    lease three times as often."""
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    """What a request does whose pages did not come: `recompute` its prompt in the domain, or fail,
+    for the router to prefill it once more."""
+    recompute_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    """Most tokens of a prompt that a domain recomputes; requests that need more fail. 0: any."""
+    held: Size = 64
+    """Requests whose pages a prefill worker keeps at a time; further prompts wait."""
+    streams: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Connections for the bytes of one hand-off."""
+
+
+class Fleet(Section, frozen=True):
+    """The router, and where it finds the workers."""
+
+    prefill: list[str] = []
+    """Where the prefill workers listen for routers, host:port, in their order."""
+    domains: list[str] = []
+    """Where the domains listen for routers, host:port, in their order."""
+    registry: Literal["static", "kubernetes"] = "static"
+    """`static`: a worker an address; `kubernetes`: each is the name of a headless Service, whose
+    ready pods are the workers, looked up again all the time. A registry that does not answer
+    changes nothing."""
+    prefill_waiting: Annotated[int, Meta(ge=1, le=2**20)] = 64
+    """Requests that a prefill worker may have to run; new ones are refused when all have so
+    many."""
+    domain_waiting: Annotated[int, Meta(ge=0, le=2**20)] = 8
+    """Requests that may wait at a domain for a slot and pages; further ones stay at their prefill
+    worker, which keeps their pages (`pages.held`), or are refused where there is none."""
+    attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Workers that a request may lose before it fails."""
+    absent_seconds: Seconds = 60.0
+    """How long a request waits while no worker is there that could run it."""
+    ttft_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """Target for the time to the first token; 0: none."""
+    tpot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """Target for the time per output token; 0: none."""
+    late: Literal["queue", "refuse"] = "queue"
+    """What becomes of a request whose targets cannot be met, by estimate: it waits its turn, or is
+    refused with the estimate."""
