@@ -12,10 +12,12 @@ import jax
 
 from jaxserve.config.model import LayerKind
 from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.page_transfer import PIECE_TOKENS, PageAccess, PageTransfer
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Finished,
@@ -110,6 +112,7 @@ class AttentionWorker:
         weights: AttentionWeights,
         link: AttentionEnd,
     ):
+        self._programs = programs
         self._executables, self._weights = executables, weights
         kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
         self._layers = {
@@ -125,13 +128,34 @@ class AttentionWorker:
             for bucket, bound in executables.items()
         }
         self._routed = [kind.ffn == "moe" for kind in kinds]
-        self._pages = [zeroed(programs.page_arrays, programs.mesh) for _ in kinds]
+        self._pages = [list(zeroed(programs.page_arrays, programs.mesh)) for _ in kinds]
         self._put = GroupPut(programs)
         lanes = programs.deployment.lanes
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
         self._sampling = Sampling(programs, weights.head, self._put.rows)
         self._steps: list[Iterator[jax.Array | Finished | None]] = [iter(())] * lanes
         self.on_load: OnLoad | None = None
+
+    def page_access(
+        self,
+        *,
+        exports: bool,
+        imports: Sequence[WireFormat] = (),
+        pieces: Sequence[int] = PIECE_TOKENS,
+    ) -> PageAccess:
+        """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
+        transfer = PageTransfer(
+            self._programs, stacked=False, exports=exports, imports=imports, pieces=pieces
+        )
+        return PageAccess(transfer, self._flat_pages, self._set_pages)
+
+    def _flat_pages(self) -> list[jax.Array]:
+        return [array for layer in self._pages for array in layer]
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        kinds = len(self._programs.page_arrays)
+        for layer, arrays in enumerate(self._pages):
+            arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 
     def begin(self, plan: StepPlan) -> None:
         """Puts a step on a lane; its stages follow."""

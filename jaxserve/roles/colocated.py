@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import jax
 
+from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.page_transfer import PIECE_TOKENS, PageAccess, PageTransfer
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Finished,
@@ -58,11 +60,12 @@ class ColocatedWorker:
         executables: dict[Bucket, ColocatedExecutables],
         weights: ColocatedWeights,
     ):
+        self._programs = programs
         self._executables = executables
         self._weights = weights
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
-        self._pages = zeroed(programs.all_pages, programs.mesh)
+        self._pages = list(zeroed(programs.all_pages, programs.mesh))
         self._sampling = Sampling(programs, weights.head, self._put.rows)
         config = programs.config
         self._routed = tuple(n for n in range(config.layers) if config.kind(n).ffn == "moe")
@@ -71,6 +74,22 @@ class ColocatedWorker:
         """Told of every step, of all layers at once."""
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
+
+    def page_access(
+        self,
+        *,
+        exports: bool,
+        imports: Sequence[WireFormat] = (),
+        pieces: Sequence[int] = PIECE_TOKENS,
+    ) -> PageAccess:
+        """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
+        transfer = PageTransfer(
+            self._programs, stacked=True, exports=exports, imports=imports, pieces=pieces
+        )
+        return PageAccess(transfer, lambda: self._pages, self._set_pages)
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        self._pages = list(pages)
 
     @property
     def active(self) -> bool:

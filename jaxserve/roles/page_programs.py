@@ -1,0 +1,229 @@
+"""Programs that read and write pages of the KV cache for a hand-off, in its wire form.
+
+The wire form of a run of tokens is one array a KV head and page array, `[layers, tokens, width]`
+for values and `[layers, tokens]` for the scales of 8-bit formats. So neither `tp` nor the page size
+of one end is the other's affair. `gather` makes it of pages; `scatter` puts it into pages, and
+converts it where the two caches have different formats. Both run on the whole attention mesh: the
+DP group that is meant takes part with its pages, the others with none.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num
+
+from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.model.quant import as_bits, from_bits, quantize_heads
+from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales
+from jaxserve.roles.program import PIECES, ROWS, Program, TokenPrograms
+
+
+class WireArray(NamedTuple):
+    """One array of the wire form."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+class PageKey(NamedTuple):
+    """One of these programs."""
+
+    name: Literal["gather", "scatter"]
+    tokens: int
+    cache_format: WireFormat
+    """Of the wire."""
+
+
+class PagePrograms:
+    """The programs of one attention mesh.
+
+    Args:
+      programs: of the role that holds the pages.
+      stacked: whether the pages of all layers are one array (`colocated_programs.py`) or one each.
+    """
+
+    def __init__(self, programs: TokenPrograms, *, stacked: bool):
+        config, deployment = programs.config, programs.deployment
+        self.mesh = programs.mesh
+        self.layers = config.layers
+        self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
+        self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
+        self.kv_heads = config.attention.kv_heads
+        self.format: WireFormat = deployment.cache_format
+        self._stacked = stacked
+        self._page_arrays = programs.page_arrays
+        self.widths = tuple(
+            array.shape[3] for array in programs.page_arrays if len(array.shape) == 4
+        )
+        """Of the values: keys and values, or the latent."""
+
+    @property
+    def heads(self) -> int:
+        """KV heads that a device holds."""
+        return max(1, self.kv_heads // self.tp)
+
+    def head(self, rank: int, index: int) -> int:
+        """Which KV head is the `index`-th of the device with this rank along tp."""
+        if self.kv_heads >= self.tp:
+            return rank * self.heads + index
+        return rank * self.kv_heads // self.tp
+
+    def wire(self, tokens: int, cache_format: WireFormat) -> tuple[WireArray, ...]:
+        """The arrays of one KV head."""
+        storage = STORAGE[cache_format]
+        dtype = jnp.dtype(jnp.uint8) if storage == jnp.float8_e4m3fn else storage
+        values = [WireArray((self.layers, tokens, width), dtype) for width in self.widths]
+        if has_scales(cache_format):
+            rows = WireArray((self.layers, tokens), jnp.dtype(jnp.float32))
+            values += [rows] * len(self.widths)
+        return tuple(values)
+
+    def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the pages of all layers, as programs take them."""
+        if not self._stacked:
+            return self._page_arrays * self.layers
+        return tuple(
+            jax.ShapeDtypeStruct((self.layers * array.shape[0], *array.shape[1:]), array.dtype)
+            for array in self._page_arrays
+        )
+
+    def gather_pages(self, tokens: int) -> int:
+        """Pages that hold any `tokens` tokens in a row."""
+        return -(-tokens // self.page_size) + 1
+
+    def gather(self, tokens: int) -> Program:
+        """(page ids, offset, pages…) → for every KV head of the device, its wire arrays.
+
+        `page_ids` is `[dp, gather_pages]`, `offset` `[dp]` the place of the first token in them.
+        The results lie behind each other along the first axis, a device each.
+        """
+        shapes = self.page_shapes()
+
+        def body(page_ids: Array, offset: Array, *pages: Array) -> tuple[Array, ...]:
+            found = [
+                self._gathered(self._layers_of(pages, place), page_ids[0], offset[0], tokens)
+                for place in range(len(self._page_arrays))
+            ]
+            return tuple(array[head] for head in range(self.heads) for array in found)
+
+        return Program(
+            "gather_pages",
+            body,
+            self.mesh,
+            (
+                jax.ShapeDtypeStruct((self.groups, self.gather_pages(tokens)), jnp.int32),
+                jax.ShapeDtypeStruct((self.groups,), jnp.int32),
+                *shapes,
+            ),
+            (ROWS, ROWS, *[PAGES_SPEC] * len(shapes)),
+            (PIECES,) * (self.heads * len(self._page_arrays)),
+            donated=(),
+        )
+
+    def scatter(self, tokens: int, cache_format: WireFormat) -> Program:
+        """(page ids, wire arrays of every KV head of the device…, pages…) → pages.
+
+        `page_ids` is `[dp, tokens / page_size]`; ids of `pages` and more are written nowhere.
+        """
+        shapes = self.page_shapes()
+        wire = self.wire(tokens, cache_format) * self.heads
+        count = tokens // self.page_size
+
+        def body(page_ids: Array, *rest: Array) -> tuple[Array, ...]:
+            arrived, pages = rest[: len(wire)], list(rest[len(wire) :])
+            arrays = len(wire) // self.heads
+            stacks = [jnp.stack(arrived[place::arrays]) for place in range(arrays)]
+            for place, stack in enumerate(self._converted(stacks, cache_format)):
+                blocks = stack.reshape(
+                    self.heads, self.layers, count, self.page_size, *stack.shape[3:]
+                )
+                self._put(pages, place, page_ids[0], jnp.moveaxis(blocks, 0, 2))
+            return tuple(pages)
+
+        devices = self.groups * self.tp
+        first = 1 + len(wire)
+        return Program(
+            "scatter_pages",
+            body,
+            self.mesh,
+            (
+                jax.ShapeDtypeStruct((self.groups, count), jnp.int32),
+                *(
+                    jax.ShapeDtypeStruct((devices * shape[0], *shape[1:]), dtype)
+                    for shape, dtype in wire
+                ),
+                *shapes,
+            ),
+            (ROWS, *[PIECES] * len(wire), *[PAGES_SPEC] * len(shapes)),
+            (PAGES_SPEC,) * len(shapes),
+            donated=tuple(range(first, first + len(shapes))),
+        )
+
+    def _layers_of(self, pages: Sequence[Array], place: int) -> list[Array]:
+        """One kind of page array, as `[pages, …]` arrays of some layers each, in order."""
+        return list(pages[place :: len(self._page_arrays)])
+
+    def _gathered(
+        self,
+        arrays: Sequence[Num[Array, "rows heads page_size *width"]],
+        page_ids: Int[Array, " count"],
+        offset: Int[Array, ""],
+        tokens: int,
+    ) -> Num[Array, "heads layers tokens *width"]:
+        found = jnp.concatenate([array[self._rows(page_ids)] for array in arrays])
+        pages = found.reshape(self.layers, -1, *found.shape[1:])
+        pages = jnp.moveaxis(pages, 2, 0)  # [heads, layers, count, page_size, …]
+        rows = pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])
+        return jax.lax.dynamic_slice_in_dim(rows, offset, tokens, axis=2)
+
+    def _rows(self, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
+        """Rows of a page array that hold these pages, layer by layer where it has all layers."""
+        if not self._stacked:
+            return page_ids
+        first = jnp.arange(self.layers, dtype=page_ids.dtype)[:, None] * self.pages
+        return (first + page_ids).reshape(-1)
+
+    def _put(
+        self,
+        pages: list[Array],
+        place: int,
+        page_ids: Int[Array, " count"],
+        blocks: Num[Array, "layers count heads page_size *width"],
+    ) -> None:
+        """Writes one kind of page array; `pages` is changed."""
+        arrays = len(self._page_arrays)
+        if not self._stacked:
+            for layer in range(self.layers):
+                array = pages[layer * arrays + place]
+                pages[layer * arrays + place] = array.at[page_ids].set(blocks[layer], mode="drop")
+            return
+        nowhere = self.layers * self.pages
+        valid = jnp.tile(page_ids < self.pages, self.layers)
+        rows = jnp.where(valid, self._rows(page_ids), nowhere)
+        flat = blocks.reshape(-1, *blocks.shape[2:])
+        pages[place] = pages[place].at[rows].set(flat, mode="drop")
+
+    def _converted(self, stacks: list[Array], cache_format: WireFormat) -> list[Array]:
+        """Arrays `[heads, layers, tokens, …]` of the wire's format in the cache's."""
+        if cache_format == self.format:
+            return stacks
+        kinds = len(self.widths)
+        rows = stacks[:kinds]
+        if has_scales(cache_format):
+            rows = [
+                from_bits(row).astype(jnp.float32) * scale[..., None]
+                for row, scale in zip(rows, stacks[kinds:], strict=True)
+            ]
+        if self.format not in ("fp8", "int8"):
+            return [row.astype(STORAGE[self.format]) for row in rows]
+        values, scales = [], []
+        for row in rows:
+            heads, layers, tokens, width = row.shape
+            quantised, scale = quantize_heads(
+                row.reshape(heads * layers, tokens, width), self.format
+            )
+            values.append(as_bits(quantised).reshape(row.shape))
+            scales.append(scale.reshape(heads, layers, tokens))
+        return [*values, *scales]

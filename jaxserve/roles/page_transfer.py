@@ -1,0 +1,231 @@
+"""The pages of one worker as a hand-off reads and writes them: programs, compiled, and their calls.
+
+Used by the workers that hold pages (`colocated.py`, `attention.py`), on the engine's thread: a call
+enqueues one program on the attention mesh, between those of steps, and returns at once. What is
+handed in has to have arrived: a program that is given an array in error would destroy the pages
+that are donated to it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.copy import fast_shards
+from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.model.quant.rows import WireFormat
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.page_programs import PageKey, PagePrograms
+from jaxserve.roles.program import PIECES, ROWS, Program, TokenPrograms
+
+PIECE_TOKENS = (128, 1024)
+"""Tokens that cross together; a range is cut into pieces of these sizes."""
+
+Pages = Sequence[jax.Array]
+
+
+class PageRun(NamedTuple):
+    """Where tokens in a row lie in the pages of a DP group."""
+
+    group: int
+    page_ids: Sequence[int]
+    """Of the group; the first one holds the first token."""
+    offset: int = 0
+    """Place of the first token in the first page."""
+
+
+class Landing(NamedTuple):
+    """As what the wire arrays of a hand-off arrive: one array each, in the order of the wire."""
+
+    shapes: list[jax.ShapeDtypeStruct]
+    """With shardings: every KV head once, on a device that holds it."""
+
+
+class PageTransfer:
+    """Reads and writes pages in the wire form.
+
+    Args:
+      programs: of the role that holds the pages.
+      stacked: as of `PagePrograms`.
+      exports: whether pages are read.
+      imports: wire formats in which pages arrive; empty: none do.
+      pieces: tokens of a program's run, ascending.
+
+    Raises:
+      ConfigError: a piece is no multiple of the page size, and pages are imported.
+    """
+
+    def __init__(
+        self,
+        programs: TokenPrograms,
+        *,
+        stacked: bool,
+        exports: bool,
+        imports: Sequence[WireFormat] = (),
+        pieces: Sequence[int] = PIECE_TOKENS,
+    ):
+        self.programs = PagePrograms(programs, stacked=stacked)
+        size = self.programs.page_size
+        for piece in pieces if imports else ():
+            if piece % size:
+                raise ConfigError(f"cache.page_size = {size} does not divide pieces of {piece}")
+        self.pieces = tuple(pieces)
+        self.imports = tuple(imports)
+        wanted: dict[PageKey, Program] = {}
+        own = self.programs.format
+        for piece in pieces:
+            if exports:
+                wanted[PageKey("gather", piece, own)] = self.programs.gather(piece)
+            for cache_format in imports:
+                wanted[PageKey("scatter", piece, cache_format)] = self.programs.scatter(
+                    piece, cache_format
+                )
+        self._compiled: Mapping[PageKey, jax.stages.Compiled] = compile_all(wanted)
+        mesh = self.programs.mesh
+        self._devices = mesh.devices
+        self._rows = cached_sharding(mesh, ROWS)
+        self._pieces = cached_sharding(mesh, PIECES)
+        self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
+
+    def warm_up(self, pages: Pages) -> Pages:
+        """Runs every program once; nothing is written."""
+        nothing = PageRun(0, [])
+        for key in self._compiled:
+            if key.name == "gather":
+                self.gather(pages, nothing, key.tokens)
+        for key in self._compiled:
+            if key.name == "scatter":
+                landing = self.landing(0, key.tokens, key.cache_format)
+                arrived = [
+                    jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+                    for shape in landing.shapes
+                ]
+                pages = self.scatter(pages, nothing, key.tokens, key.cache_format, arrived)
+        jax.block_until_ready(pages)
+        return pages
+
+    def gather(self, pages: Pages, run: PageRun, tokens: int) -> list[jax.Array]:
+        """Starts to read a run of at most `tokens` tokens (a piece); what follows it is arbitrary.
+
+        Returns:
+          for every KV head its wire arrays, one after the other, each on one device.
+        """
+        programs = self.programs
+        page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
+        page_ids[run.group, : len(run.page_ids)] = run.page_ids
+        offset = np.full(programs.groups, 0, np.int32)
+        offset[run.group] = run.offset
+        put = jax.device_put((page_ids, offset), (self._rows, self._rows))
+        results = self._compiled[PageKey("gather", tokens, programs.format)](*put, *pages)
+        shards_of, _ = fast_shards()
+        first = run.group * programs.tp
+        kinds = len(results) // programs.heads
+        shards = [shards_of(result) for result in results]
+        found = []
+        for head in range(programs.kv_heads):
+            rank, index = self._place(head)
+            found += [each[first + rank] for each in shards[index * kinds : (index + 1) * kinds]]
+        return found
+
+    def landing(self, group: int, tokens: int, cache_format: WireFormat) -> Landing:
+        """As what a piece has to arrive for `scatter`."""
+        wire = self.programs.wire(tokens, cache_format)
+        shapes = []
+        for head in range(self.programs.kv_heads):
+            sharding = SingleDeviceSharding(self._devices[group, self._place(head)[0]])
+            shapes += [
+                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in wire
+            ]
+        return Landing(shapes)
+
+    def scatter(
+        self,
+        pages: Pages,
+        run: PageRun,
+        tokens: int,
+        cache_format: WireFormat,
+        arrived: Sequence[jax.Array],
+    ) -> Pages:
+        """Starts to write a piece into whole pages; donates the pages and returns them.
+
+        Args:
+          run: its pages, of which there may be fewer than the piece has; the offset is 0.
+          arrived: as `landing` says, complete and without error.
+        """
+        programs = self.programs
+        count = tokens // programs.page_size
+        page_ids = np.full((programs.groups, count), programs.pages, np.int32)
+        page_ids[run.group, : len(run.page_ids)] = run.page_ids
+        wire = programs.wire(tokens, cache_format)
+        arguments = []
+        for index in range(programs.heads):
+            for kind in range(len(wire)):
+                shards = [
+                    arrived[programs.head(rank, index) * len(wire) + kind]
+                    for rank in range(programs.tp)
+                ]
+                arguments.append(self._assembled(run.group, shards))
+        ids = jax.device_put(page_ids, self._rows)
+        return self._compiled[PageKey("scatter", tokens, cache_format)](ids, *arguments, *pages)
+
+    def _place(self, head: int) -> tuple[int, int]:
+        """Rank along tp of the first device that holds a KV head, and which of its heads it is."""
+        programs = self.programs
+        return next(
+            (rank, index)
+            for rank in range(programs.tp)
+            for index in range(programs.heads)
+            if programs.head(rank, index) == head
+        )
+
+    def _assembled(self, group: int, shards: Sequence[jax.Array]) -> jax.Array:
+        """One argument of `scatter`: the group's shards, and other groups' of no meaning."""
+        shape, dtype = shards[0].shape, shards[0].dtype
+        devices = self._devices
+        whole = (devices.size * shape[0], *shape[1:])
+        take_apart, make_assemble = fast_shards()
+        parts: list[jax.Array] = []
+        if len(devices) > 1:
+            nothing = self._nothing.get((shape, str(dtype)))
+            if nothing is None:
+                nothing = take_apart(sharded_zeros(whole, dtype, self._pieces))
+                self._nothing[shape, str(dtype)] = nothing
+            parts = list(nothing)
+        else:
+            parts = list(shards)
+        for rank, shard in enumerate(shards):
+            device = devices[group, rank]
+            if shard.devices() != {device}:  # several devices hold this head
+                shard = jax.device_put(shard, device)
+            parts[group * devices.shape[1] + rank] = shard
+        return make_assemble(whole, dtype, self._pieces)(parts)
+
+
+class PageAccess:
+    """A worker's pages, read and written between its steps; only by the thread that enqueues them.
+
+    Args:
+      transfer: compiled.
+      load, store: the worker's pages, flat.
+    """
+
+    def __init__(
+        self, transfer: PageTransfer, load: Callable[[], Pages], store: Callable[[Pages], None]
+    ):
+        self.transfer = transfer
+        self._load, self._store = load, store
+        store(transfer.warm_up(load()))
+
+    def read(self, run: PageRun, tokens: int) -> list[jax.Array]:
+        """Starts to read a piece, see `PageTransfer.gather`."""
+        return self.transfer.gather(self._load(), run, tokens)
+
+    def write(
+        self, run: PageRun, tokens: int, cache_format: WireFormat, arrived: Sequence[jax.Array]
+    ) -> None:
+        """Starts to write a piece that has arrived, see `PageTransfer.scatter`."""
+        self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))

@@ -1,0 +1,200 @@
+"""Pages in the wire form, there and back, against plain indexing in NumPy."""
+
+import itertools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.page_transfer import PageRun, PageTransfer
+from tests.reference.catalogue import CATALOGUE
+
+pytestmark = pytest.mark.unoptimised
+
+PAGES = 6
+PIECE = 16
+
+
+class Holder:
+    """Random pages of a model, as a worker has them, and as one NumPy array a layer and kind."""
+
+    def __init__(self, folder, name: str, *, stacked=True, seed=0, imports=(), **overrides: Any):
+        model = CATALOGUE[name]
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(model.config()))
+        limits = {
+            "mode": "colocated" if stacked else "afd",
+            "dtype": "float32",
+            "cache.pages": PAGES,
+            "scheduler.max_length": 16,
+        }
+        limits |= {key.replace("__", "."): value for key, value in overrides.items()}
+        deployment = load_deployment(folder, limits)
+        config, _ = read_config(folder, [])
+        meshes = Submeshes(deployment)
+        templates = ModelTemplates(config, deployment, meshes)
+        cls = ColocatedPrograms if stacked else AttentionPrograms
+        self.programs = cls(templates, deployment, meshes.attention)
+        self.layers, self.stacked = config.layers, stacked
+        self.dp = deployment.attention.dp
+        self.size = deployment.cache.page_size
+        self.transfer = PageTransfer(
+            self.programs, stacked=stacked, exports=True, imports=imports, pieces=[PIECE]
+        )
+        shapes = self.transfer.programs.page_shapes()
+        draw = np.random.default_rng(seed)
+        spec = self.transfer.programs.gather(PIECE).in_specs[-1]
+        sharding = jax.sharding.NamedSharding(meshes.attention, spec)
+        self.pages = [jax.device_put(_random(draw, shape), sharding) for shape in shapes]
+
+    def tokens(self, run: PageRun, count: int) -> list[np.ndarray]:
+        """[layers, heads, tokens, …] of every kind: what the pages hold."""
+        found = []
+        kinds = len(self.programs.page_arrays)
+        for kind in range(kinds):
+            arrays = [np.asarray(page) for page in self.pages[kind::kinds]]
+            layers = []
+            for layer in range(self.layers):
+                if self.stacked:
+                    groups = arrays[0].reshape(self.dp, self.layers, PAGES, *arrays[0].shape[1:])
+                    own = groups[run.group, layer]
+                else:
+                    own = arrays[layer].reshape(self.dp, PAGES, *arrays[layer].shape[1:])[run.group]
+                rows = np.concatenate([own[page] for page in run.page_ids], axis=1)
+                layers.append(rows[:, run.offset : run.offset + count])
+            found.append(np.stack(layers))
+        return found
+
+
+def _random(draw: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    if shape.dtype == np.uint8:  # bits of FP8 without NaN
+        return draw.integers(0, 0x78, shape.shape, np.uint8)
+    if shape.dtype == np.int8:
+        return draw.integers(-127, 128, shape.shape, np.int8)
+    return draw.standard_normal(shape.shape).astype(shape.dtype)
+
+
+def carry(source: Holder, run: PageRun, target: Holder, into: PageRun) -> None:
+    """One piece from pages to pages, as if over a link."""
+    transfer, cache_format = target.transfer, source.transfer.programs.format
+    read = source.transfer.gather(source.pages, run, PIECE)
+    landing = transfer.landing(into.group, PIECE, cache_format)
+    assert [(a.shape, a.dtype) for a in read] == [(s.shape, s.dtype) for s in landing.shapes]
+    arrived = [
+        jax.device_put(np.asarray(array), shape.sharding)
+        for array, shape in zip(read, landing.shapes, strict=True)
+    ]
+    target.pages = list(transfer.scatter(target.pages, into, PIECE, cache_format, arrived))
+
+
+SOURCES = [
+    ("qwen3_moe", {"attention__tp": 2, "attention__dp": 2, "cache__page_size": 4}, 1),
+    ("qwen3_moe", {"attention__tp": 4, "cache__page_size": 16}, 0),
+    ("deepseek_v3", {"attention__tp": 2, "cache__page_size": 8}, 0),
+]
+TARGETS: list[tuple[dict[str, Any], PageRun]] = [
+    ({"attention__dp": 2, "cache__page_size": 8}, PageRun(1, [4, 0])),
+    ({"attention__tp": 4, "cache__page_size": 16, "stacked": False}, PageRun(0, [3])),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "group"), SOURCES)
+@pytest.mark.parametrize(("other", "into"), TARGETS)
+@pytest.mark.parametrize("cache_format", ["float32", "int8"])
+def test_tp_page_size_and_layout_are_each_side_s_own_affair(
+    tmp_path, name, layout, group, other, into, cache_format
+):
+    source = Holder(tmp_path / "s", name, seed=1, cache__format=cache_format, **layout)
+    target = Holder(
+        tmp_path / "t", name, seed=2, imports=[cache_format], cache__format=cache_format, **other
+    )
+    before = [target.tokens(PageRun(g, range(PAGES)), 999) for g in range(target.dp)]
+    offset = 3 if source.size == 4 else 0
+    pages = [5, 1, 2, 0, 3][: -(-(PIECE + offset) // source.size)]
+    run = PageRun(group, pages, offset)
+    carry(source, run, target, into)
+    expected = source.tokens(run, PIECE)
+    heads = source.transfer.programs.kv_heads
+    for sent, got in zip(expected, target.tokens(into, PIECE), strict=True):
+        # Of every head one copy: where there are fewer heads than devices, several hold the same.
+        ours = np.repeat(sent[:, :: max(1, sent.shape[1] // heads)], got.shape[1] // heads, axis=1)
+        np.testing.assert_array_equal(got, ours)
+    for g in range(target.dp):  # Nothing else was touched.
+        rest = [p for p in range(PAGES) if g != into.group or p not in into.page_ids]
+        for was, now in zip(before[g], target.tokens(PageRun(g, range(PAGES)), 999), strict=True):
+            size = target.size
+            for page in rest:
+                part = slice(page * size, (page + 1) * size)
+                np.testing.assert_array_equal(was[:, :, part], now[:, :, part])
+
+
+def test_fewer_pages_than_a_piece_has(tmp_path):
+    source = Holder(tmp_path / "s", "qwen3", seed=1, cache__page_size=4)
+    target = Holder(tmp_path / "t", "qwen3", seed=2, cache__page_size=4, imports=["float32"])
+    before = target.tokens(PageRun(0, range(PAGES)), 999)
+    run, into = PageRun(0, [2, 4]), PageRun(0, [1, 3])
+    carry(source, run, target, into)
+    for sent, got in zip(source.tokens(run, 8), target.tokens(into, 8), strict=True):
+        np.testing.assert_array_equal(got, sent)
+    untouched = PageRun(0, [0, 2, 4, 5])
+    for was, now in zip(before, target.tokens(PageRun(0, range(PAGES)), 999), strict=True):
+        for page in untouched.page_ids:
+            part = slice(page * 4, (page + 1) * 4)
+            np.testing.assert_array_equal(was[:, :, part], now[:, :, part])
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), itertools.permutations(["float32", "bfloat16", "fp8", "int8"], 2)
+)
+def test_formats_are_converted_where_they_arrive(tmp_path, sent, kept):
+    source = Holder(tmp_path / "s", "qwen3", seed=1, cache__format=sent, cache__page_size=16)
+    formats = {"cache__format": kept, "cache__page_size": 16}
+    target = Holder(tmp_path / "t", "qwen3", seed=2, imports=[sent], **formats)
+    run = PageRun(0, [2])
+    carry(source, run, target, PageRun(0, [5]))
+    values = _values(source.tokens(run, PIECE), sent)
+    got = _values(target.tokens(PageRun(0, [5]), PIECE), kept)
+    # The largest of a row sets the step of int8; e4m3 has three bits behind the first one.
+    largest = np.abs(values).max(axis=-1, keepdims=True)
+    allowed = {
+        "float32": 0.0 * largest,
+        "bfloat16": np.abs(values) * 2**-8,
+        "fp8": np.abs(values) * 2**-4 + largest * 2**-16,
+        "int8": largest / 254 * 1.01,
+    }[kept]
+    assert np.all(np.abs(got - values) <= allowed)
+
+
+def _values(arrays: list[np.ndarray], cache_format: str) -> np.ndarray:
+    kinds = arrays if cache_format in ("float32", "bfloat16") else arrays[: len(arrays) // 2]
+    if cache_format == "fp8":
+        kinds = [jax.lax.bitcast_convert_type(a, "float8_e4m3fn") for a in kinds]
+    found = [np.asarray(array).astype(np.float32) for array in kinds]
+    if cache_format in ("fp8", "int8"):
+        found = [
+            v * s[..., None] for v, s in zip(found, arrays[len(arrays) // 2 :], strict=True)
+        ]
+    return np.stack(found)
+
+
+def test_warm_up_writes_nothing(tmp_path):
+    formats = ["float32", "int8"]
+    holder = Holder(tmp_path, "deepseek_v3", cache__page_size=8, stacked=False, imports=formats)
+    before = [np.asarray(page) for page in holder.pages]
+    pages = holder.transfer.warm_up(holder.pages)
+    for was, now in zip(before, pages, strict=True):
+        np.testing.assert_array_equal(was, now)
+
+
+def test_a_page_size_that_does_not_divide_the_pieces(tmp_path):
+    with pytest.raises(ConfigError, match=r"cache\.page_size = 12 does not divide pieces of 16"):
+        Holder(tmp_path, "qwen3", cache__page_size=12, imports=["float32"])
