@@ -153,7 +153,7 @@ def test_fewer_pages_than_a_piece_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sent", "kept"), itertools.permutations(["float32", "bfloat16", "fp8", "int8"], 2)
+    ("sent", "kept"), list(itertools.permutations(["float32", "bfloat16", "fp8", "int8"], 2))
 )
 def test_formats_are_converted_where_they_arrive(tmp_path, sent, kept):
     source = Holder(tmp_path / "s", "qwen3", seed=1, cache__format=sent, cache__page_size=16)
@@ -180,9 +180,7 @@ def _values(arrays: list[np.ndarray], cache_format: str) -> np.ndarray:
         kinds = [jax.lax.bitcast_convert_type(a, "float8_e4m3fn") for a in kinds]
     found = [np.asarray(array).astype(np.float32) for array in kinds]
     if cache_format in ("fp8", "int8"):
-        found = [
-            v * s[..., None] for v, s in zip(found, arrays[len(arrays) // 2 :], strict=True)
-        ]
+        found = [v * s[..., None] for v, s in zip(found, arrays[len(arrays) // 2 :], strict=True)]
     return np.stack(found)
 
 
