@@ -56,7 +56,7 @@ class RandomModel(NamedTuple):
         bound = {self.bucket: executables or self.executables}
         worker = AttentionWorker(self.attention, bound, self.weights, link.attention)
         ffn_worker = FFNWorker(self.ffn, ffn or self.ffn_executables, self.ffn_weights)
-        ffn_worker.attach(link.ffn)
+        ffn_worker.attach(link.ffn, [self.bucket.tokens])
         lanes = self.deployment.lanes
         workers = Workers((worker,), (ffn_worker,))
         return Cell(workers, Rotation(self.config.layers, lanes), lanes)

@@ -147,7 +147,7 @@ def build_cell(
         workers = workers._replace(attention=(worker,))
     if has_local_devices(meshes.ffn):
         ffn_worker = FFNWorker(ffn, ffn_executables(ffn, token_sizes, compiled), ffn_weights)
-        ffn_worker.attach(link.ffn)
+        ffn_worker.attach(link.ffn, token_sizes)
         workers = workers._replace(ffn=(ffn_worker,))
     rotation = Rotation(templates.config.layers, deployment.lanes)
     return Cell(workers, rotation, deployment.lanes, observer)

@@ -11,7 +11,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.build import Runtime, load_progress, make_engine, warm_up
 from jaxserve.engine.engine import Engine
-from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
+from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role, token_sizes
 from jaxserve.link.contract import Contract
 from jaxserve.link.pull import PullClient
 from jaxserve.link.runtime_link import ReceiveAnswer, SendMessage
@@ -35,7 +35,8 @@ class PullEnd:
     def sender(self, layer: int, tokens: int) -> SendMessage:
         """For messages of a layer, in steps of so many tokens a DP group."""
         send, kind = self._client.send, self._contract.layers[layer]
-        return lambda lane, message: send(lane, kind, layer, tokens, message)
+        rows = self._contract.piece_rows(tokens)
+        return lambda lane, message: send(lane, kind, layer, rows, message)
 
     def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
         """For the answers to them; waits until one is there."""
@@ -72,10 +73,10 @@ def attention_cell(
     """The attention worker of this runtime, loaded, compiled and connected; raises as above."""
     sharding = piece_sharding(role.mesh)
 
-    def answer_shape(kind: str, tokens: int) -> jax.ShapeDtypeStruct:
-        rows = role.mesh.size * role.contract.piece_rows(tokens)
+    def answer_shape(kind: str, rows: int) -> jax.ShapeDtypeStruct:
+        shape = role.mesh.size * rows, role.contract.d_model
         dtype = jnp.dtype(role.contract.combine)
-        return jax.ShapeDtypeStruct((rows, role.contract.d_model), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     programs = AttentionPrograms(role.templates, deployment, role.mesh)
     buckets = deployment_buckets(deployment)
@@ -89,6 +90,7 @@ def attention_cell(
         domain=role.hello.worker,
         mesh=role.mesh,
         answer_shape=answer_shape,
+        rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],
         deadlines=deadlines_of(deployment),
     )
     client.connect()

@@ -20,6 +20,7 @@ from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role, token_sizes
 from jaxserve.link.channel import listen
+from jaxserve.link.contract import MessageSize
 from jaxserve.link.landing import Landing
 from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
@@ -73,35 +74,75 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> PullServer:
 def message_server(
     role: RoleRuntime, deployment: Deployment, source: LeafSource, token: str, address: str
 ) -> PullServer:
-    """The ffn worker of this runtime, loaded, compiled and run once, behind its end of the link."""
-    programs = FFNPrograms(role.templates, deployment, role.mesh)
-    sizes = token_sizes(deployment)
+    """The ffn worker of this runtime, loaded, compiled and run once, behind its end of the link.
+
+    It is ready for domains with the attention mesh and the step sizes of the deployment; for others
+    it gets ready when they join.
+    """
     with load_progress(source, role.config.layers) as counted:
-        weights = FFNWeights(counted, role.names, programs)
-    compiled = compile_all(ffn_programs(programs, sizes))
-    worker = FFNWorker(programs, ffn_executables(programs, sizes, compiled), weights)
-    landing = Landing(programs.route, role.mesh)
-    formats = message_formats(role.contract)
-
-    def shapes(kind: str, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        message = formats[kind]  # type: ignore[index]
-        return landing.shapes((role.contract.piece_rows(tokens), message.width), message.word)
-
-    def run(kind: str, layer: int, tokens: int, pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        return landing.pieces(worker.answer(layer, tokens, landing.assemble(pieces)))
-
-    for tokens in sizes:
-        for kind in formats:
-            nothing = [
-                jax.device_put(np.zeros(s.shape, s.dtype), s.sharding) for s in shapes(kind, tokens)
-            ]
-            jax.block_until_ready(run(kind, role.contract.layers.index(kind), tokens, nothing))
+        weights = FFNWeights(
+            counted, role.names, FFNPrograms(role.templates, deployment, role.mesh)
+        )
+    work = FFNMessages(role, deployment, weights)
+    sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
+    work.compile(sizes)
+    work.warm_up(sizes)
     return PullServer(
-        address,
-        role.hello,
-        token,
-        run,
-        mesh=role.mesh,
-        message_shapes=shapes,
-        deadlines=deadlines_of(deployment),
+        address, role.hello, token, work, mesh=role.mesh, deadlines=deadlines_of(deployment)
     )
+
+
+class FFNMessages:
+    """An ffn worker as its message server knows it (`link.work.Work`), for any attention mesh."""
+
+    def __init__(self, role: RoleRuntime, deployment: Deployment, weights: FFNWeights):
+        self._role, self._deployment = role, deployment
+        self._formats = message_formats(role.contract)
+        self._landings: dict[int, Landing] = {}
+        self._programs: dict[int, FFNPrograms] = {}
+        self._worker = FFNWorker(self._programs_of(role.contract.attention_devices), {}, weights)
+
+    def ready(self, sizes: Sequence[MessageSize]) -> bool:
+        """Whether messages of these sizes can be run, without compiling anything."""
+        return all(map(self._worker.has, sizes))
+
+    def compile(self, sizes: Sequence[MessageSize]) -> None:
+        """Makes it so."""
+        for pieces in {size.pieces for size in sizes}:
+            programs = self._programs_of(pieces)
+            rows = [size.rows for size in sizes if size.pieces == pieces]
+            compiled = compile_all(ffn_programs(programs, rows))
+            self._landings[pieces] = Landing(programs.route, self._role.mesh)
+            self._worker.add(ffn_executables(programs, rows, compiled))
+
+    def warm_up(self, sizes: Sequence[MessageSize]) -> None:
+        """Runs each once, on zeros."""
+        for size in sizes:
+            for kind in self._formats:
+                nothing = [
+                    jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+                    for shape in self.shapes(kind, size)
+                ]
+                layer = self._role.contract.layers.index(kind)
+                jax.block_until_ready(self.run(kind, layer, size, nothing))
+
+    def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
+        """As what a message lands."""
+        message = self._formats[kind]  # type: ignore[index]
+        return self._landings[size.pieces].shapes((size.rows, message.width), message.word)
+
+    def run(
+        self, kind: str, layer: int, size: MessageSize, message: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The pieces of the answer, enqueued."""
+        landing = self._landings[size.pieces]
+        return landing.pieces(self._worker.answer(layer, size, landing.assemble(message)))
+
+    def _programs_of(self, pieces: int) -> FFNPrograms:
+        """Of domains with so many attention devices; rows of a piece stand for their tokens."""
+        if pieces not in self._programs:
+            contract = self._role.contract.of_pieces(pieces)
+            self._programs[pieces] = FFNPrograms(
+                self._role.templates, self._deployment, self._role.mesh, contract
+            )
+        return self._programs[pieces]

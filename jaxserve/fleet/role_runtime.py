@@ -64,7 +64,6 @@ def _hello(deployment: Deployment, contract: Contract, role: Role) -> Hello:
     known = deployment_facts(deployment)
     facts = {key: known[key] for key in AGREED}
     facts |= {f"contract.{name}": str(value) for name, value in contract.facts().items()}
-    facts["tokens"] = str(token_sizes(deployment))
     versions = {"jax": jax.__version__, "platform": jax.default_backend()}
     return make_hello(role, facts, versions=versions)
 

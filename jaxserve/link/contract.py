@@ -1,12 +1,13 @@
 """What both ends of a link know of its messages, from the configuration alone.
 
-Each end computes its own contract; ends of independent runtimes compare facts and digest when they
-meet (`link/pull.py`). Plain Python: the formats' arithmetic without JAX.
+Each end computes its own contract; ends of independent runtimes compare facts when they meet
+(`link/pull.py`). In how many pieces its messages come is each domain's own affair. Plain Python:
+the formats' arithmetic without JAX.
 """
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +17,15 @@ from jaxserve.link.route import Route
 from jaxserve.model.row_width import row_words
 
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
+
+
+class MessageSize(NamedTuple):
+    """What an ffn worker needs to know of a message beside the kind of its layer."""
+
+    pieces: int
+    """As many as its attention mesh has devices."""
+    rows: int
+    """Of one piece, both ways."""
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +78,15 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
             )
         return rows // self.attention_devices
 
+    def size(self, tokens: int) -> MessageSize:
+        """Of the messages of steps with so many tokens a DP group; raises as `piece_rows`."""
+        return MessageSize(self.attention_devices, self.piece_rows(tokens))
+
+    def of_pieces(self, pieces: int) -> "Contract":
+        """The contract of another domain, which sends messages in so many pieces; of its steps
+        nothing is known but the rows of a piece, which stand for the tokens of a DP group."""
+        return msgspec.structs.replace(self, groups=pieces, attention_devices=pieces)
+
     def row_words(self, kind: FFNKind) -> int:
         """Words of a packed row; a word has the bytes of one value."""
         word = WORD_BYTES[self.dispatch]
@@ -79,8 +98,9 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         return Route(self.attention_devices, ffn_devices)
 
     def facts(self) -> dict[str, Any]:
-        """Everything that both ends must agree on, by name."""
-        return msgspec.to_builtins(self)
+        """Everything that both ends must agree on, by name: all but the pieces."""
+        facts = msgspec.to_builtins(self)
+        return {name: facts[name] for name in facts if name not in ("groups", "attention_devices")}
 
     def digest(self) -> str:
         """Of the facts: equal if and only if they are."""

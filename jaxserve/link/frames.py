@@ -4,7 +4,7 @@ Arrays do not pass here; they are pulled from transfer servers (`transfers.py`) 
 that these frames name.
 
     attention → ffn   Join     (Note | Probe | Echo)*
-    ffn → attention   Welcome  (Failed | Echo)*          or Refused
+    ffn → attention   Welcome  (Failed | Echo)*          or Refused or Preparing
 """
 
 from collections.abc import Callable
@@ -21,6 +21,10 @@ class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
     domain: str
     transfer_address: str
     """Of the transfer server that serves its messages on this connection."""
+    pieces: int = 1
+    """Of each of its messages."""
+    rows: tuple[int, ...] = ()
+    """Of a piece: every number that there will be."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
@@ -37,17 +41,25 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
     reason: str
 
 
+class Preparing(msgspec.Struct, frozen=True, tag="preparing", array_like=True):
+    """The ffn worker compiles what this attention worker needs, and closes the connection until
+    then."""
+
+    reason: str
+
+
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     """A message waits to be pulled under `uuid`; its answer will be under `answer`.
 
-    `tokens` is that of the bucket: with `kind` it fixes the shapes of message and answer.
+    `rows` are those of a piece: with `kind` and the pieces they fix the shapes of message and
+    answer.
     """
 
     domain: str
     lane: int
     kind: str
     layer: int
-    tokens: int
+    rows: int
     uuid: int
     answer: int
     epoch: int
@@ -74,7 +86,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 FromAttention = Join | Note | Probe | Echo
-FromFFN = Welcome | Refused | Failed | Echo
+FromFFN = Welcome | Refused | Preparing | Failed | Echo
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 _attention_decoder = msgspec.msgpack.Decoder(FromAttention)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a frame of `frames.py` changes its meaning."""
 
 SHOWN_DIFFERENCES = 4
@@ -25,8 +25,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       worker: what people call it: role, host and process id.
-      facts: what both ends must agree on (model, formats, layers, piece shapes, …), one dotted key
-        a value, so that a difference can be named.
+      facts: what both ends must agree on (model, formats, layers, …), one dotted key a
+        value, so that a difference can be named.
       digest: of `facts`.
       epoch: number of the configuration of membership and placement; every note carries it.
       versions: packages and platform, for people to read; they may differ.

@@ -4,7 +4,8 @@ A `Peer` stands for an address. Its thread connects (channel, hello, a fresh tra
 probe there and back), then reads frames, probes and watches deadlines until the connection is lost,
 and begins again. `PullClient` (`pull.py`) sends over whichever peer is up.
 
-    CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly
+    CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly, one
+                                                         that compiles for this worker soon
 
 Every way in which a connection ends passes through `Connection.fail`, which turns what is still
 being pulled into errors, so that nobody waits for it. Knows nothing of attention and ffn.
@@ -17,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import msgspec
@@ -31,6 +33,7 @@ from jaxserve.link.frames import (
     Failed,
     Join,
     Note,
+    Preparing,
     Probe,
     Refused,
     Welcome,
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 PROBE_BYTES = 4096
 RETRY_SECONDS = 0.1
 REFUSED_RETRY_SECONDS = 2.0
+PREPARING_RETRY_SECONDS = 0.25
 TICK_SECONDS = 0.1
 LONGEST_TICK_SECONDS = 0.5
 
@@ -53,6 +57,7 @@ class PeerState(enum.Enum):
     """What is known of the other end."""
 
     CONNECTING = "connecting"
+    PREPARING = "preparing"
     UP = "up"
     SUSPECT = "suspect"
     DOWN = "down"
@@ -96,7 +101,7 @@ class Message:
     lane: int
     kind: str
     layer: int
-    tokens: int
+    rows: int
     packed: jax.Array
     answer_shape: jax.ShapeDtypeStruct
     connection: "Connection | None" = None
@@ -105,11 +110,24 @@ class Message:
     refusals: int = 0
 
     def __str__(self) -> str:
-        return f"layer {self.layer} of lane {self.lane} ({self.tokens} tokens)"
+        return f"layer {self.layer} of lane {self.lane} ({self.rows} rows a piece)"
 
 
 class Refusal(Exception):
     """The other end, or this one, does not want this link; the message says why."""
+
+
+class NotYet(Exception):
+    """The other end compiles what this one needs; the message says what."""
+
+
+class Introduction(NamedTuple):
+    """What an attention worker says of itself when it joins."""
+
+    hello: Hello
+    domain: str
+    pieces: int
+    rows: tuple[int, ...]
 
 
 class Connection:
@@ -140,20 +158,25 @@ class Connection:
         self._probe_time = 0.0
         self._probes = 0
 
-    def join(self, hello: Hello, domain: str) -> Hello:
+    def join(self, us: Introduction) -> Hello:
         """Introduces this worker and has one probe go there and back.
 
         Raises:
           Refusal: the two ends do not fit.
+          NotYet: the other end is not ready for this one.
           OSError, EOFError, RuntimeError: the connection is lost.
         """
-        self.channel.send(encode(Join(hello, domain, self._transfers.address)))
+        hello = us.hello
+        join = Join(hello, us.domain, self._transfers.address, us.pieces, us.rows)
+        self.channel.send(encode(join))
         match decode_from_ffn(self.channel.receive()):
             case Welcome(hello=theirs, transfer_address=address):
                 if reason := refusal(hello, theirs):
                     raise Refusal(reason)
             case Refused(reason=reason):
                 raise Refusal(reason)
+            case Preparing(reason=reason):
+                raise NotYet(reason)
             case frame:
                 raise Refusal(f"unexpected {type(frame).__name__} instead of a welcome")
         self._epoch = hello.epoch
@@ -177,7 +200,7 @@ class Connection:
             message.lane,
             message.kind,
             message.layer,
-            message.tokens,
+            message.rows,
             uuid,
             answer,
             self._epoch,
@@ -274,9 +297,8 @@ class Peer:
     def __init__(
         self,
         address: str,
-        hello: Hello,
+        us: Introduction,
         token: str,
-        domain: str,
         device: jax.Device,
         deadlines: Deadlines,
         on_change: Callable[[], None],
@@ -288,7 +310,7 @@ class Peer:
         """Why it is not up, for people."""
         self.connections = 0
         self._state = PeerState.CONNECTING
-        self._hello, self._token, self._domain = hello, token, domain
+        self._us, self._token = us, token
         self._device, self._deadlines = device, deadlines
         self._on_change, self._limit = on_change, limit
         self._channel: Channel | None = None
@@ -332,6 +354,9 @@ class Peer:
                     logger.warning("link to %s refused: %s", self.address, error)
                 self._become(PeerState.REFUSED, str(error))
                 pause = REFUSED_RETRY_SECONDS
+            except NotYet as error:
+                self._become(PeerState.PREPARING, str(error))
+                pause = PREPARING_RETRY_SECONDS
             except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
                 self._become(PeerState.CONNECTING, str(error) or type(error).__name__)
             except Exception as error:  # A defect; but without this thread nobody would notice.
@@ -349,7 +374,7 @@ class Peer:
             connection = Connection(channel, self._device, self._deadlines)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, self._deadlines.handshake):
-                theirs = connection.join(self._hello, self._domain)
+                theirs = connection.join(self._us)
             self.connections += 1
             self.connection = connection
             if self._closing.is_set():

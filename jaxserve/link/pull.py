@@ -22,7 +22,7 @@ from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines, split_address
 from jaxserve.link.hello import Hello
-from jaxserve.link.peer import Connection, Message, Peer, PeerState
+from jaxserve.link.peer import Connection, Introduction, Message, Peer, PeerState
 from jaxserve.link.transfers import is_ready, refuse_several_processes
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ MOST_POSTS = 12
 WAIT_SECONDS = 0.25
 
 AnswerShape = Callable[[str, int], jax.ShapeDtypeStruct]
-"""(kind, tokens) → the answer on the attention mesh: one piece a device, with its sharding."""
+"""(kind, rows of a piece) → the answer on the attention mesh: one piece a device, with its
+sharding."""
 
 
 class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ class PullClient:
       domain: name of this attention worker.
       mesh: of this worker alone.
       answer_shape: of the answer to a message.
+      rows: of a piece: every number that messages will have.
       deadlines: of every wait.
 
     Raises:
@@ -83,6 +85,7 @@ class PullClient:
         domain: str,
         mesh: Mesh,
         answer_shape: AnswerShape,
+        rows: Sequence[int],
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         if not addresses:
@@ -101,12 +104,12 @@ class PullClient:
         self._messages = self._resends = self._failures = 0
         self._last_failure = ""
         device = mesh.devices.flat[0]
+        us = Introduction(hello, domain, mesh.size, tuple(rows))
         self.peers = [
             Peer(
                 address,
-                hello,
+                us,
                 token,
-                domain,
                 device,
                 deadlines,
                 on_change=self._notify,
@@ -120,24 +123,25 @@ class PullClient:
 
         Raises:
           ConfigError: every address refuses this worker, naming the differing facts.
-          EngineFailedError: nobody is up within `deadlines.absent`.
+          EngineFailedError: nobody is up within `deadlines.absent`; while an ffn worker compiles
+            for this one, that time does not run.
         """
         for peer in self.peers:
             peer.start()
         self._wait_for_connection(give_up_when_refused=True)
 
-    def send(self, lane: int, kind: str, layer: int, tokens: int, packed: jax.Array) -> None:
+    def send(self, lane: int, kind: str, layer: int, rows: int, packed: jax.Array) -> None:
         """Sends a lane's message, which may still be computed; never waits.
 
         Args:
           lane: without an unanswered message.
-          kind, tokens: fix the shapes of message and answer; `kind` and `layer` say to the ffn
+          kind, rows: fix the shapes of message and answer; `kind` and `layer` say to the ffn
             worker what to do.
           packed: one piece on every device of the mesh. Kept until the answer is there, so not to
             be donated.
         """
         assert lane not in self._unanswered, lane
-        message = Message(lane, kind, layer, tokens, packed, self._answer_shape(kind, tokens))
+        message = Message(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
         self._unanswered[lane] = message
         connection = self._usable()
         if connection is not None:
@@ -251,6 +255,8 @@ class PullClient:
             while (connection := self._usable()) is None:
                 if self._closed:
                     raise EngineFailedError("the link to the ffn workers was closed")
+                if any(peer.state is PeerState.PREPARING for peer in self.peers):
+                    clock = AwakeClock(longest=2 * WAIT_SECONDS)
                 if clock.tick() > self._deadlines.absent:
                     raise EngineFailedError(
                         f"no ffn worker for {self._deadlines.absent:g} s: {self._whereabouts()}"

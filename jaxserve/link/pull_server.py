@@ -3,9 +3,10 @@
 Attention workers connect, announce messages and pull their answers. For each there are two threads:
 one reads notes and starts the pulls, the other waits until a message has arrived and only then
 enqueues the worker's program, because device queues are in order and a program ahead of its message
-would block every other domain's. So every domain is served in the order of its notes, and domains
-in the order of arrival. Nothing is kept but what is in flight: a domain that is lost is forgotten.
-`pull.py` is the other end. Knows nothing of ffn, plans or requests.
+would block every other domain's. So every domain is served in the order of its notes, and the
+domains whose messages have arrived in rotation (`turns.py`). Nothing is kept but what is in flight
+and what was compiled (`work.py`): a domain that is lost is forgotten. `pull.py` is the other end.
+Knows nothing of ffn, plans or requests.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import msgspec
@@ -31,6 +32,7 @@ from jaxserve.link.channel import (
     join_address,
     listen,
 )
+from jaxserve.link.contract import MessageSize
 from jaxserve.link.frames import (
     Echo,
     Failed,
@@ -45,19 +47,13 @@ from jaxserve.link.frames import (
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, PROBE_BYTES, TICK_SECONDS
 from jaxserve.link.transfers import Transfers, refuse_several_processes
+from jaxserve.link.turns import Turns
+from jaxserve.link.work import Preparations, Work
 
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 """Domains, and strangers in the middle of a handshake, at a time."""
-
-MessageShapes = Callable[[str, int], Sequence[jax.ShapeDtypeStruct]]
-"""(kind, tokens) → the arrays, with shardings, as which a message lands: together one buffer a
-piece, in the order of the pieces."""
-
-Run = Callable[[str, int, int, Sequence[jax.Array]], Sequence[jax.Array]]
-"""(kind, layer, tokens, message) → the answer: arrays with one buffer a piece, in the order of the
-pieces; enqueued, not waited for. Raises where there is no such work."""
 
 
 class PullServer:
@@ -67,9 +63,8 @@ class PullServer:
       address: to listen on; port 0 takes a free one.
       hello: what this worker is; attention workers that differ are refused.
       token: the secret of the deployment.
-      run: what the worker does with a message; called by one thread at a time.
+      work: the worker; its `run` is called by one thread at a time.
       mesh: of this worker alone.
-      message_shapes: as what a message lands on it.
       deadlines: of every wait.
 
     Raises:
@@ -81,22 +76,22 @@ class PullServer:
         address: str,
         hello: Hello,
         token: str,
-        run: Run,
+        work: Work,
         *,
         mesh: Mesh,
-        message_shapes: MessageShapes,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         refuse_several_processes()
         self.hello = hello
-        self.run = run
-        self.message_shapes = functools.cache(message_shapes)
+        self.work = work
+        self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self.device: jax.Device = mesh.devices.flat[0]
         self._address, self._token = address, token
-        self._turn = threading.Lock()
         self._socket: socket.socket | None = None
         self._domains: set[_Domain] = set()
+        self.turns = Turns(lambda: len(self._domains) > 1)
+        self.preparations = Preparations(work, self.turns)
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name="link server", daemon=True)
 
@@ -117,8 +112,8 @@ class PullServer:
 
     @contextlib.contextmanager
     def between_messages(self) -> Iterator[None]:
-        """Keeps `run` from being called in the body: for what must not meet a message."""
-        with self._turn:
+        """Keeps `work.run` from being called in the body: for what must not meet a message."""
+        with self.turns.take(self):
             yield
 
     def close(self, seconds: float = 5.0) -> None:
@@ -137,6 +132,7 @@ class PullServer:
     def forget(self, domain: "_Domain") -> None:
         """The domain's threads have ended."""
         self._domains.discard(domain)
+        self.turns.forget(domain)
 
     def _accept(self) -> None:
         assert self._socket is not None
@@ -165,6 +161,8 @@ class _Domain:
 
     def __init__(self, server: PullServer, sock: socket.socket, token: str):
         self.name = ""
+        self.pieces = 0
+        """Of each of its messages."""
         self.failure: str | None = None
         self.thread = threading.Thread(target=self._live, name="link domain", daemon=True)
         self._server = server
@@ -226,6 +224,10 @@ class _Domain:
             logger.warning("link: refused %s: %s", channel.peer, reason)
             channel.send(encode(Refused(reason)))
             return False
+        if (answer := self._server.preparations.ask(frame.pieces, frame.rows)) is not None:
+            channel.send(encode(answer))
+            return False
+        self.pieces = frame.pieces
         self._transfers = Transfers(self._server.device, channel.local_host)
         self._transfers.connect(frame.transfer_address)
         self.name = frame.domain
@@ -263,7 +265,7 @@ class _Domain:
             self._refuse(note, f"epoch {note.epoch}, here {self._server.hello.epoch}")
             return
         try:
-            shapes = self._server.message_shapes(note.kind, note.tokens)
+            shapes = self._server.message_shapes(note.kind, self._size(note))
         except Exception as error:
             logger.exception("link: no shapes of %s", note)
             self._refuse(note, f"{type(error).__name__}: {error}")
@@ -296,15 +298,21 @@ class _Domain:
         transfers = self._transfers
         assert transfers is not None
         try:
-            with self._server.between_messages():
-                answer = self._server.run(note.kind, note.layer, note.tokens, message)
-            transfers.register(note.answer, answer)
+            with self._server.turns.take(self):
+                if self.failure is not None:
+                    return False
+                answer = self._server.work.run(note.kind, note.layer, self._size(note), message)
+                transfers.register(note.answer, answer)
+                self._server.turns.enqueued(answer[0])
         except Exception as error:
             if self.failure is None:
                 logger.exception("link: no answer to %s", note)
                 self._refuse(note, f"{type(error).__name__}: {error}")
             return False
         return True
+
+    def _size(self, note: Note) -> MessageSize:
+        return MessageSize(self.pieces, note.rows)
 
     def _refuse(self, note: Note, text: str) -> None:
         """Tells the domain that a message gets no answer, and ends the connection."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxserve.config.model import FFNKind
+from jaxserve.link.contract import MessageSize
 from jaxserve.link.runtime_link import FFNEnd
 from jaxserve.link.transport import Arrays
 from jaxserve.roles.compilation import Compiled, ProgramKey
@@ -20,8 +21,8 @@ from jaxserve.roles.program import Program
 from jaxserve.roles.weights import FFNWeights, Leaves
 from jaxserve.roles.worker import Passed, Step
 
-FFNExecutables = dict[tuple[FFNKind, int], jax.stages.Compiled]
-"""By kind of layer and tokens a DP group."""
+FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
+"""By kind of layer and size of the message."""
 
 
 def ffn_programs(programs: FFNPrograms, token_sizes: Sequence[int]) -> dict[ProgramKey, Program]:
@@ -38,7 +39,7 @@ def ffn_executables(
 ) -> FFNExecutables:
     """What `FFNWorker` takes."""
     return {
-        (kind, tokens): compiled[ProgramKey("ffn", kind, Bucket(tokens, 1))]
+        (kind, programs.contract.size(tokens)): compiled[ProgramKey("ffn", kind, Bucket(tokens, 1))]
         for tokens in sorted(set(token_sizes))
         for kind in programs.formats
     }
@@ -57,28 +58,38 @@ class FFNWorker:
 
     def __init__(self, programs: FFNPrograms, executables: FFNExecutables, weights: FFNWeights):
         self._contract = programs.contract
-        self._executables, self._weights = executables, weights
+        self._executables, self._weights = dict(executables), weights
         self._layers: dict[int, list[_Layer]] = {}
         self._send: dict[int, Callable[[Arrays], None]] = {}
         self._steps: dict[int, Iterator[jax.Array | Passed | None]] = {}
 
-    def attach(self, link: FFNEnd) -> None:
-        """Makes this end of a link the one that `stage` receives from and sends to."""
-        for tokens in {tokens for _, tokens in self._executables}:
+    def add(self, executables: FFNExecutables) -> None:
+        """Takes in what messages of further sizes run."""
+        self._executables |= executables
+
+    def has(self, size: MessageSize) -> bool:
+        """Whether `answer` takes messages of this size."""
+        return all((kind, size) in self._executables for kind in set(self._contract.layers))
+
+    def attach(self, link: FFNEnd, token_sizes: Sequence[int]) -> None:
+        """Makes this end of a link the one that `stage` receives from and sends to, in steps of so
+        many tokens a DP group."""
+        for tokens in token_sizes:
+            size = self._contract.size(tokens)
             self._send[tokens] = link.sender(tokens)
             self._layers[tokens] = [
                 _Layer(
                     link.receiver(layer, tokens),
-                    self._executables[kind, tokens],
+                    self._executables[kind, size],
                     self._weights.layers[layer],
                 )
                 for layer, kind in enumerate(self._contract.layers)
             ]
 
-    def answer(self, layer: int, tokens: int, message: Arrays) -> Arrays:
+    def answer(self, layer: int, size: MessageSize, message: Arrays) -> Arrays:
         """Enqueues one layer on a message, one array a slot; the answer is laid out likewise."""
         kind = self._contract.layers[layer]
-        return self._executables[kind, tokens](*message, *self._weights.layers[layer])
+        return self._executables[kind, size](*message, *self._weights.layers[layer])
 
     def begin(self, step: Step) -> None:
         """Puts a step on a lane; its stages follow."""

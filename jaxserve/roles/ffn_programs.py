@@ -23,12 +23,22 @@ from jaxserve.roles.program import Program
 
 
 class FFNPrograms:
-    """What runs on the ffn mesh."""
+    """What runs on the ffn mesh, for the messages of domains that have one contract.
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+    Args:
+      contract: None: that of the deployment.
+    """
+
+    def __init__(
+        self,
+        templates: ModelTemplates,
+        deployment: Deployment,
+        mesh: Mesh,
+        contract: Contract | None = None,
+    ):
         self.templates, self.mesh = templates, mesh
         self.config, self.dtype = templates.config, templates.dtype
-        self.contract = Contract.of(templates.config, deployment)
+        self.contract = contract or Contract.of(templates.config, deployment)
         self.formats = message_formats(self.contract)
         self.route = self.contract.route(mesh.size)
         blocks = Blocks(mesh.size * self.route.slots, self.route.filled)

@@ -29,6 +29,8 @@ def test_pieces(tmp_path):
     made = contract(tmp_path, attention__dp=3, attention__tp=2)
     assert made.attention_devices == 6
     assert made.piece_rows(24) == 12
+    assert made.size(24) == (6, 12)
+    assert made.of_pieces(2).size(24) == (2, 24)
     with pytest.raises(ValueError, match="69 rows cannot be cut into 6 equal pieces"):
         made.piece_rows(23)
 
@@ -40,10 +42,14 @@ def test_the_ffn_mesh_changes_nothing(tmp_path):
     assert small.digest() == wide.digest()
 
 
+def test_domains_of_other_sizes_agree(tmp_path):
+    """One ffn worker serves them all."""
+    assert contract(tmp_path).facts() == contract(tmp_path, attention__dp=3).facts()
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"groups": 2},
         {"d_model": 32},
         {"top_k": 1},
         {"dispatch": "int8"},

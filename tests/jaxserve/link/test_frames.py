@@ -8,6 +8,7 @@ from jaxserve.link.frames import (
     Failed,
     Join,
     Note,
+    Preparing,
     Probe,
     Refused,
     Welcome,
@@ -27,13 +28,16 @@ def test_note_is_an_array_of_plain_values() -> None:
     ]
 
 
-@pytest.mark.parametrize("frame", [Join(HELLO, "d0", "host:1"), NOTE, Probe(1, 2), Echo(3)])
+@pytest.mark.parametrize(
+    "frame", [Join(HELLO, "d0", "host:1", 2, (8, 24)), NOTE, Probe(1, 2), Echo(3)]
+)
 def test_frames_of_attention_workers_come_back(frame) -> None:
     assert decode_from_attention(encode(frame)) == frame
 
 
 @pytest.mark.parametrize(
-    "frame", [Welcome(HELLO, "host:1"), Refused("no"), Failed(1, "no"), Echo(3)]
+    "frame",
+    [Welcome(HELLO, "host:1"), Refused("no"), Preparing("24 rows"), Failed(1, "no"), Echo(3)],
 )
 def test_frames_of_ffn_workers_come_back(frame) -> None:
     assert decode_from_ffn(encode(frame)) == frame

@@ -22,7 +22,9 @@ from tests.jaxserve.link.toy_server import (
     DEADLINES,
     FACTS,
     REFUSED_LAYER,
-    TOKENS,
+    ROWS,
+    UNFIT_ROWS,
+    UNKNOWN_ROWS,
     WORD,
     WORDS,
     Nursery,
@@ -68,9 +70,10 @@ def client(
         options.get("token", "secret"),
         domain=domain,
         mesh=mesh,
-        answer_shape=lambda kind, tokens: jax.ShapeDtypeStruct(
-            (tokens // 4 * devices, int(kind.split("x")[1])), WORD, sharding=sharding
+        answer_shape=lambda kind, rows: jax.ShapeDtypeStruct(
+            (rows * devices, int(kind.split("x")[1])), WORD, sharding=sharding
         ),
+        rows=options.get("rows", [ROWS]),
         deadlines=Deadlines(**{**DEADLINES, **options.get("deadlines", {})}),
     )
     try:
@@ -83,7 +86,7 @@ def client(
 
 def values(number: int, devices: int = 4, words: int = WORDS) -> np.ndarray:
     """A message, different for every number."""
-    size = TOKENS // 4 * devices * words
+    size = ROWS * devices * words
     return (np.arange(size, dtype=WORD) * 7 + number).reshape(-1, words)
 
 
@@ -94,7 +97,7 @@ def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
 
 def exchange(link: PullClient, number: int, lane: int = 0) -> None:
     """One message and its answer."""
-    link.send(lane, KIND, number % 4, TOKENS, on_mesh(values(number)))
+    link.send(lane, KIND, number % 4, ROWS, on_mesh(values(number)))
     check(link, number, lane)
 
 
@@ -106,14 +109,14 @@ def check(link: PullClient, number: int, lane: int = 0) -> None:
 def rounds(link: PullClient, first: int, count: int) -> None:
     """`count` rounds over all lanes, every lane's message on its way while others are answered."""
     for lane in range(LANES):
-        link.send(lane, KIND, first % 4, TOKENS, on_mesh(values(first + lane)))
+        link.send(lane, KIND, first % 4, ROWS, on_mesh(values(first + lane)))
     for number in range(first, first + count):
         for lane in range(LANES):
             answer = link.receive(lane)
             np.testing.assert_array_equal(answer, 2 * values(number + lane) + number % 4)
             if number + 1 < first + count:
                 following = on_mesh(values(number + 1 + lane))
-                link.send(lane, KIND, (number + 1) % 4, TOKENS, following)
+                link.send(lane, KIND, (number + 1) % 4, ROWS, following)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
@@ -121,7 +124,7 @@ def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
     with client(server, devices=pieces) as link:
         for number in range(3):
             packed = on_mesh(values(number, pieces, 8), pieces)
-            link.send(0, kind_of(pieces, 8), 2, TOKENS, packed)
+            link.send(0, kind_of(pieces, 8), 2, ROWS, packed)
             answer = link.receive(0)
             assert [shard.device for shard in answer.addressable_shards] == jax.devices()[:pieces]
             np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
@@ -140,7 +143,7 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
     try:
         with client(server) as link:
             message = on_mesh(values(3))
-            link.send(0, KIND, 1, TOKENS, message)
+            link.send(0, KIND, 1, ROWS, message)
             answer = link.receive(0)
             references = [weakref.ref(message), weakref.ref(answer)]
             del message, answer
@@ -157,9 +160,43 @@ def test_two_domains_at_once(server) -> None:
     with client(server, domain="a") as one, client(server, domain="b") as other:
         for number in range(10):
             for link in (one, other):
-                link.send(0, KIND, 1, TOKENS, on_mesh(values(number)))
+                link.send(0, KIND, 1, ROWS, on_mesh(values(number)))
             for link in (other, one):
                 np.testing.assert_array_equal(link.receive(0), 2 * values(number) + 1)
+
+
+def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served(toys) -> None:
+    """However long that takes: the time in which nobody is there does not run."""
+    deadlines = {"absent": 0.5}
+    with toys.servers({"compile_seconds": 2.0}) as [server], client(server) as link:
+        answered = threading.Event()
+
+        def join() -> None:
+            with client(server, domain="wide", rows=[UNKNOWN_ROWS], deadlines=deadlines) as wide:
+                packed = np.ones((4 * UNKNOWN_ROWS, WORDS), WORD)
+                wide.send(0, KIND, 1, UNKNOWN_ROWS, on_mesh(packed))
+                np.testing.assert_array_equal(wide.receive(0), 2 * packed + 1)
+                assert wide.counters.failures == 0
+                answered.set()
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        number = 0
+        while thread.is_alive():
+            number += 1
+            exchange(link, number)
+        assert answered.is_set()
+        assert link.counters == LinkCounters(messages=number)
+
+
+def test_domain_that_the_server_cannot_compile_for_is_refused_by_its_sizes(server) -> None:
+    message = r"no programs for messages of 4 pieces of 6 rows: ValueError: 6 rows do not fit"
+    with pytest.raises(ConfigError, match=message):
+        with client(server, rows=[UNFIT_ROWS]):
+            pass
+    with pytest.raises(ConfigError, match=r"messages of 4 pieces of \[\] rows"):
+        with client(server, rows=[]):
+            pass
 
 
 def test_message_that_is_still_computed_is_announced_and_not_late(server) -> None:
@@ -174,7 +211,7 @@ def test_message_that_is_still_computed_is_announced_and_not_late(server) -> Non
     with client(server, devices=1, deadlines={"answer": 0.3}) as link:
         shape = jax.ShapeDtypeStruct(ready.shape, ready.dtype, sharding=ready.sharding)
         (packed,) = sink.pull(1, [shape])
-        link.send(0, kind_of(1, WORDS), 1, TOKENS, packed)
+        link.send(0, kind_of(1, WORDS), 1, ROWS, packed)
         threading.Timer(1.0, source.register, (1, [ready])).start()
         np.testing.assert_array_equal(link.receive(0), 2 * values(5, 1) + 1)
         assert link.counters == LinkCounters(messages=1)
@@ -184,7 +221,7 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
     with toys.servers({}) as [server], client(server) as link:
         rounds(link, 0, 5)
         for lane in range(LANES):
-            link.send(lane, KIND, lane, TOKENS, on_mesh(values(lane)))
+            link.send(lane, KIND, lane, ROWS, on_mesh(values(lane)))
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         server.start()
         for lane in range(LANES):
@@ -237,7 +274,8 @@ def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> 
             exchange(link, number)
         assert link.in_use == started[1].address
         assert (
-            link.counters.last_failure == "no answer to layer 1 of lane 0 (16 tokens) within 0.5 s"
+            link.counters.last_failure
+            == "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
         )
 
 
@@ -245,7 +283,7 @@ def test_closed_link_lets_nobody_wait(server) -> None:
     with client(server) as link:
         server.send_signal(signal.SIGSTOP)
         try:
-            link.send(0, KIND, 1, TOKENS, on_mesh(values(1)))
+            link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
             threading.Timer(0.2, link.close).start()
             with pytest.raises(EngineFailedError, match="was closed"):
                 link.receive(0)
@@ -266,7 +304,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         started.sort(key=lambda server: server.address != link.in_use)
         first, second = started
         for lane in range(LANES):
-            link.send(lane, KIND, lane, TOKENS, on_mesh(values(lane)))
+            link.send(lane, KIND, lane, ROWS, on_mesh(values(lane)))
         first.end(signal.SIGKILL)
         for lane in range(LANES):
             check(link, lane, lane)
@@ -288,7 +326,7 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
     with client(server) as link:
         exchange(link, 0)
         server.send_signal(signal.SIGSTOP)
-        link.send(0, KIND, 1, TOKENS, on_mesh(values(1)))
+        link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
         wait_until(lambda: link.peers[0].state is not PeerState.UP)
         wait_until(lambda: link.peers[0].state is not PeerState.SUSPECT)
         server.send_signal(signal.SIGCONT)
@@ -315,6 +353,6 @@ def test_other_token_is_refused(server) -> None:
 def test_work_that_the_server_refuses_is_an_error(server) -> None:
     with client(server) as link:
         exchange(link, 2)
-        link.send(0, KIND, REFUSED_LAYER, TOKENS, on_mesh(values(0)))
+        link.send(0, KIND, REFUSED_LAYER, ROWS, on_mesh(values(0)))
         with pytest.raises(EngineFailedError, match="3 times: ValueError: no layer 9 here"):
             link.receive(0)

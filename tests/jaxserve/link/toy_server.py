@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DEVICES = 2
-TOKENS, WORDS = 16, 32
-"""Of most messages; what a worker has compiled before it serves."""
+ROWS, WORDS = 4, 32
+"""Of a piece of most messages; what a worker has compiled before it serves."""
+UNKNOWN_ROWS, UNFIT_ROWS = 5, 6
+"""For the first it gets ready when it is asked, and for the second it cannot."""
+BULK_ROWS = 16
 FACTS = {"model": "toy", "layers": "4"}
 WORD = "int32"
 DEADLINES = {"handshake": 10.0, "probe": 0.25, "suspect": 1.5, "down": 3.0, "absent": 30.0}
@@ -28,7 +31,7 @@ PATIENCE = 60.0
 
 
 def kind_of(pieces: int, words: int) -> str:
-    """What the toy's messages are called: pieces of [tokens / 4, words]."""
+    """What the toy's messages are called, and tell of themselves; a piece has `ROWS` rows."""
     return f"{pieces}x{words}"
 
 
@@ -165,34 +168,50 @@ def serve(options: dict) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(DEVICES, 1), ("ep", "tp"))
     ingress = [SingleDeviceSharding(device) for device in jax.devices()]
 
-    def message_shapes(kind: str, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """Piece i lands on device i modulo the devices that are here."""
-        pieces, words = map(int, kind.split("x"))
-        return [
-            jax.ShapeDtypeStruct((tokens // 4, words), WORD, sharding=ingress[i % DEVICES])
-            for i in range(pieces)
-        ]
+    class Toy:
+        """`link.work.Work`."""
+
+        known = frozenset({ROWS, BULK_ROWS})
+
+        def ready(self, sizes) -> bool:
+            return all(size.rows in self.known for size in sizes)
+
+        def compile(self, sizes) -> None:
+            time.sleep(options.get("compile_seconds", 0.5))
+            if any(size.rows == UNFIT_ROWS for size in sizes):
+                raise ValueError(f"{UNFIT_ROWS} rows do not fit")
+
+        def warm_up(self, sizes) -> None:
+            self.known = self.known | {size.rows for size in sizes}
+
+        def shapes(self, kind: str, size) -> list[jax.ShapeDtypeStruct]:
+            """Piece i lands on device i modulo the devices that are here."""
+            pieces, words = map(int, kind.split("x"))
+            assert pieces == size.pieces
+            return [
+                jax.ShapeDtypeStruct((size.rows, words), WORD, sharding=ingress[i % DEVICES])
+                for i in range(pieces)
+            ]
+
+        def run(self, kind: str, layer: int, size, message) -> list[jax.Array]:
+            if layer == REFUSED_LAYER:
+                raise ValueError(f"no layer {layer} here")
+            if layer == options.get("stuck_layer"):
+                threading.Event().wait()
+            return [double(piece, np.int32(layer)) for piece in message]
 
     @jax.jit
     def double(x: jax.Array, layer: jax.Array) -> jax.Array:
         return 2 * x + layer
 
-    def run(kind: str, layer: int, tokens: int, message) -> list[jax.Array]:
-        if layer == REFUSED_LAYER:
-            raise ValueError(f"no layer {layer} here")
-        if layer == options.get("stuck_layer"):
-            threading.Event().wait()
-        return [double(piece, np.int32(layer)) for piece in message]
-
-    warm = np.zeros((TOKENS // 4, WORDS), WORD)
-    jax.block_until_ready(run("", 0, TOKENS, [jax.device_put(warm, s) for s in ingress]))
+    warm = np.zeros((ROWS, WORDS), WORD)
+    jax.block_until_ready([double(jax.device_put(warm, s), np.int32(0)) for s in ingress])
     server = PullServer(
         options.get("address", "127.0.0.1:0"),
         make_hello("ffn", FACTS),
         "secret",
-        run,
+        Toy(),
         mesh=mesh,
-        message_shapes=message_shapes,
         deadlines=Deadlines(**DEADLINES),
     )
     folder = Path(options["folder"])
@@ -222,7 +241,7 @@ def keep_sending(address: str) -> None:
     from jaxserve.link.hello import make_hello
     from jaxserve.link.pull import PullClient
 
-    tokens, words = 64, 1 << 14
+    words = 1 << 14
     device = jax.devices()[0]
     sharding = SingleDeviceSharding(device)
     link = PullClient(
@@ -231,16 +250,17 @@ def keep_sending(address: str) -> None:
         "secret",
         domain="doomed",
         mesh=Mesh(np.array([[device]]), ("dp", "tp")),
-        answer_shape=lambda *_: jax.ShapeDtypeStruct((tokens // 4, words), WORD, sharding=sharding),
+        answer_shape=lambda *_: jax.ShapeDtypeStruct((BULK_ROWS, words), WORD, sharding=sharding),
+        rows=[BULK_ROWS],
         deadlines=Deadlines(**DEADLINES),
     )
     link.connect()
-    message = jax.device_put(np.ones((tokens // 4, words), WORD), sharding)
+    message = jax.device_put(np.ones((BULK_ROWS, words), WORD), sharding)
     for round_number in itertools.count():
         for lane in range(3):
             if round_number:
                 link.receive(lane)
-            link.send(lane, kind_of(1, words), lane, tokens, message)
+            link.send(lane, kind_of(1, words), lane, BULK_ROWS, message)
 
 
 def main() -> None:
