@@ -1,0 +1,157 @@
+"""Several attention workers, each with an engine of its own, on one ffn worker, over `pull`: the
+colocated tokens, whoever else is there, joins and leaves.
+
+The runtimes live in one process here, each on devices of its own; `test_runtimes.py` has them
+apart.
+"""
+
+import functools
+import threading
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.engine.build import Runtime, make_engine, warm_up
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.attention_runtime import attention_cell
+from jaxserve.fleet.ffn_runtime import message_server
+from jaxserve.fleet.role_runtime import RoleRuntime
+from jaxserve.link.pull import PullClient
+from jaxserve.mesh import role_mesh
+from jaxserve.roles.capacity import deployment_buckets
+from tests.jaxserve import layouts
+from tests.jaxserve.link.toy_server import wait_until
+
+pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
+
+TOKEN = "a secret"
+PROMPTS = layouts.PROMPTS[:7]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
+FFN = {"ffn.ep": 2, "ffn.runtime": "ffn", "link.transport": "pull"}
+DOMAINS = {
+    "one lane": (2, {}),
+    "2 lanes, dp 2": (3, {"lanes": 2, "attention.dp": 2}),
+    "2 lanes, tp 2, INT8": (5, {"lanes": 2, "attention.tp": 2, "cache.format": "int8"}),
+}
+"""By name: the first device, and what is special. The ffn worker has devices 0 and 1; it was
+started for the first of them, and compiles for the others when they join."""
+
+
+class Domain(NamedTuple):
+    engine: Engine
+    link: PullClient
+
+    def close(self) -> None:
+        self.engine.close()
+        self.link.close()
+
+
+def role_of(model, role, first, overrides):
+    deployment = layouts.deployment(model, overrides)
+    names = read_config(str(model), [])
+    runtime = RoleRuntime.of(*names, deployment, role)
+    mesh = role_mesh(deployment, role, jax.devices()[first:])
+    return runtime._replace(mesh=mesh), deployment, open_checkpoint(str(model), names[1])
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model):
+    overrides = FFN | {"link.addresses": ["127.0.0.1:1"]}
+    server = message_server(*role_of(tiny_model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
+    server.address = server.start()
+    yield server
+    server.close()
+
+
+def open_domain(model, server, name) -> Domain:
+    first, overrides = DOMAINS[name]
+    overrides = FFN | overrides | {"link.addresses": [server.address]}
+    role, deployment, source = role_of(model, "attention", first, overrides)
+    cell, link = attention_cell(role, deployment, source, TOKEN)
+    runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
+    warm_up(runtime)
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine.start()
+    return Domain(engine, link)
+
+
+@pytest.fixture(scope="module")
+def domains(tiny_model, server):
+    opened = {name: open_domain(tiny_model, server, name) for name in DOMAINS}
+    yield opened
+    for domain in opened.values():
+        domain.close()
+
+
+@pytest.fixture(scope="module")
+def expected(colocated_runtime):
+    """The colocated tokens, by the sampling parameters' temperature."""
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    tokens = {params.temperature: generate(engine, params) for params in (GREEDY, SEEDED)}
+    engine.close()
+    return tokens
+
+
+def generate(engine, params):
+    return layouts.generate(engine, PROMPTS, params)
+
+
+def side_by_side(*calls):
+    """What the calls return, made at the same time."""
+    results = [None] * len(calls)
+
+    def run(place):
+        results[place] = calls[place]()
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240.0)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected):
+    """Quantised pages have other tokens, which must not depend on who else is there."""
+    used = list(domains.values())[:count]
+    calls = [functools.partial(generate, domain.engine, params) for domain in used]
+    for domain, tokens in zip(used, side_by_side(*calls), strict=True):
+        quantised = domain.engine.deployment.cache.format == "int8"
+        assert tokens == (
+            generate(domain.engine, params) if quantised else expected[params.temperature]
+        )
+        layouts.idle(domain.engine)
+        assert domain.link.counters.failures == 0
+        assert domain.engine.compilations_after_ready == 0
+
+
+def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expected, tiny_model):
+    """One joins in the middle of another's requests, and leaves with messages open."""
+    survivor = domains["2 lanes, dp 2"]
+    before = survivor.link.counters
+    collector = layouts.Collector()
+    for prompt in PROMPTS:
+        collector.submit(survivor.engine, prompt, GREEDY)
+    guest = open_domain(tiny_model, server, "one lane")
+    assert generate(guest.engine, GREEDY) == expected[0]
+    unheard = layouts.Collector()
+    for prompt in PROMPTS:
+        unheard.submit(guest.engine, prompt, GREEDY)
+    unheard.wait_for_tokens("request 0", 1)
+    guest.link.close()
+    guest.engine.close()
+    assert [output.token_ids for output in collector.wait().values()] == expected[0]
+    assert generate(survivor.engine, GREEDY) == expected[0]
+    layouts.idle(survivor.engine)
+    after = survivor.link.counters
+    assert (after.failures, after.resends) == (before.failures, before.resends) == (0, 0)
+    wait_until(lambda: len(server.domains) == 3)
