@@ -191,3 +191,11 @@ def axis_product(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
 def shards(mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, int]:
     """The number of shards of each dimension that has a rule, by its name."""
     return {name: axis_product(mesh, axes) for name, axes in rules.items()}
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    """Bytes that JAX may use of a device; None: it does not say (CPU)."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # not implemented on this platform
+        return None

@@ -9,21 +9,15 @@ from typing import Any, NamedTuple
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.build import build_cell, use_compilation_cache
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.attention import (
-    AttentionExecutables,
-    AttentionWorker,
-    attention_executables,
-    attention_programs,
-)
+from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.cell import Cell, Workers
-from jaxserve.roles.compilation import compile_all
-from jaxserve.roles.ffn import FFNExecutables, FFNWorker, ffn_executables, ffn_programs
+from jaxserve.roles.cell import Cell, Workers, build_cell
+from jaxserve.roles.compilation import use_compilation_cache
+from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.schedule import Rotation
@@ -120,22 +114,21 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     """Compiles and fills both roles on the devices of this process."""
     use_compilation_cache()
     templates, _, meshes = templates_of(deployment, config)
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
-    ffn = FFNPrograms(templates, deployment, meshes.ffn)
     bucket, names, source = bucket_of(deployment), step3_names(config), RandomLeaves()
-    compiled = compile_all(
-        attention_programs(attention, [bucket]) | ffn_programs(ffn, [bucket.tokens])
+    attention, executables, weights = build_attention(
+        templates, deployment, meshes.attention, source, names
     )
+    ffn, ffn_executables, ffn_weights = build_ffn(templates, deployment, meshes.ffn, source, names)
     return RandomModel(
         deployment,
         config,
         bucket,
         attention,
         ffn,
-        attention_executables(attention, [bucket], compiled)[bucket],
-        ffn_executables(ffn, [bucket.tokens], compiled),
-        AttentionWeights(source, names, attention),
-        FFNWeights(source, names, ffn),
+        executables[bucket],
+        ffn_executables,
+        weights,
+        ffn_weights,
         RuntimeLink(
             deployment.link.transport,
             Contract.of(config, deployment),
@@ -150,4 +143,4 @@ def build_local_cell(deployment: Deployment, config: ModelConfig) -> Cell:
     """The workers of the roles that this process has devices of."""
     use_compilation_cache()
     templates, _, meshes = templates_of(deployment, config)
-    return build_cell(templates, deployment, meshes, RandomLeaves(), step3_names(config), None)
+    return build_cell(templates, deployment, meshes, RandomLeaves(), step3_names(config))

@@ -9,20 +9,18 @@ import jax.numpy as jnp
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
-from jaxserve.engine.build import Runtime, load_progress, make_engine, warm_up
+from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
-from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role, token_sizes
+from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.contract import Contract
 from jaxserve.link.pull import PullClient
 from jaxserve.link.runtime_link import ReceiveAnswer, SendMessage
 from jaxserve.link.transport import piece_sharding
-from jaxserve.roles.attention import AttentionWorker, attention_executables, attention_programs
-from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.attention import AttentionWorker, build_attention
+from jaxserve.roles.capacity import deployment_buckets, token_sizes
 from jaxserve.roles.cell import Cell, Workers
-from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.schedule import Rotation
-from jaxserve.roles.weights import AttentionWeights, LeafSource
+from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer
 
 
@@ -78,11 +76,7 @@ def attention_cell(
         dtype = jnp.dtype(role.contract.combine)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    programs = AttentionPrograms(role.templates, deployment, role.mesh)
-    buckets = deployment_buckets(deployment)
-    with load_progress(source, 2 + role.config.layers) as counted:
-        weights = AttentionWeights(counted, role.names, programs)
-    compiled = compile_all(attention_programs(programs, buckets))
+    built = build_attention(role.templates, deployment, role.mesh, source, role.names)
     client = PullClient(
         deployment.link.addresses,
         role.hello,
@@ -94,7 +88,6 @@ def attention_cell(
         deadlines=deadlines_of(deployment),
     )
     client.connect()
-    executables = attention_executables(programs, buckets, compiled)
-    worker = AttentionWorker(programs, executables, weights, PullEnd(client, role.contract))
+    worker = AttentionWorker(*built, PullEnd(client, role.contract))
     rotation = Rotation(role.config.layers, deployment.lanes, gated=True)
     return Cell(Workers(attention=(worker,)), rotation, deployment.lanes, observer), client

@@ -15,17 +15,23 @@ import numpy as np
 
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.build import load_progress
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role, token_sizes
+from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.channel import listen
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.landing import Landing
 from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
+from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
-from jaxserve.roles.ffn import FFNWorker, ffn_executables, ffn_programs
+from jaxserve.roles.ffn import (
+    FFNExecutables,
+    FFNWorker,
+    build_ffn,
+    ffn_executables,
+    ffn_programs,
+)
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.weights import FFNWeights, LeafSource
 
@@ -79,14 +85,9 @@ def message_server(
     It is ready for domains with the attention mesh and the step sizes of the deployment; for others
     it gets ready when they join.
     """
-    with load_progress(source, role.config.layers) as counted:
-        weights = FFNWeights(
-            counted, role.names, FFNPrograms(role.templates, deployment, role.mesh)
-        )
-    work = FFNMessages(role, deployment, weights)
-    sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
-    work.compile(sizes)
-    work.warm_up(sizes)
+    built = build_ffn(role.templates, deployment, role.mesh, source, role.names)
+    work = FFNMessages(role, deployment, *built)
+    work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
     return PullServer(
         address, role.hello, token, work, mesh=role.mesh, deadlines=deadlines_of(deployment)
     )
@@ -95,12 +96,19 @@ def message_server(
 class FFNMessages:
     """An ffn worker as its message server knows it (`link.work.Work`), for any attention mesh."""
 
-    def __init__(self, role: RoleRuntime, deployment: Deployment, weights: FFNWeights):
+    def __init__(
+        self,
+        role: RoleRuntime,
+        deployment: Deployment,
+        programs: FFNPrograms,
+        executables: FFNExecutables,
+        weights: FFNWeights,
+    ):
         self._role, self._deployment = role, deployment
         self._formats = message_formats(role.contract)
-        self._landings: dict[int, Landing] = {}
+        self._landings = {role.contract.attention_devices: Landing(programs.route, role.mesh)}
         self._programs: dict[int, FFNPrograms] = {}
-        self._worker = FFNWorker(self._programs_of(role.contract.attention_devices), {}, weights)
+        self._worker = FFNWorker(programs, executables, weights)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

@@ -12,14 +12,14 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.build import memory_limit, use_compilation_cache
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
+from jaxserve.mesh import AbstractSubmeshes, Role, memory_limit, role_mesh
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.capacity import check_capacity, deployment_buckets, memory_of
+from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.compilation import use_compilation_cache
 
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
@@ -66,11 +66,6 @@ def _hello(deployment: Deployment, contract: Contract, role: Role) -> Hello:
     facts |= {f"contract.{name}": str(value) for name, value in contract.facts().items()}
     versions = {"jax": jax.__version__, "platform": jax.default_backend()}
     return make_hello(role, facts, versions=versions)
-
-
-def token_sizes(deployment: Deployment) -> list[int]:
-    """Tokens a DP group of the steps that there are, ascending."""
-    return sorted({bucket.tokens for bucket in deployment_buckets(deployment)})
 
 
 def deadlines_of(deployment: Deployment) -> Deadlines:

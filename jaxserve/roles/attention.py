@@ -9,12 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_transfer import PIECE_TOKENS, PageAccess, PageTransfer
@@ -27,7 +32,7 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import AttentionWeights, Leaves, zeroed
+from jaxserve.roles.weights import AttentionWeights, LeafSource, Leaves, load_progress, zeroed
 from jaxserve.roles.worker import OnLoad
 
 
@@ -82,6 +87,22 @@ def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
     """Kind of layer 0, and the kinds of all others."""
     kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
     return kinds[0], list(dict.fromkeys(kinds[1:]))
+
+
+def build_attention(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    mesh: Mesh,
+    source: LeafSource,
+    names: CheckpointNames,
+) -> tuple[AttentionPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
+    """Loads and compiles: what `AttentionWorker` takes beside its link."""
+    programs = AttentionPrograms(templates, deployment, mesh)
+    buckets = deployment_buckets(deployment)
+    with load_progress(source, 2 + templates.config.layers) as counted:
+        weights = AttentionWeights(counted, names, programs)
+    compiled = compile_all(attention_programs(programs, buckets))
+    return programs, attention_executables(programs, buckets, compiled), weights
 
 
 class _Layer(NamedTuple):

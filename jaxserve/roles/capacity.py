@@ -1,12 +1,13 @@
 """What a model and a deployment weigh, from their templates: parameters, and bytes on every device.
 
 Nothing is allocated and no device is needed, so a deployment of a thousand devices is checked on a
-laptop. Called before anything is loaded (`engine/build.py`) and by `serve --check`; reads no files.
+laptop. Called before anything is loaded (`engine/build.py`, `fleet/role_runtime.py`) and by
+`serve --check`; reads no files.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import msgspec
@@ -17,14 +18,12 @@ from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.link.message import MessageFormat
 from jaxserve.link.route import Route
-from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Rules
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Role, Rules
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import describe_exchange, exchange_mesh, exchange_of
 from jaxserve.model.module import Template
 from jaxserve.roles.layout import Bucket
-
-Role = Literal["attention", "ffn"]
 
 GB = 10**9
 FP32 = 4
@@ -149,6 +148,11 @@ def deployment_buckets(deployment: Deployment) -> list[Bucket]:
     limits, multiple = deployment.scheduler, step_multiple(deployment)
     tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
     return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
+
+
+def token_sizes(deployment: Deployment) -> list[int]:
+    """Tokens a DP group of the steps that there are, ascending."""
+    return sorted({bucket.tokens for bucket in deployment_buckets(deployment)})
 
 
 def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int]]:

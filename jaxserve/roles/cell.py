@@ -11,10 +11,18 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
-from jaxserve.roles.attention import AttentionWorker
-from jaxserve.roles.ffn import FFNWorker
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.deployment import Deployment
+from jaxserve.link.contract import Contract
+from jaxserve.link.runtime_link import RuntimeLink
+from jaxserve.mesh import Submeshes, has_local_devices
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention import AttentionWorker, build_attention
+from jaxserve.roles.capacity import token_sizes
+from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
+from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer, OnLoad, Passed, Step
 
 RunStage = Callable[[int], Any]
@@ -126,3 +134,32 @@ class Cell:
             observer.observe("attend", stage.lane, stage.layer, step.number, made.sampled)
         elif isinstance(made, jax.Array):
             observer.observe(stage.name, stage.lane, stage.layer, step.number, made)
+
+
+def build_cell(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    meshes: Submeshes,
+    source: LeafSource,
+    names: CheckpointNames,
+    observer: Observer | None = None,
+) -> Cell:
+    """The workers of the roles that this process has devices of, and the link between them."""
+    contract = Contract.of(templates.config, deployment)
+    link = RuntimeLink(
+        deployment.link.transport,
+        contract,
+        meshes.attention,
+        meshes.ffn,
+        token_sizes(deployment),
+    )
+    workers = Workers()
+    if has_local_devices(meshes.attention):
+        built = build_attention(templates, deployment, meshes.attention, source, names)
+        workers = workers._replace(attention=(AttentionWorker(*built, link.attention),))
+    if has_local_devices(meshes.ffn):
+        worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
+        worker.attach(link.ffn, token_sizes(deployment))
+        workers = workers._replace(ffn=(worker,))
+    rotation = Rotation(templates.config.layers, deployment.lanes)
+    return Cell(workers, rotation, deployment.lanes, observer)

@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.deployment import Deployment
+from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant.rows import WireFormat
+from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_transfer import PIECE_TOKENS, PageAccess, PageTransfer
@@ -20,7 +25,7 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import ColocatedWeights, zeroed
+from jaxserve.roles.weights import ColocatedWeights, LeafSource, load_progress, zeroed
 from jaxserve.roles.worker import Observer, OnLoad
 
 
@@ -49,6 +54,22 @@ def colocated_executables(
         )
         for bucket in buckets
     }
+
+
+def build_colocated(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    mesh: Mesh,
+    source: LeafSource,
+    names: CheckpointNames,
+) -> tuple[ColocatedPrograms, dict[Bucket, ColocatedExecutables], ColocatedWeights]:
+    """Loads and compiles: what `ColocatedWorker` takes."""
+    programs = ColocatedPrograms(templates, deployment, mesh)
+    buckets = deployment_buckets(deployment)
+    with load_progress(source, 2 + 2 * templates.config.layers) as counted:
+        weights = ColocatedWeights(counted, names, programs)
+    compiled = compile_all(colocated_programs(programs, buckets))
+    return programs, colocated_executables(programs, buckets, compiled), weights
 
 
 class ColocatedWorker:

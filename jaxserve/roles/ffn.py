@@ -9,16 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.runtime_link import FFNEnd
 from jaxserve.link.transport import Arrays
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.capacity import token_sizes
+from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-from jaxserve.roles.weights import FFNWeights, Leaves
+from jaxserve.roles.weights import FFNWeights, LeafSource, Leaves, load_progress
 from jaxserve.roles.worker import Passed, Step
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
@@ -43,6 +48,21 @@ def ffn_executables(
         for tokens in sorted(set(token_sizes))
         for kind in programs.formats
     }
+
+
+def build_ffn(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    mesh: Mesh,
+    source: LeafSource,
+    names: CheckpointNames,
+) -> tuple[FFNPrograms, FFNExecutables, FFNWeights]:
+    """Loads and compiles: what `FFNWorker` takes."""
+    programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
+    with load_progress(source, templates.config.layers) as counted:
+        weights = FFNWeights(counted, names, programs)
+    compiled = compile_all(ffn_programs(programs, sizes))
+    return programs, ffn_executables(programs, sizes, compiled), weights
 
 
 class _Layer(NamedTuple):

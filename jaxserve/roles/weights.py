@@ -4,7 +4,8 @@ Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for be
 reads what its own devices hold. Colocated mode stacks the layers of a run.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import jax
@@ -22,6 +23,7 @@ from jaxserve.mesh import (
 )
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.module import Template
+from jaxserve.progress import Progress
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn_programs import FFNPrograms
@@ -31,6 +33,14 @@ Leaves = tuple[jax.Array, ...]
 
 class LeafSource(Protocol):
     """Where leaves come from."""
+
+    on_read: Callable[[int], None]
+    """Called with the number of bytes of every read, from any thread."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of all of it; None: nothing is read."""
+        ...
 
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
@@ -51,8 +61,11 @@ class LeafSource(Protocol):
 class RandomLeaves:
     """Random weights, the same on every process, for benches without a checkpoint."""
 
+    size = None
+
     def __init__(self, seed: int = 0):
         self._seed = seed
+        self.on_read: Callable[[int], None] = lambda size: None
 
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
@@ -81,6 +94,40 @@ class RandomLeaves:
             jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
             for value, sharding in zip(values, shardings, strict=True)
         ]
+
+
+class _CountedLeaves:
+    """Another source, with every block counted."""
+
+    def __init__(self, source: LeafSource, progress: Progress):
+        self._source, self._progress = source, progress
+        self.on_read, self.size = source.on_read, source.size
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
+    ) -> Iterator[jax.Array]:
+        """The source's leaves."""
+        yield from self._source.leaves(template, sources, shardings)
+        self._progress.advance()
+
+    def stacks(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
+    ) -> Iterator[jax.Array]:
+        """The source's stacks."""
+        yield from self._source.stacks(template, tables, shardings)
+        self._progress.advance(len(tables))
+
+
+@contextlib.contextmanager
+def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
+    """The source, with its blocks and bytes shown as they come."""
+    process = jax.process_index()
+    with Progress("load", blocks, total_bytes=source.size, process=process) as progress:
+        source.on_read = lambda size: progress.advance(0, size=size)
+        yield _CountedLeaves(source, progress)
 
 
 def _load(

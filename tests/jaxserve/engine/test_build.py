@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,7 +10,6 @@ from jaxserve.engine.build import (
     build_engine,
     build_runtime,
     reported_memory,
-    use_compilation_cache,
     warm_up_plans,
 )
 from jaxserve.errors import CheckpointError, ConfigError
@@ -102,10 +100,9 @@ class TestBuckets:
             made["buckets"] = buckets
             raise KeyboardInterrupt
 
-        for name in ("attention_programs", "colocated_programs"):
-            monkeypatch.setattr(f"jaxserve.engine.build.{name}", stop)
-        for name in ("AttentionWeights", "ColocatedWeights"):
-            monkeypatch.setattr(f"jaxserve.engine.build.{name}", lambda *arguments: None)
+        for role, weights in (("attention", "Attention"), ("colocated", "Colocated")):
+            monkeypatch.setattr(f"jaxserve.roles.{role}.{role}_programs", stop)
+            monkeypatch.setattr(f"jaxserve.roles.{role}.{weights}Weights", lambda *_: None)
         limits = {
             "scheduler.token_budget": 22,
             "scheduler.token_buckets": [5, 7, 22],
@@ -137,45 +134,6 @@ class TestEndIds:
         monkeypatch.setattr("jaxserve.engine.build.build_runtime", None)
         with pytest.raises(CheckpointError, match="eos_token_id True is no token id"):
             build_engine(layouts.deployment(tmp_path, {}))
-
-
-class TestCompilationCache:
-    OPTIONS = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-
-    @pytest.fixture(autouse=True)
-    def options(self):
-        before = {name: getattr(jax.config, name) for name in self.OPTIONS}
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-
-    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
-        use_compilation_cache()
-        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
-
-    def test_or_where_jax_was_told(self, tmp_path):
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
-
-    def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
-        (tmp_path / "jaxserve").write_text("a file where the folder should be")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir is None
-        assert "no compilation cache" in caplog.text
 
 
 def test_logits_have_a_column_for_every_token_and_no_more(colocated_runtime):
