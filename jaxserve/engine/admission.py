@@ -58,6 +58,11 @@ class RequestLimits:
                 "can be kept away",
             )
         max_generated = self.max_generated(request)
+        if len(request.emitted) >= max_generated:
+            raise InvalidRequestError(
+                "emitted",
+                f"{len(request.emitted)} tokens were generated already, of {max_generated}",
+            )
         # The last token is never fed back, so the cache never holds it.
         pages = pages_for(prompt_length + max_generated - 1, self._page_size)
         if pages > self._pages:
@@ -145,7 +150,7 @@ class AdmissionQueue:
             del self.waiting[0]
             if sequence.found is None:
                 self._admitted.append(sequence)
-                self.prompt_tokens += len(sequence.request.prompt)
+                self.prompt_tokens += len(sequence.tokens)
                 self.prompt_tokens_found += len(prefix) * self._page_size
             group = load.group
             group.admit(sequence, group.lane_for(sequence), pages, prefix)

@@ -8,8 +8,6 @@ lane has left its step, and waits for results, with a deadline. Knows nothing of
 import atexit
 import gc
 import logging
-import operator
-import random
 import threading
 import time
 import uuid
@@ -18,13 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex
 
-import numpy as np
-
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import IdleCollection, thaw
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
+from jaxserve.engine.request_checks import RequestChecks
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import (
@@ -101,8 +98,7 @@ class Engine:
         self.deployment = deployment
         self.driver = driver
         self.scheduler = scheduler
-        self._vocab = vocab
-        self._eos_token_ids = eos_token_ids
+        self._checks = RequestChecks(scheduler.check, vocab, eos_token_ids)
         self._broadcast = broadcast
         self._explain = explain or (lambda error: error)
         self._info = info or {}
@@ -198,6 +194,7 @@ class Engine:
         request_id: str | None = None,
         deadline: float | None = None,
         source: PagesSource | None = None,
+        emitted: Sequence[SupportsIndex] = (),
     ) -> str:
         """Queues a request and returns its id.
 
@@ -208,6 +205,8 @@ class Engine:
           request_id: unique among open requests; drawn if None.
           deadline: `time.monotonic` seconds at which the request is given up.
           source: where a prefill worker holds the prompt's KV entries; None: nowhere.
+          emitted: what another engine has generated of it already; this one goes on from there, as
+            that one would have. A source is then of the prompt and these tokens.
 
         Raises:
           InvalidRequestError: a field is out of range, or this engine has no link to prefill
@@ -217,7 +216,9 @@ class Engine:
         """
         if source is not None:
             raise InvalidRequestError("source", "this engine has no link to prefill workers")
-        request = self._request(prompt, params, request_id or uuid.uuid4().hex, deadline)
+        request = self._checks.request(
+            prompt, params, request_id or uuid.uuid4().hex, deadline, emitted
+        )
         with self._wake:
             self._raise_unless_ready()
             if request.request_id in self._open:
@@ -270,7 +271,7 @@ class Engine:
 
     def check(self, prompt: Sequence[SupportsIndex], params: SamplingParams) -> None:
         """Raises InvalidRequestError where `submit` would for this prompt and these parameters."""
-        self._request(prompt, params, "", None)
+        self._checks.request(prompt, params, "", None)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; unknown and ended ones are fine."""
@@ -334,64 +335,6 @@ class Engine:
                 callback(error)
             except Exception:
                 logger.exception("a failure callback failed")
-
-    def _request(
-        self,
-        prompt: Sequence[Any],
-        params: SamplingParams,
-        request_id: str,
-        deadline: float | None,
-    ) -> Request:
-        """A checked request. Raises InvalidRequestError naming the field."""
-        params.validate()
-        request = Request(
-            request_id=request_id,
-            prompt=self._token_ids(prompt),
-            params=params,
-            eos_token_ids=self._eos_token_ids,
-            seed=params.seed if params.seed is not None else random.getrandbits(32),
-            arrival=time.monotonic(),
-            deadline=deadline,
-        )
-        self.scheduler.check(request)
-        self._check_tokens(params)
-        return request
-
-    def _token_ids(self, prompt: Sequence[Any]) -> list[int]:
-        """The prompt in plain ints, which step plans can carry to other processes."""
-        if not len(prompt):
-            raise InvalidRequestError("prompt", "is empty")
-        token_ids = []
-        for place, token in enumerate(prompt):
-            try:
-                token_id = operator.index(token)
-            except TypeError:
-                raise InvalidRequestError(f"prompt[{place}]", f"{token!r} is no token id") from None
-            if not 0 <= token_id < self._vocab:
-                raise InvalidRequestError(
-                    f"prompt[{place}]", f"token id {token_id} is not in [0, {self._vocab - 1}]"
-                )
-            token_ids.append(token_id)
-        return token_ids
-
-    def _check_tokens(self, params: SamplingParams) -> None:
-        """Raises InvalidRequestError where biases or the grammar do not fit the vocabulary."""
-        for token_id in params.logit_bias:
-            if token_id >= self._vocab:
-                raise InvalidRequestError(
-                    "logit_bias", f"token id {token_id} is not in [0, {self._vocab - 1}]"
-                )
-        if params.grammar is None:
-            return
-        try:
-            mask = np.asarray(params.grammar.mask())
-        except Exception as error:
-            raise InvalidRequestError("grammar", str(error)) from error
-        words = -(-self._vocab // 32)
-        if mask.dtype != np.uint32 or mask.shape != (words,):
-            raise InvalidRequestError(
-                "grammar", f"its mask is {mask.dtype} {mask.shape}, not uint32 ({words},)"
-            )
 
     def _raise_unless_ready(self) -> None:
         if self._failure is not None:

@@ -6,6 +6,30 @@ Made by the engine, read by the server, from any thread; the numbers need not be
 import msgspec
 
 
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a fleet, by what it said last.
+
+    Attributes:
+      name: its address.
+      role: "prefill" or "domain".
+      status: "ready", "suspect" (its step loop does not go round, or it drains) or "absent".
+      running, waiting, kv_usage: as of `EngineLoad`.
+      held: requests whose pages it keeps for a domain.
+      routed: this router's requests that it has.
+      pages_tokens: tokens whose pages it has handed over for this router, since it is there.
+    """
+
+    name: str
+    role: str
+    status: str
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    kv_usage: list[float] = []
+    routed: int = 0
+    pages_tokens: int = 0
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of the moment, and counters since the start.
 
@@ -20,6 +44,12 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       prefix_hits: those that were found.
       invalid_logits: requests that ended because their logits were not finite numbers.
       compilations: programs that the step loop had to wait for; more than 0 is a flaw.
+      prompts: of a prefill worker, those that the engine has not got yet; of a fleet, all that are
+        not computed yet.
+      held: of a prefill worker, requests whose pages are kept for a domain.
+      workers: of a fleet.
+      replays: of a fleet, how often a request went on elsewhere because its worker was lost.
+      refusals: of a fleet, requests that found no room, or whose targets could not be met.
     """
 
     running: int = 0
@@ -32,3 +62,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: int = 0
     invalid_logits: int = 0
     compilations: int = 0
+    prompts: int = 0
+    held: int = 0
+    workers: list[WorkerLoad] = []
+    replays: int = 0
+    refusals: int = 0

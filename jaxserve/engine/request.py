@@ -160,6 +160,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
       seed: uint32, resolved: `params.seed` or a drawn one.
       arrival: seconds of `time.monotonic` at which it was submitted.
       deadline: at which it is given up; None: never.
+      emitted: what was generated of it elsewhere, before it came here.
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     arrival: float = 0.0
     deadline: float | None = None
+    emitted: list[int] = []
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -196,6 +198,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
       cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
         output.
       queue_seconds: how long it waited until it was let in.
+      pages_lost: of an error: KV entries that a prefill worker held did not come, nor were they
+        computed; another worker may run the request.
+      unavailable: of an error: there was nobody to run the request, who may be there later.
     """
 
     request_id: str
@@ -207,6 +212,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    pages_lost: bool = False
+    unavailable: bool = False
 
 
 def _check_integer(field: str, value: object, low: int, high: int, note: str = "") -> None:

@@ -148,7 +148,7 @@ class Scheduler:
             request,
             (due(request), self._requests_seen),
             self._limits.max_generated(request),
-            list(request.prompt),
+            [*request.prompt, *request.emitted],
             scores=None if params.prompt_logprobs is None else [None],
         )
         if params.penalises or params.logit_bias or params.min_tokens or params.grammar is not None:

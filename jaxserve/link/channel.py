@@ -56,10 +56,15 @@ DEFAULT_DEADLINES = Deadlines()
 
 
 class Channel:
-    """Frames to and from one peer. Any thread may send; one thread receives and closes."""
+    """Frames to and from one peer. Any thread may send; one thread receives and closes.
 
-    def __init__(self, sock: socket.socket):
-        self._socket = sock
+    Args:
+      sock: connected; the channel's from now on.
+      most: bytes of a received frame.
+    """
+
+    def __init__(self, sock: socket.socket, most: int = MAX_FRAME_BYTES):
+        self._socket, self._most = sock, most
         try:
             sock.setblocking(True)
             # Notes follow each other unanswered: Nagle's algorithm would hold the second back.
@@ -92,7 +97,7 @@ class Channel:
 
     def receive(self) -> bytes:
         """Raises EOFError or OSError when the connection is gone."""
-        return self._connection.recv_bytes(MAX_FRAME_BYTES)
+        return self._connection.recv_bytes(self._most)
 
     def authenticate(self, token: str, *, accepted: bool) -> None:
         """Proves to each end that the other knows the token; `accepted` at the listening end.
@@ -107,6 +112,14 @@ class Channel:
                 part(self._connection, token.encode())
         except AuthenticationError as error:
             raise AuthenticationError(f"another token than that of {self.peer}") from error
+
+    def detach(self) -> socket.socket:
+        """The socket, for another way to read and write the same frames; ends the channel.
+
+        A frame is four bytes of length, signed and big-endian, and as many bytes.
+        """
+        self._connection.close()
+        return self._socket
 
     def shutdown(self) -> None:
         """Ends the connection from any thread: whoever receives or sends gets an error."""
@@ -133,19 +146,19 @@ def cut_off(action: Callable[[], None], seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def dial(address: str, seconds: float) -> Channel:
+def dial(address: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
     """A channel to whoever listens at `address`, to be authenticated; raises OSError."""
-    return Channel(socket.create_connection(split_address(address), timeout=seconds))
+    return Channel(socket.create_connection(split_address(address), timeout=seconds), most)
 
 
-def accept(sock: socket.socket, token: str, seconds: float) -> Channel:
-    """An authenticated channel of an accepted socket.
+def accept(sock: socket.socket, token: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
+    """An authenticated channel of an accepted socket; `most` bytes a frame.
 
     Raises:
       AuthenticationError: the two ends have different tokens.
       OSError, EOFError: the other end left, or did not answer within `seconds`.
     """
-    channel = Channel(sock)
+    channel = Channel(sock, most)
     try:
         with cut_off(channel.shutdown, seconds):
             channel.authenticate(token, accepted=True)

@@ -16,15 +16,14 @@ import msgspec
 
 from jaxserve.config.deployment import Server
 from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import (
-    CheckpointError,
-    ConfigError,
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    JaxserveError,
-    OverloadedError,
+from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.request_frames import (
+    NO_GRAMMAR,
+    Cancel,
+    Frame,
+    GrammarOf,
+    Outputs,
+    Refusal,
 )
 from jaxserve.observe.view import PipelineView
 
@@ -32,10 +31,6 @@ SEND_SECONDS = 10.0
 """A peer that reads nothing for this long is taken for stuck."""
 
 _LENGTH = struct.Struct("!I")
-
-
-class Frame(msgspec.Struct, tag=True, omit_defaults=True):
-    """Base of all frames."""
 
 
 # ----------------------------------------------------------------- from the engine's process
@@ -57,17 +52,11 @@ class Open(Frame):
     info: dict[str, Any]
 
 
-class Outputs(Frame):
-    """The new tokens of requests, in order."""
-
-    outputs: list[TokenOutput]
-
-
 class Admitted(Frame):
     """The answer to `Submit`."""
 
     number: int
-    refusal: "Refusal | None" = None
+    refusal: Refusal | None = None
 
 
 class Aborted(Frame):
@@ -124,16 +113,14 @@ class Opened(Frame):
 class Failed(Frame):
     """The face cannot start."""
 
-    refusal: "Refusal"
+    refusal: Refusal
 
 
 class Submit(Frame):
     """A request for the engine; answered by `Admitted`, then `Outputs`.
 
     Attributes:
-      params: without the grammar, which does not travel.
-      grammar: the grammar as llguidance serialises it; empty: none.
-      begins_after: see `TokenGrammar`.
+      params: without the grammar, which travels beside them.
       owner: the tenant who may abort it.
       deadline: seconds of `time.monotonic`, which all processes of a host share.
     """
@@ -144,14 +131,7 @@ class Submit(Frame):
     params: SamplingParams
     owner: str
     deadline: float | None = None
-    grammar: str = ""
-    begins_after: bytes = b""
-
-
-class Cancel(Frame):
-    """Cancels a request of this face; its last output is the only answer."""
-
-    request_id: str
+    grammar: GrammarOf = NO_GRAMMAR
 
 
 class AbortElsewhere(Frame):
@@ -165,48 +145,6 @@ class AbortElsewhere(Frame):
 class AskPipeline(Frame):
     """Asks for the pipeline's view; answered by `Pipeline`."""
 
-
-# -------------------------------------------------------------------------------------------
-
-
-class Refusal(msgspec.Struct, omit_defaults=True):
-    """An error, as it is sent between processes."""
-
-    kind: str
-    message: str
-    field: str = ""
-    retry_after_s: float = 0.0
-
-    @classmethod
-    def of(cls, error: Exception) -> "Refusal":
-        """Makes one of an error."""
-        match error:
-            case InvalidRequestError(field=field, message=message):
-                return cls("InvalidRequestError", message, field=field)
-            case OverloadedError(retry_after_s=seconds):
-                return cls("OverloadedError", str(error), retry_after_s=seconds)
-            case _:
-                return cls(type(error).__name__, str(error))
-
-    def error(self) -> Exception:
-        """The error; RuntimeError for kinds that are not jaxserve's."""
-        match self.kind:
-            case "InvalidRequestError":
-                return InvalidRequestError(self.field, self.message)
-            case "OverloadedError":
-                return OverloadedError(self.message, self.retry_after_s)
-            case kind if kind in _ERRORS:
-                return _ERRORS[kind](self.message)
-            case kind:
-                return RuntimeError(f"{kind}: {self.message}")
-
-
-_ERRORS: dict[str, type[JaxserveError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, DrainingError, EngineFailedError)
-}
-
-KNOWN = frozenset({*_ERRORS, "InvalidRequestError", "OverloadedError"})
-"""Kinds of errors that are not a bug of the server."""
 
 ToFace = Start | Open | Outputs | Admitted | Aborted | State | Pipeline | Abort | Refuse | Stop
 ToEngine = Started | Opened | Failed | Submit | Cancel | AbortElsewhere | AskPipeline

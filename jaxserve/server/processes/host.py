@@ -4,7 +4,6 @@
 has its requests cancelled and a successor on the same ports; its siblings go on.
 """
 
-import collections
 import contextlib
 import logging
 import os
@@ -13,16 +12,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from jaxserve.config.deployment import Server
-from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.engine.request import FinishReason
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.fleet.outbox import Outbox
+from jaxserve.fleet.request_frames import KNOWN, Refusal
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
@@ -38,11 +38,6 @@ START_SECONDS = 120.0
 STATE_SECONDS = 0.5
 RESTART_SECONDS = 1.0
 """Pause before a process that died is replaced, so that a crash loop is slow."""
-BUSY = 64
-"""After a frame of more outputs than this, the next one is delayed to gather more."""
-GATHER_SECONDS = 0.002
-MAX_WAITING = 2**20
-"""Outputs that may wait for a process before it is taken for stuck."""
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +166,7 @@ class FaceProcesses:
 
     def submit(self, process: "_Process", frame: frames.Submit) -> None:
         """Admits a request of a process, or refuses it; one with a grammar on another thread."""
-        if frame.grammar:
+        if frame.grammar.serialised:
             with contextlib.suppress(RuntimeError):  # the pool is shut down
                 self._compiling.submit(self._submit, process, frame)
         else:
@@ -182,8 +177,8 @@ class FaceProcesses:
         try:
             self._admit(process, frame)
         except Exception as error:
-            refusal = frames.Refusal.of(error)
-            if refusal.kind not in frames.KNOWN:
+            refusal = Refusal.of(error)
+            if refusal.kind not in KNOWN:
                 logger.exception("request %s failed", frame.request_id)
         process.post(frames.Admitted(frame.number, refusal))
 
@@ -195,8 +190,10 @@ class FaceProcesses:
                 raise InvalidRequestError("request_id", f"{request_id!r} is already running")
             process.owners[request_id] = frame.owner
         try:
-            if frame.grammar:
-                grammar = self._compiler.restored(frame.grammar, frame.begins_after)
+            if frame.grammar.serialised:
+                grammar = self._compiler.restored(
+                    frame.grammar.serialised, frame.grammar.begins_after
+                )
                 params = msgspec.structs.replace(params, grammar=grammar)
             self.engine.submit(
                 frame.prompt,
@@ -284,8 +281,6 @@ class _Process:
         self._host = host
         self._problem: Exception | None = None
         self._started, self._opened = threading.Event(), threading.Event()
-        self._waiting: collections.deque[TokenOutput | frames.Frame] = collections.deque()
-        self._wake = threading.Event()
         ours, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
@@ -295,12 +290,14 @@ class _Process:
                 stdin=subprocess.DEVNULL,
             )
         self._channel = Channel(ours, frames.ToEngine)
+        self._outbox = Outbox(f"face-{number}-writer", self._channel.send, self._ended, self._kill)
+        self.post = self._outbox.post
+        """Queues something for the process; from any thread, including the engine's."""
         self.post(host.start_frame())
-        self._reader = threading.Thread(target=self._read, name=f"face-{number}-reader")
-        writer = threading.Thread(target=self._write, name=f"face-{number}-writer")
-        for thread in (self._reader, writer):
-            thread.daemon = True
-            thread.start()
+        self._reader = threading.Thread(
+            target=self._read, name=f"face-{number}-reader", daemon=True
+        )
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -312,12 +309,6 @@ class _Process:
         """How it ended."""
         code = self._popen.poll()
         return f"ended with {code}" if code is not None else "its connection ended"
-
-    def post(self, item: TokenOutput | frames.Frame) -> None:
-        """Queues something for the writer; from any thread, including the engine's."""
-        self._waiting.append(item)
-        if not self._wake.is_set():
-            self._wake.set()
 
     def open(self, engine: TokenEngine) -> None:
         """Makes it accept requests."""
@@ -366,7 +357,8 @@ class _Process:
             self._popen.wait()
         self._channel.close()
         started = self._started.is_set()
-        for event in (self._started, self._opened, self._wake):
+        self._outbox.close()
+        for event in (self._started, self._opened):
             event.set()
         if started or self.replaces:
             self._host.died(self)
@@ -390,44 +382,14 @@ class _Process:
             case frames.Failed(refusal=refusal):
                 self._problem = refusal.error()
 
-    def _write(self) -> None:
-        busy = False
-        while self._wake.wait() and not self.lost:
-            self._wake.clear()
-            if busy:  # the step loop is emitting outputs; do not compete for the GIL
-                time.sleep(GATHER_SECONDS)
-            if len(self._waiting) > MAX_WAITING:
-                logger.error("face process %d takes nothing and is killed", self.number)
-                self._popen.kill()
-                return
-            items = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            try:
-                self._channel.send(self._gathered(items))
-            except BlockingIOError:
-                logger.error("face process %d takes nothing and is killed", self.number)
-                self._popen.kill()
-                return
-            except OSError:  # the process is gone; the reader handles that
-                return
-            busy = len(items) > BUSY
+    def _ended(self, reasons: Mapping[str, FinishReason]) -> list[frames.Frame]:
+        """Forgets requests that ended; what the process has to know before."""
+        self._host.ended(self, reasons)
+        if {"error", "cancelled"}.isdisjoint(reasons.values()):
+            return []
+        # The face derives from the engine's state why a request ended: send that first.
+        return [state_of(self._host.engine)]
 
-    def _gathered(self, items: list[TokenOutput | frames.Frame]) -> list[frames.Frame]:
-        """Consecutive outputs as one frame; requests that ended are forgotten."""
-        found: list[frames.Frame] = []
-        outputs: list[TokenOutput] = []
-        ended: dict[str, FinishReason] = {}
-        for item in items:
-            if isinstance(item, frames.Frame):
-                found.append(item)
-                outputs = []
-                continue
-            if not outputs:
-                found.append(frames.Outputs(outputs))
-            outputs.append(item)
-            if item.finish_reason is not None:
-                ended[item.request_id] = item.finish_reason
-        self._host.ended(self, ended)
-        if not {"error", "cancelled"}.isdisjoint(ended.values()):
-            # The face derives from the engine's state why a request ended: send that first.
-            found.insert(0, state_of(self._host.engine))
-        return found
+    def _kill(self) -> None:
+        logger.error("face process %d takes nothing and is killed", self.number)
+        self._popen.kill()

@@ -12,17 +12,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
+from jaxserve.fleet.request_frames import without_grammar
 from jaxserve.observe.view import PipelineView
 from jaxserve.server.processes import frames
 from jaxserve.server.processes.frames import Channel
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import Observer, TextGenerator
-from jaxserve.text.structured import TokenGrammar
 from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -81,20 +79,11 @@ class RemoteEngine:
           InvalidRequestError, OverloadedError, DrainingError, EngineFailedError: as the engine's.
         """
         assert request_id is not None
-        grammar: TokenGrammar | None = params.grammar
         with self._lock:
             self._receivers[request_id] = on_output
         number, admitted = self._question()
-        frame = frames.Submit(
-            number=number,
-            request_id=request_id,
-            prompt=prompt,
-            params=msgspec.structs.replace(params, grammar=None),
-            owner=owner,
-            deadline=deadline,
-            grammar="" if grammar is None else grammar.serialised,
-            begins_after=b"" if grammar is None else grammar.begins_after,
-        )
+        sent, grammar = without_grammar(params)
+        frame = frames.Submit(number, request_id, prompt, sent, owner, deadline, grammar)
         try:
             refusal = self._answer(number, admitted, frame)
         except EngineFailedError:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.engine.build import build_engine, make_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import InvalidRequestError
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector
 from tests.reference.step3_numpy import Step3Numpy
@@ -206,3 +207,55 @@ def test_neighbours_draw_the_same_with_and_without_rules_beside_them(colocated_r
     assert len(outputs[0].token_ids) == 30
     layouts.idle(engine)
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(colocated_runtime):
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    yield engine
+    layouts.idle(engine)
+    engine.close()
+
+
+class TestEmittedElsewhere:
+    """A request whose first tokens another engine generated goes on as that one would have."""
+
+    def test_with_every_option(self, engine, wanted):
+        collector, rest = Collector(), {}
+        for number, (tokens, logs, _) in enumerate(wanted):
+            for cut in {1, len(tokens) // 2, len(tokens) - 1} - {0}:
+                name = f"{number}, {OPTIONS[number % len(OPTIONS)]}, after {cut}"
+                params = params_of(number)
+                emitted = tokens[:cut]
+                collector.submit(engine, PROMPTS[number], params, request_id=name, emitted=emitted)
+                rest[name] = tokens[cut:], logs[cut:], params
+        found = collector.wait()
+        for name, (tokens, logs, params) in rest.items():
+            got = [token for news in collector.outputs(name) for token in news.token_ids]
+            assert got == tokens, name
+            stops = params.grammar is not None or params.stop_token_ids
+            assert found[name].finish_reason == ("stop" if stops else "length"), name
+            if params.logprobs is not None:
+                reported = [i for news in collector.outputs(name) for i in news.logprobs]
+                np.testing.assert_allclose([item.logprob for item in reported], logs, atol=2e-4)
+
+    @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 9, "frequency_penalty": 1.0}])
+    def test_drawn_with_a_seed(self, engine, options):
+        params = SamplingParams(max_tokens=20, temperature=0.9, seed=2**32 - 9, **options)
+        collector = Collector()
+        collector.submit(engine, PROMPTS[2], params, request_id="all")
+        tokens = collector.wait()["all"].token_ids
+        for cut in (1, 8, 19):
+            collector.submit(engine, PROMPTS[2], params, request_id=f"{cut}", emitted=tokens[:cut])
+            assert collector.wait()[f"{cut}"].token_ids == tokens[cut:]
+
+    def test_more_than_there_may_be(self, engine):
+        params = SamplingParams(max_tokens=3)
+        with pytest.raises(InvalidRequestError, match="3 tokens were generated already, of 3"):
+            engine.submit([1, 2], params, print, emitted=[5, 6, 7])
+        with pytest.raises(InvalidRequestError, match=r"emitted\[1\]: token id 9999"):
+            engine.submit([1, 2], params, print, emitted=[5, 9999])
+        grammar = SamplingParams(max_tokens=9, grammar=Residues())
+        with pytest.raises(InvalidRequestError, match="grammar"):
+            engine.submit([1, 2], grammar, print, emitted=[5])

@@ -7,6 +7,7 @@ import pytest
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
+from jaxserve.fleet.request_frames import KNOWN, GrammarOf
 from jaxserve.server.processes import frames
 from jaxserve.server.processes.frames import Channel, Refusal
 from tests.jaxserve.text.fake_engine import pipeline_view
@@ -16,7 +17,7 @@ def test_frames_in_both_directions() -> None:
     ours, theirs = socket.socketpair()
     engine, face = Channel(ours, frames.ToEngine), Channel(theirs, frames.ToFace)
     params = SamplingParams(stop=("a", "b"), logit_bias={7: 0.5}, seed=2**32 - 1)
-    submit = frames.Submit(1, "r", [3, 4], params, "tenant", begins_after=b"</think>")
+    submit = frames.Submit(1, "r", [3, 4], params, "tenant", None, GrammarOf("x", b"</think>"))
     face.send([frames.Cancel("q"), submit])
     assert engine.receive() == frames.Cancel("q")
     assert engine.receive() == submit
@@ -43,5 +44,5 @@ def test_errors_keep_what_clients_act_on() -> None:
     assert (str(overloaded), overloaded.retry_after_s) == ("8 wait", 2.5)
     assert isinstance(Refusal.of(DrainingError("drains")).error(), DrainingError)
     unknown = Refusal.of(KeyError("x"))
-    assert unknown.kind not in frames.KNOWN
+    assert unknown.kind not in KNOWN
     assert isinstance(unknown.error(), RuntimeError)

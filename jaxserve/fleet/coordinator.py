@@ -1,0 +1,384 @@
+"""Decides which worker runs a request, and what becomes of it when that worker is gone.
+
+Pure: events in, actions out, an injected clock. `router.py` sends what it decides; the bench and
+the tests run it alone. It never sees KV pages and takes no part in any step.
+
+The policy:
+1. A prompt goes to the prefill worker that will have computed it first: the work it has, and the
+   tokens that its prefix cache lacks as far as is known, with attention's quadratic part, over its
+   speed. Long prompts have workers of their own where `prefill.long_workers` says so, and are due
+   later the longer they are, so that a worker that has both does not keep the short ones waiting.
+2. A prompt of less than a page, or whose rest a domain's prefix cache lacks no page of, goes to a
+   domain at once; so do all where there are no prefill workers.
+3. When its pages are held, it goes to the domain whose KV cache has the most room for it and its
+   output (xDeepServe §4.3): what its requests will take, and once more what it lacks of the prompt.
+   Which DP group takes it is the domain's scheduler's business. Where no domain has room it stays
+   held; where all prefill workers have as much as they may, new requests are refused.
+4. What a domain generates is logged. If the domain is lost, prompt and log are prefilled and go on
+   elsewhere, with the seed, so that the tokens are those it would have given.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.engine.admission import PATIENCE
+from jaxserve.engine.request import MAX_PRIORITY, FinishReason, TokenOutput
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.fleet.placement import Placement
+from jaxserve.fleet.prefix_index import blocks_of
+from jaxserve.fleet.routed import Job, Routed, Worker
+from jaxserve.fleet.routing_actions import (
+    Action,
+    End,
+    SendCancel,
+    SendPrefill,
+    SendRelease,
+    SendRenew,
+    SendSubmit,
+)
+from jaxserve.fleet.worker_frames import State, WorkerFacts, WorkerRole
+from jaxserve.link.pages import PagesSource
+
+FULL_SECONDS = 0.5
+"""For which a worker that refused a request for want of room is not asked again."""
+LENGTH_CLASS = 2048
+"""Prompts of this cost are due one step of priority later; of twice that, two; and so on."""
+LOOK_AHEAD = 32
+"""Of the requests that wait, so many of the first due are looked at whenever something changes."""
+
+
+class Coordinator:
+    """The requests and workers of one router.
+
+    Args:
+      deployment: sections `prefill`, `pages`, `fleet` and `cluster`.
+      name: of the router; begins every attempt's id.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, deployment: Deployment, name: str, clock: Callable[[], float]):
+        self._pages, self._fleet = deployment.pages, deployment.fleet
+        self._cluster = deployment.cluster
+        self._name, self._clock = name, clock
+        self._numbers = itertools.count()
+        self.placement = Placement(deployment, clock)
+        self.requests: dict[str, Routed] = {}
+        """By request id."""
+        self._attempts: dict[str, Routed] = {}
+        self._queues: dict[str, list[Routed]] = {"waiting": [], "held": []}
+        self._estimates = self.placement.estimates
+        self.wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
+        self.replays = 0
+        """Requests that were begun again elsewhere because a worker was lost."""
+        self.refusals = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has, or whose pages are held for want of a domain."""
+        return sum(map(len, self._queues.values()))
+
+    # ------------------------------------------------------------------------------- workers
+
+    def joined(self, name: str, facts: WorkerFacts, reserved: bool = False) -> list[Action]:
+        """A worker is there."""
+        self.placement.join(Worker(name, facts, reserved))
+        return self._go_on()
+
+    def left(self, name: str) -> list[Action]:
+        """A worker is gone, or as good as: its requests go elsewhere."""
+        worker = self.placement.leave(name)
+        if worker is None:
+            return []
+        actions: list[Action] = []
+        for request in list(worker.requests.values()):
+            if request.worker is worker or request.place in ("prefill", "held"):
+                actions += self._lost(request, f"{worker.facts.role} worker {name} is gone")
+            else:  # it only held pages, which a domain is about to have, or not
+                self._attempts.pop(request.prefill_attempt, None)
+                request.prefill = None
+        return actions + self._go_on()
+
+    def state(self, name: str, state: State) -> list[Action]:
+        """How a worker does."""
+        worker = self.placement.workers.get(name)
+        if worker is None:
+            return []
+        load = state.load
+        total = load.running + load.waiting + load.prompts + load.held
+        worker.load, worker.others = load, max(0, total - len(worker.requests))
+        worker.suspect = state.turn_age > self._cluster.heartbeat_seconds or state.status != "ready"
+        return self._go_on()
+
+    # ------------------------------------------------------------------------------ requests
+
+    def submit(self, job: Job) -> list[Action]:
+        """Takes a request.
+
+        Raises:
+          InvalidRequestError: its id is in use.
+          OverloadedError: no worker has room for it, or its targets cannot be met
+            (`fleet.late: refuse`); says the numbers.
+        """
+        if job.request_id in self.requests:
+            raise InvalidRequestError("request_id", f"{job.request_id!r} is already running")
+        now = self._clock()
+        rank = now + PATIENCE * job.priority, next(self._numbers)
+        request = Routed(job, now, rank, blocks_of(job.prompt, job.cache_salt), placed_at=now)
+        try:
+            self.placement.check_room(request, len(self._queues["waiting"]))
+        except OverloadedError:
+            self.refusals += 1
+            raise
+        self.requests[job.request_id] = request
+        action = self._place(request)
+        if action is None:
+            self._queue(request, "waiting")
+            return []
+        return [action]
+
+    def held(self, attempt: str, source: PagesSource) -> list[Action]:
+        """A prefill worker has computed a prompt."""
+        request = self._attempts.get(attempt)
+        if request is None or request.place != "prefill" or attempt != request.prefill_attempt:
+            return []
+        assert request.prefill is not None
+        self._estimates.computed(request.prefill, request.cost, self._clock())
+        request.place, request.computed_at = "held", self._clock()
+        actions: list[Action] = []
+        if source.tokens:
+            request.source = source
+            request.renew_at = self._clock() + self._pages.lease_seconds / 3
+        else:
+            request.direct = True
+            actions = self._release(request)
+        self._queue(request, "held")
+        return actions + self._go_on()
+
+    def rejected(self, attempt: str, error: Exception) -> list[Action]:
+        """A worker does not take a request, or gave its prompt up."""
+        request = self._attempts.get(attempt)
+        if request is None:
+            return []
+        worker = request.worker if attempt == request.attempt else request.prefill
+        if isinstance(error, InvalidRequestError):
+            return self._end(request, "error", str(error))
+        if worker is not None:
+            worker.full_until = self._clock() + FULL_SECONDS
+        if not isinstance(error, OverloadedError):
+            return self._lost(request, str(error)) + self._go_on()
+        if request.place == "domain":
+            self._take_from_domain(request)
+            self._queue(request, "held" if request.source is not None else "waiting")
+            return self._go_on()
+        actions = self._release(request)
+        self._queue(request, "waiting")
+        return actions + self._go_on()
+
+    def output(self, attempt: str, output: TokenOutput) -> tuple[Routed | None, list[Action]]:
+        """A domain's news of a request; whose they are, None where they are not to be passed on."""
+        request = self._attempts.get(attempt)
+        if request is None or attempt != request.attempt:
+            return None, []
+        reason = output.finish_reason
+        if reason is None:
+            if request.last_at is None or request.prefill is not None:
+                return request, self._begun(request, output)
+            self._log(request, output)
+            return request, []
+        deadline = request.job.deadline
+        late = deadline is not None and self._clock() >= deadline
+        if output.pages_lost or (reason == "cancelled" and not late):
+            # Nobody here has cancelled it: the worker ends, or had no pages.
+            self._log(request, output)
+            return None, self._lost(request, output.error or "its worker ended it") + self._go_on()
+        actions = self._begun(request, output)
+        if request.worker is not None and request.emitted:
+            blocks = blocks_of(request.tokens, request.job.cache_salt)
+            self.placement.index.add(request.worker.name, blocks)
+            self._estimates.ended(len(request.emitted))
+        self._take_from_domain(request)
+        return request, actions + self._forget(request) + self._go_on()
+
+    def cancel(self, request_id: str) -> list[Action]:
+        """Ends a request wherever it is."""
+        request = self.requests.get(request_id)
+        return [] if request is None else self._end(request, "cancelled") + self._go_on()
+
+    def tick(self) -> list[Action]:
+        """What time brings; to be called some times a second."""
+        now = self._clock()
+        actions: list[Action] = []
+        for request in list(self.requests.values()):
+            job = request.job
+            if job.deadline is not None and now >= job.deadline and request.place != "domain":
+                actions += self._end(request, "cancelled", "the deadline has passed")
+            elif (
+                request.source is not None
+                and request.prefill is not None
+                and now >= request.renew_at
+            ):
+                request.renew_at = now + self._pages.lease_seconds / 3
+                actions.append(SendRenew(request.prefill.name, request.prefill_attempt))
+        for queue in self._queues.values():
+            for request in list(queue):
+                role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
+                seconds = self.placement.absent(role)
+                if seconds > self._fleet.absent_seconds:
+                    why = f"no {role} worker was there for {seconds:.0f} s (fleet.absent_seconds)"
+                    actions += self._end(request, "error", why, unavailable=True)
+        return actions + self._go_on()
+
+    # ----------------------------------------------------------------------------- movements
+
+    def _place(self, request: Routed) -> Action | None:
+        """Sends a request to a worker; None where none has room for it."""
+        if self.placement.prefills(request):
+            worker = self.placement.choose_prefill(request)
+            return None if worker is None else self._to_prefill(request, worker)
+        worker = self.placement.choose_domain(request)
+        return None if worker is None else self._to_domain(request, worker)
+
+    def _to_prefill(self, request: Routed, worker: Worker) -> Action:
+        attempt = self._attempt(request)
+        self._leave_queue(request)
+        request.place, request.prefill, request.prefill_attempt = "prefill", worker, attempt
+        request.cost = self.placement.cost(request, worker)
+        self._estimates.began(worker, request.cost, self._clock())
+        worker.requests[attempt] = request
+        self.placement.index.add(worker.name, request.blocks)
+        later = int(request.cost / LENGTH_CLASS).bit_length()
+        return SendPrefill(
+            worker.name, attempt, request, min(MAX_PRIORITY, request.job.priority + later)
+        )
+
+    def _to_domain(self, request: Routed, worker: Worker) -> Action:
+        attempt = self._attempt(request)
+        self._leave_queue(request)
+        request.place, request.worker, request.attempt = "domain", worker, attempt
+        request.last_at = None
+        request.promised = self._estimates.promised(request)
+        worker.promised += request.promised
+        worker.requests[attempt] = request
+        self.placement.index.add(worker.name, request.blocks)
+        return SendSubmit(worker.name, attempt, request)
+
+    def _attempt(self, request: Routed) -> str:
+        attempt = f"{request.job.request_id}@{self._name}.{next(self._numbers)}"
+        self._attempts[attempt] = request
+        return attempt
+
+    def _begun(self, request: Routed, output: TokenOutput) -> list[Action]:
+        """The first news of a request at its domain, which has its pages then."""
+        self._log(request, output)
+        if request.source is not None and request.prefill is not None:
+            request.prefill.handed += request.source.tokens
+        return self._release(request)
+
+    def _log(self, request: Routed, output: TokenOutput) -> None:
+        count = len(output.token_ids)
+        if not count:
+            return
+        now = self._clock()
+        if request.last_at is not None and request.worker is not None:
+            self._estimates.paced(request.worker, (now - request.last_at) / count)
+        request.last_at = now
+        request.emitted += output.token_ids
+
+    def _release(self, request: Routed) -> list[Action]:
+        """Gives a prefill worker its prompt, or its pages, back."""
+        worker, attempt = request.prefill, request.prefill_attempt
+        if worker is None:
+            return []
+        if request.place == "prefill":
+            self._estimates.dropped(worker, request.cost)
+        worker.requests.pop(attempt, None)
+        self._attempts.pop(attempt, None)
+        request.prefill, request.source = None, None
+        there = self.placement.workers.get(worker.name) is worker
+        return [SendRelease(worker.name, attempt)] if there else []
+
+    def _take_from_domain(self, request: Routed) -> None:
+        self._attempts.pop(request.attempt, None)
+        if request.worker is not None:
+            request.worker.requests.pop(request.attempt, None)
+            request.worker.promised -= request.promised
+        request.worker, request.attempt = None, ""
+
+    def _queue(self, request: Routed, name: str) -> None:
+        request.place = "waiting" if name == "waiting" else "held"
+        request.placed_at = self._clock()
+        bisect.insort(self._queues[name], request, key=lambda other: other.rank)
+
+    def _leave_queue(self, request: Routed) -> None:
+        """Counts how long it waited."""
+        if request.place in ("waiting", "held"):
+            request.waited += self._clock() - request.placed_at
+
+    def _go_on(self) -> list[Action]:
+        """Sends what waits to whoever has room, the first due first.
+
+        One that finds no room holds back those that need the same, and no others.
+        """
+        actions: list[Action] = []
+        for queue in self._queues.values():
+            blocked: set[str] = set()
+            for request in queue[:LOOK_AHEAD] if queue else ():
+                needs = self.placement.needs(request)
+                if needs in blocked:
+                    continue
+                action = self._place(request)
+                if action is None:
+                    blocked.add(needs)
+                else:
+                    queue.remove(request)
+                    actions.append(action)
+        return actions
+
+    def _lost(self, request: Routed, why: str) -> list[Action]:
+        """A worker has lost a request: it begins again from its token log, somewhere else."""
+        self._unqueue(request)
+        self._take_from_domain(request)
+        actions = self._release(request)
+        request.source, request.direct = None, False
+        request.lost += 1
+        self.replays += 1
+        if request.lost > self._fleet.attempts:
+            return actions + self._end(
+                request,
+                "error",
+                f"{why}; it has lost {request.lost} workers (fleet.attempts = "
+                f"{self._fleet.attempts})",
+                unavailable=True,
+            )
+        if request.emitted:
+            request.blocks = blocks_of(request.tokens, request.job.cache_salt)
+        self._queue(request, "waiting")
+        return actions
+
+    def _end(
+        self,
+        request: Routed,
+        reason: FinishReason,
+        error: str | None = None,
+        unavailable: bool = False,
+    ) -> list[Action]:
+        actions = self._forget(request)
+        return [*actions, End(request, reason, error, unavailable)]
+
+    def _forget(self, request: Routed) -> list[Action]:
+        """Ends a request here; whoever has it is told."""
+        self.requests.pop(request.job.request_id, None)
+        self._unqueue(request)
+        actions = self._release(request)
+        if request.worker is not None:
+            if self.placement.workers.get(request.worker.name) is request.worker:
+                actions.append(SendCancel(request.worker.name, request.attempt))
+            self._take_from_domain(request)
+        return actions
+
+    def _unqueue(self, request: Routed) -> None:
+        for queue in self._queues.values():
+            if request in queue:
+                queue.remove(request)

@@ -1,0 +1,174 @@
+"""Which worker is the best one for a request: the choices of the coordinator, and the refusals.
+
+Pure, with the coordinator's clock. A router knows of its workers what they said last, and what it
+has sent them since.
+"""
+
+from collections.abc import Callable, Iterator
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import OverloadedError
+from jaxserve.fleet.estimates import Estimates
+from jaxserve.fleet.prefix_index import PrefixIndex
+from jaxserve.fleet.routed import Routed, Worker
+from jaxserve.fleet.worker_frames import WorkerRole
+
+
+class Placement:
+    """The workers of one router.
+
+    Args:
+      deployment: sections `prefill`, `pages` and `fleet`.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, deployment: Deployment, clock: Callable[[], float]):
+        self._prefill, self._pages = deployment.prefill, deployment.pages
+        self._fleet, self._clock = deployment.fleet, clock
+        self._wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
+        self._roles: dict[WorkerRole, dict[str, Worker]] = {"prefill": {}, "domain": {}}
+        self._absent: dict[WorkerRole, float] = dict.fromkeys(self._roles, clock())
+        self.workers: dict[str, Worker] = {}
+        """Those that are connected, by name."""
+        self.index = PrefixIndex()
+        self.estimates = Estimates(deployment)
+
+    def join(self, worker: Worker) -> None:
+        """A worker is there."""
+        self.workers[worker.name] = self._roles[worker.facts.role][worker.name] = worker
+        self.index.join(worker.name, worker.facts.tokens)
+
+    def leave(self, name: str) -> Worker | None:
+        """A worker is gone; returns what was known of it."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return None
+        self.index.leave(name)
+        alike = self._roles[worker.facts.role]
+        del alike[name]
+        if not alike:
+            self._absent[worker.facts.role] = self._clock()
+        return worker
+
+    def of(self, role: WorkerRole) -> list[Worker]:
+        """The workers of a role."""
+        return list(self._roles[role].values())
+
+    def absent(self, role: WorkerRole) -> float:
+        """For how many seconds no worker of a role has been there; 0 while one is."""
+        return 0.0 if self._roles[role] else self._clock() - self._absent[role]
+
+    def prefills(self, request: Routed) -> bool:
+        """Whether a prefill worker is to compute the prompt, rather than a domain."""
+        if not self._wants_prefill or request.source is not None:
+            return False
+        if request.direct or request.job.whole:
+            return False
+        length = len(request.job.prompt) + len(request.emitted)
+        prefills = self._roles["prefill"]
+        if not prefills:
+            bound = self._pages.recompute_tokens
+            return self._pages.on_failure == "fail" or bool(bound and length > bound)
+        page = next(iter(prefills.values())).facts.page_size
+        if length <= page:
+            return False
+        hits = self.index.hits(request.blocks)
+        known = max((hits.get(name, 0) for name in self._roles["domain"]), default=0) if hits else 0
+        return length - known > page
+
+    def needs(self, request: Routed) -> str:
+        """What a request needs room in: of two that need the same, one finds none if the other
+        does not."""
+        if not self.prefills(request):
+            return "domain"
+        return "long prefill" if self._is_long(request) else "prefill"
+
+    def cost(self, request: Routed, worker: Worker) -> float:
+        """Of a request's prompt for a prefill worker."""
+        length = len(request.job.prompt) + len(request.emitted)
+        hits = self.index.hits(request.blocks).get(worker.name, 0)
+        return self.estimates.cost(length, min(hits, length - 1))
+
+    def choose_prefill(self, request: Routed) -> Worker | None:
+        """The one that will have computed the prompt first; None where none has room."""
+        everyone = list(self._usable("prefill"))
+        if self._prefill.long_tokens:
+            is_long = self._is_long(request)
+            if any(worker.reserved == is_long for worker in everyone):
+                everyone = [worker for worker in everyone if worker.reserved == is_long]
+        room = self._fleet.prefill_waiting + self._pages.held
+        usable = [worker for worker in everyone if worker.count < room]
+        hits = self.index.hits(request.blocks)
+        length = len(request.job.prompt) + len(request.emitted)
+        estimates = self.estimates
+        whole = estimates.cost(length, 0)
+
+        def seconds(worker: Worker) -> float:
+            known = hits.get(worker.name, 0)
+            cost = estimates.cost(length, min(known, length - 1)) if known else whole
+            return estimates.seconds(worker, worker.work + cost)
+
+        return min(usable, key=seconds, default=None)
+
+    def choose_domain(self, request: Routed) -> Worker | None:
+        """The one with the most room for the request; None where none has any.
+
+        One that keeps to the target for the time per output token goes before one that does not,
+        and one with a free slot before both.
+        """
+        hits = self.index.hits(request.blocks)
+        length = len(request.job.prompt) + len(request.emitted)
+        need = self.estimates.promised(request)
+        target, waiting = self._fleet.tpot_seconds, self._fleet.domain_waiting
+        best: tuple[tuple[bool, bool, float], Worker] | None = None
+        for worker in self._usable("domain"):
+            facts, count = worker.facts, worker.count
+            if count >= facts.slots + waiting:
+                continue
+            lacking = length - hits.get(worker.name, 0)
+            taken = worker.promised + self.estimates.taken_by_others(worker)
+            late = bool(target) and worker.pace > target and count > 0
+            key = count >= facts.slots, late, (taken + need + lacking) / facts.tokens
+            if best is None or key < best[0]:
+                best = key, worker
+        return None if best is None else best[1]
+
+    def check_room(self, request: Routed, waiting: int) -> None:
+        """Whether a new request can be taken, where so many wait for a worker already.
+
+        Raises:
+          OverloadedError: no; says the numbers.
+        """
+        fleet = self._fleet
+        role: WorkerRole = "prefill" if self.prefills(request) else "domain"
+        if not self._roles[role]:
+            if waiting >= fleet.prefill_waiting:
+                raise OverloadedError(f"{waiting} requests wait for a {role} worker to be there")
+            return
+        choose = self.choose_prefill if role == "prefill" else self.choose_domain
+        worker = choose(request)
+        if worker is None or waiting >= fleet.prefill_waiting:
+            workers = self._roles[role].values()
+            what = "prompts computed or held" if role == "prefill" else "requests running"
+            raise OverloadedError(
+                f"no room: {sum(w.count for w in workers)} {what} or waiting at {len(workers)} "
+                f"{role} workers, {waiting} waiting for one of them"
+            )
+        if fleet.late == "refuse":
+            prefill = worker if role == "prefill" else None
+            cost = 0.0 if prefill is None else self.cost(request, prefill)
+            self.estimates.check(prefill, cost, list(self._usable("domain")))
+
+    def _is_long(self, request: Routed) -> bool:
+        bound = self._prefill.long_tokens
+        length = len(request.job.prompt) + len(request.emitted)
+        if not bound or length < bound:
+            return False
+        hits = self.index.hits(request.blocks)
+        return length - max((hits.get(n, 0) for n in self._roles["prefill"]), default=0) >= bound
+
+    def _usable(self, role: WorkerRole) -> Iterator[Worker]:
+        now = self._clock()
+        for worker in self._roles[role].values():
+            if not worker.suspect and worker.full_until <= now:
+                yield worker

@@ -1,0 +1,86 @@
+"""Who might be there: the addresses of a fleet's workers, as a hint for its routers.
+
+`static`: those of the deployment file. `kubernetes`: each of them is the name of a headless
+Service, whose ready pods the cluster's DNS knows. A name that does not resolve leaves what was
+known: losing the registry stops workers from joining, and nothing else.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxserve.config.sections import Fleet, Prefill
+from jaxserve.fleet.worker_frames import WorkerRole
+from jaxserve.link.channel import join_address, split_address
+
+LOOK_UP_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+class Place(NamedTuple):
+    """Where a worker might be."""
+
+    address: str
+    role: WorkerRole
+    reserved: bool = False
+    """Whether it takes long prompts only."""
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Addresses that a name stands for, each as host:port; raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({join_address(str(info[4][0]), port) for info in found})
+
+
+class Registry:
+    """The places of a fleet. Any thread may read them.
+
+    Args:
+      fleet, prefill: the sections.
+      look_up: how names resolve.
+    """
+
+    def __init__(self, fleet: Fleet, prefill: Prefill, look_up: Resolve = resolve):
+        self._fleet, self._look_up = fleet, look_up
+        self._long = prefill.long_workers
+        self._known: dict[str, list[str]] = {}
+        self._stopping = threading.Event()
+        if fleet.registry == "kubernetes":
+            self.look()
+            threading.Thread(target=self._run, name="registry", daemon=True).start()
+
+    def places(self) -> list[Place]:
+        """All of them, in the order of the file."""
+        fleet = self._fleet
+        prefill, domains = self._resolved(fleet.prefill), self._resolved(fleet.domains)
+        first_long = len(prefill) - self._long
+        return [
+            *(Place(a, "prefill", number >= first_long) for number, a in enumerate(prefill)),
+            *(Place(address, "domain") for address in domains),
+        ]
+
+    def look(self) -> None:
+        """Looks all names up again."""
+        for name in (*self._fleet.prefill, *self._fleet.domains):
+            try:
+                self._known[name] = list(self._look_up(*split_address(name)))
+            except OSError as error:
+                logger.warning("registry: %s: %s; %s", name, error, self._known.get(name, []))
+
+    def close(self) -> None:
+        """Looks nothing up any more."""
+        self._stopping.set()
+
+    def _resolved(self, names: Sequence[str]) -> list[str]:
+        if self._fleet.registry == "static":
+            return list(names)
+        return [address for name in names for address in self._known.get(name, ())]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_UP_SECONDS):
+            self.look()

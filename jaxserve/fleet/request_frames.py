@@ -1,0 +1,99 @@
+"""What processes tell each other of requests: frames that more than one connection has.
+
+Between a face's process and the engine's (`server/processes/`), and between a router and a worker
+(`worker_frames.py`). MessagePack; the type of a frame is in it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    JaxserveError,
+    OverloadedError,
+)
+
+
+class Frame(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base of all frames."""
+
+
+class Outputs(Frame):
+    """The new tokens of requests, in order."""
+
+    outputs: list[TokenOutput]
+
+
+class Cancel(Frame):
+    """Cancels a request of whoever sends it; its last output is the only answer."""
+
+    request_id: str
+
+
+class GrammarOf(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grammar in its first state, as it travels: see `TokenGrammar`.
+
+    Attributes:
+      serialised: as llguidance's compiler takes it; empty: no grammar.
+    """
+
+    serialised: str = ""
+    begins_after: bytes = b""
+
+
+NO_GRAMMAR = GrammarOf()
+
+
+def without_grammar(params: SamplingParams) -> tuple[SamplingParams, GrammarOf]:
+    """Sampling parameters that can be sent, and the grammar beside them."""
+    grammar: Any = params.grammar
+    if grammar is None:
+        return params, NO_GRAMMAR
+    sent = msgspec.structs.replace(params, grammar=None)
+    return sent, GrammarOf(grammar.serialised, grammar.begins_after)
+
+
+class Refusal(msgspec.Struct, omit_defaults=True):
+    """An error, as it is sent between processes."""
+
+    kind: str
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        """Makes one of an error."""
+        match error:
+            case InvalidRequestError(field=field, message=message):
+                return cls("InvalidRequestError", message, field=field)
+            case OverloadedError(retry_after_s=seconds):
+                return cls("OverloadedError", str(error), retry_after_s=seconds)
+            case _:
+                return cls(type(error).__name__, str(error))
+
+    def error(self) -> Exception:
+        """The error; RuntimeError for kinds that are not jaxserve's."""
+        match self.kind:
+            case "InvalidRequestError":
+                return InvalidRequestError(self.field, self.message)
+            case "OverloadedError":
+                return OverloadedError(self.message, self.retry_after_s)
+            case kind if kind in _ERRORS:
+                return _ERRORS[kind](self.message)
+            case kind:
+                return RuntimeError(f"{kind}: {self.message}")
+
+
+_ERRORS: dict[str, type[JaxserveError]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, DrainingError, EngineFailedError)
+}
+
+KNOWN = frozenset({*_ERRORS, "InvalidRequestError", "OverloadedError"})
+"""Kinds of errors that are not a bug of the server."""

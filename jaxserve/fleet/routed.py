@@ -1,0 +1,126 @@
+"""What a router remembers: of each request that has not ended, and of each worker.
+
+Made and changed by `coordinator.py` alone. Nothing of it is on disk: a router that is lost loses
+its own requests, and no other router's.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import TokenOutput
+from jaxserve.fleet.worker_frames import WorkerFacts
+from jaxserve.link.pages import PagesSource
+
+
+class Job(NamedTuple):
+    """What the coordinator has to know of a request."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    """The most that it will generate."""
+    cache_salt: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    """In the coordinator's clock."""
+    whole: bool = False
+    """Whether the domain has to compute the whole prompt itself, as for its log-probabilities."""
+
+
+@dataclass(eq=False, slots=True)
+class Routed:
+    """One request, from its arrival to its end.
+
+    | place | means |
+    |---|---|
+    | waiting | no worker has it: none is there, or none has room |
+    | prefill | a prefill worker computes its prompt |
+    | held | a prefill worker has its pages, and no domain has room |
+    | domain | a domain has it |
+    """
+
+    job: Job
+    arrival: float
+    rank: tuple[float, int]
+    """The order in which requests that wait are served."""
+    blocks: list[int] = field(default_factory=list)
+    """Of its prompt, as in `prefix_index.py`."""
+    emitted: list[int] = field(default_factory=list)
+    """The token log: what it has generated."""
+    place: Literal["waiting", "prefill", "held", "domain"] = "waiting"
+    attempt: str = ""
+    """Its id at the worker that has it."""
+    worker: "Worker | None" = None
+    prefill: "Worker | None" = None
+    """Who computes or holds its pages, from `prefill` until its first token."""
+    prefill_attempt: str = ""
+    source: PagesSource | None = None
+    direct: bool = False
+    """Whether its prompt has no page to hold, as a prefill worker found."""
+    cost: float = 0.0
+    """Of its prompt, in tokens, for the prefill worker."""
+    promised: int = 0
+    """Tokens that it will take of its domain's cache, by estimate."""
+    renew_at: float = 0.0
+    lost: int = 0
+    """Workers that it has lost."""
+    placed_at: float = 0.0
+    computed_at: float | None = None
+    """When a prefill worker had its prompt computed."""
+    waited: float = 0.0
+    """Seconds in which no worker had it, or its pages were held."""
+    last_at: float | None = None
+    """When its last tokens came."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and token log."""
+        return self.job.prompt + self.emitted
+
+    def cached(self, output: TokenOutput) -> int:
+        """Tokens of its prompt that nobody had to compute, by the domain's first output.
+
+        What a prefill worker has computed for it is in the domain's prefix cache, too.
+        """
+        return min(output.cached_tokens, len(self.job.prompt)) if self.computed_at is None else 0
+
+    def queued(self, output: TokenOutput) -> float:
+        """Seconds that it waited for workers, by the domain's first output."""
+        return self.waited + output.queue_seconds
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """A worker that is connected."""
+
+    name: str
+    facts: WorkerFacts
+    reserved: bool = False
+    """Whether it takes long prompts only."""
+    requests: dict[str, Routed] = field(default_factory=dict)
+    """Attempt → this router's requests that it has: of a prefill worker those it holds, too."""
+    load: EngineLoad = field(default_factory=EngineLoad)
+    others: int = 0
+    """Requests of other routers, by its last state and what this router had there then."""
+    suspect: bool = False
+    """Whether its step loop has not gone round for some time."""
+    full_until: float = 0.0
+    """It has said that it has no room."""
+    work: float = 0.0
+    """Of a prefill worker: the cost of what it has not computed yet."""
+    promised: int = 0
+    """Of a domain: tokens that its requests will take of the cache."""
+    speed: float = 0.0
+    """Of a prefill worker: cost a second; 0: not known yet."""
+    busy_since: float = 0.0
+    """Of a prefill worker: when it finished a prompt last, or began after it had none."""
+    pace: float = 0.0
+    """Of a domain: seconds between the tokens of a request; 0: not known yet."""
+    handed: int = 0
+    """Of a prefill worker: tokens whose pages it has handed over."""
+
+    @property
+    def count(self) -> int:
+        """Requests that it has, of all routers."""
+        return self.others + len(self.requests)

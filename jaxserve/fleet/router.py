@@ -1,0 +1,391 @@
+"""The engine of a fleet, as the faces see it: every request runs on some worker.
+
+`RouterEngine` is a `TokenEngine`, so that gRPC, HTTP, the page and the metrics stand in front of a
+fleet as in front of one engine. It carries out what `coordinator.py` decides, over the connections
+of `worker_connections.py`. It has no JAX, no model and no state outside this process.
+"""
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.engine.admission import RequestLimits
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request_checks import RequestChecks
+from jaxserve.errors import DrainingError, EngineFailedError
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.fleet_load import fleet_load
+from jaxserve.fleet.registry import Place, Registry
+from jaxserve.fleet.request_frames import (
+    NO_GRAMMAR,
+    Cancel,
+    Frame,
+    GrammarOf,
+    Outputs,
+    without_grammar,
+)
+from jaxserve.fleet.routed import Job, Routed
+from jaxserve.fleet.routing_actions import (
+    Action,
+    End,
+    SendCancel,
+    SendPrefill,
+    SendRelease,
+    SendRenew,
+    SendSubmit,
+)
+from jaxserve.fleet.worker_connections import WorkerConnections
+from jaxserve.observe.view import PipelineView
+
+CLOSE_SECONDS = 2.0
+"""For requests that are cancelled at the end."""
+
+logger = logging.getLogger(__name__)
+
+OnOutput = Callable[[TokenOutput], None]
+
+
+class _Open(msgspec.Struct):
+    """A request as its client asked for it, and where its tokens go."""
+
+    params: SamplingParams
+    grammar: GrammarOf
+    on_output: OnOutput
+    cached: int | None = None
+    queued: float = 0.0
+    scored: bool = False
+    """Whether the log-probabilities of its prompt have been passed on."""
+
+
+class RouterEngine:
+    """One replica of the router. Any thread may call it.
+
+    Args:
+      deployment: of the fleet.
+      token: that its workers know.
+      model: digest of the model's config.json; workers of another model are refused.
+    """
+
+    failure: EngineFailedError | None = None
+    """A router does not fail: its workers do."""
+
+    def __init__(self, deployment: Deployment, token: str, model: str):
+        self.name = secrets.token_hex(4)
+        self._model = model
+        self._registry = Registry(deployment.fleet, deployment.prefill)
+        self._coordinator = Coordinator(deployment, self.name, time.monotonic)
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
+        self._cancelled: deque[str] = deque()
+        self._checks: RequestChecks | None = None
+        self._info: dict[str, Any] = {}
+        self._view = PipelineView()
+        self._status = "ready"
+        self._idle = threading.Condition(self._lock)
+        self._there = threading.Event()
+        self.connections = WorkerConnections(
+            self._registry.places,
+            token,
+            self.name,
+            self,
+            deployment.cluster.heartbeat_seconds,
+        )
+
+    def start(self) -> None:
+        """Begins to look for workers."""
+        self.connections.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is a domain, and a prefill worker if there are to be any, in time."""
+        return self._there.wait(seconds)
+
+    # -------------------------------------------------------------------------- `TokenEngine`
+
+    @property
+    def status(self) -> str:
+        """ "ready" while there is a domain; "starting", "draining" or "closed"."""
+        if self._status == "ready" and not self._coordinator.placement.of("domain"):
+            return "starting"
+        return self._status
+
+    @property
+    def last_turn(self) -> float:
+        """Seconds of `time.monotonic` at which the connections were looked after last."""
+        return self.connections.last_turn
+
+    def load(self) -> EngineLoad:
+        """Of all workers, by what they said last."""
+        with self._lock:
+            return fleet_load(self._coordinator, self._registry.places())
+
+    def pipeline(self) -> PipelineView:
+        """Asks the first domain for a view; returns the one that the previous call asked for."""
+        with self._lock:
+            first = next(iter(self._coordinator.placement.of("domain")), None)
+        if first is not None:
+            self.connections.send(first.name, frames.AskPipeline())
+        return self._view
+
+    def model_info(self) -> Mapping[str, Any]:
+        """See `TokenEngine`."""
+        return self._info
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        """Never called: a router outlives its workers."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Takes a request; `on_output` is called on the connections' thread.
+
+        Raises:
+          InvalidRequestError: a field is out of range.
+          OverloadedError: no worker has room, or a target cannot be met.
+          DrainingError: nothing new is taken.
+        """
+        if self._checks is None or self._status != "ready":
+            raise DrainingError(f"the router is {self.status} and takes no requests")
+        request_id = request_id or uuid.uuid4().hex
+        request = self._checks.request(prompt, params, request_id, deadline)
+        sent, grammar = without_grammar(params)
+        if sent.seed is None:  # the same at every worker that may run it
+            sent = msgspec.structs.replace(sent, seed=request.seed)
+        job = Job(
+            request_id,
+            request.prompt,
+            self._limits.max_generated(request),
+            params.cache_salt,
+            params.priority,
+            deadline,
+            params.prompt_logprobs is not None,
+        )
+        with self._lock:
+            actions = self._coordinator.submit(job)
+            self._open[request_id] = _Open(sent, grammar, on_output)
+            self._send(actions)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request, wherever it is; its last output follows."""
+        self._cancelled.append(request_id)
+        self.connections.wake()
+
+    def drain(self, timeout: float) -> bool:
+        """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
+        with self._idle:
+            self._status = "draining"
+            return self._idle.wait_for(lambda: not self._open, timeout)
+
+    def close(self) -> None:
+        """Ends what still runs as cancelled, and all connections."""
+        self._status = "closed"
+        for request_id in list(self._open):
+            self.cancel(request_id)
+        with self._idle:
+            self._idle.wait_for(lambda: not self._open, CLOSE_SECONDS)
+        self._registry.close()
+        self.connections.close()
+
+    # ---------------------------------------------------------------- `Receiver`: one thread
+
+    def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
+        """See `Receiver`."""
+        if facts.model != self._model:
+            logger.error(
+                "worker %s serves another model: its config.json is %s, here it is %s",
+                *(place.address, facts.model, self._model),
+            )
+            return
+        with self._lock:
+            ended = self._send(self._coordinator.joined(place.address, facts, place.reserved))
+            self._note_limits()
+        self._deliver(ended)
+
+    def left(self, place: Place, why: str) -> None:
+        """See `Receiver`."""
+        with self._lock:
+            before = self._coordinator.replays
+            ended = self._send(self._coordinator.left(place.address))
+            replays = self._coordinator.replays - before
+            self._note_limits()
+        if replays:
+            logger.warning("%d requests of %s go on elsewhere", replays, place.address)
+        self._deliver(ended)
+
+    def turn(self) -> None:
+        """See `Receiver`."""
+        while self._cancelled:
+            with self._lock:
+                ended = self._send(self._coordinator.cancel(self._cancelled.popleft()))
+            self._deliver(ended)
+
+    def tick(self) -> None:
+        """See `Receiver`."""
+        with self._lock:
+            ended = self._send(self._coordinator.tick())
+        self._deliver(ended)
+
+    def received(self, place: Place, frame: frames.FromWorker) -> None:
+        """See `Receiver`."""
+        coordinator = self._coordinator
+        if place.address not in coordinator.placement.workers:
+            return
+        if isinstance(frame, Outputs):
+            self._outputs(frame.outputs)
+            return
+        actions: list[Action] = []
+        with self._lock:
+            match frame:
+                case frames.State():
+                    actions = coordinator.state(place.address, frame)
+                case frames.Held(request_id=attempt, source=source) if source is not None:
+                    actions = coordinator.held(attempt, source)
+                case frames.Held(request_id=attempt, refusal=refusal) if refusal is not None:
+                    actions = coordinator.rejected(attempt, refusal.error())
+                case frames.Rejected(request_id=attempt, refusal=refusal):
+                    actions = coordinator.rejected(attempt, refusal.error())
+                case frames.Pipeline(view=view):
+                    self._view = view
+            ended = self._send(actions)
+        self._deliver(ended)
+
+    def _outputs(self, outputs: list[TokenOutput]) -> None:
+        """Logs tokens, and passes them on."""
+        news: list[tuple[OnOutput, TokenOutput]] = []
+        with self._lock:
+            for output in outputs:
+                request, actions = self._coordinator.output(output.request_id, output)
+                if request is not None:
+                    news += self._passed_on(request, output)
+                if actions:
+                    news += self._send(actions)
+        self._deliver(news)
+
+    def _passed_on(
+        self, request: Routed, output: TokenOutput
+    ) -> list[tuple[OnOutput, TokenOutput]]:
+        request_id = request.job.request_id
+        entry = self._open.get(request_id)
+        if entry is None:
+            return []
+        if entry.cached is None:
+            entry.cached = request.cached(output)
+            entry.queued = request.queued(output)
+        if output.prompt_logprobs is not None:
+            entry.scored = True
+        for name, value in (
+            ("request_id", request_id),
+            ("cached_tokens", entry.cached),
+            ("queue_seconds", entry.queued),
+        ):
+            msgspec.structs.force_setattr(output, name, value)  # it was made by the decoder
+        if output.finish_reason is not None:
+            self._ended(request_id)
+        return [(entry.on_output, output)]
+
+    def _ended(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        if not self._open:
+            self._idle.notify_all()
+
+    def _send(self, actions: list[Action]) -> list[tuple[OnOutput, TokenOutput]]:
+        """Carries actions out; returns the last outputs of requests that end here."""
+        ended: list[tuple[OnOutput, TokenOutput]] = []
+        for action in actions:
+            if isinstance(action, End):
+                request_id = action.request.job.request_id
+                entry = self._open.get(request_id)
+                if entry is not None:
+                    self._ended(request_id)
+                    last = TokenOutput(
+                        request_id=request_id,
+                        finish_reason=action.reason,
+                        error=action.error,
+                        unavailable=action.unavailable,
+                    )
+                    ended.append((entry.on_output, last))
+                continue
+            self.connections.send(action.worker, self._frame(action))
+        return ended
+
+    def _frame(
+        self, action: SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel
+    ) -> Frame:
+        match action:
+            case SendPrefill(attempt=attempt, request=request, priority=priority):
+                return frames.Prefill(
+                    attempt,
+                    frames.packed(request.tokens),
+                    request.job.cache_salt,
+                    priority,
+                    _seconds(request.job.deadline),
+                )
+            case SendSubmit(attempt=attempt, request=request):
+                entry = self._open.get(request.job.request_id)
+                params = SamplingParams() if entry is None else entry.params
+                if entry is not None and entry.scored:
+                    params = msgspec.structs.replace(params, prompt_logprobs=None)
+                return frames.Submit(
+                    attempt,
+                    frames.packed(request.job.prompt),
+                    params,
+                    NO_GRAMMAR if entry is None else entry.grammar,
+                    _seconds(request.job.deadline),
+                    frames.packed(request.emitted) if request.emitted else b"",
+                    request.source,
+                )
+            case SendRelease(attempt=attempt):
+                return frames.Release(attempt)
+            case SendRenew(attempt=attempt):
+                return frames.Renew(attempt)
+            case SendCancel(attempt=attempt):
+                return Cancel(attempt)
+
+    def _deliver(self, news: list[tuple[OnOutput, TokenOutput]]) -> None:
+        for on_output, output in news:
+            try:
+                on_output(output)
+            except Exception:
+                logger.exception("request %s: its receiver failed", output.request_id)
+                self.cancel(output.request_id)
+
+    def _note_limits(self) -> None:
+        """What a request may ask for: what every domain, and every prefill worker, can run."""
+        placement = self._coordinator.placement
+        domains, prefills = placement.of("domain"), placement.of("prefill")
+        if not domains:
+            return
+        everyone = [worker.facts for worker in (*domains, *prefills)]
+        first = domains[0].facts
+        smallest = min(everyone, key=lambda facts: facts.pages * facts.page_size)
+        longest = min(facts.max_length for facts in everyone)
+        self._limits = RequestLimits(
+            max_length=longest, pages=smallest.pages, page_size=smallest.page_size
+        )
+        self._checks = RequestChecks(
+            self._limits.check, first.vocab, frozenset(first.eos_token_ids)
+        )
+        if not self._info:
+            self._info = {**first.info, "max_length": longest}
+        if not placement.absent("prefill") or not self._coordinator.wants_prefill:
+            self._there.set()
+
+
+def _seconds(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,350 @@
+"""A router's connections to its workers: one thread reads and writes all of them.
+
+A thousand workers would be two thousand threads otherwise. Frames are those of `link/channel.py`,
+whose handshake a few other threads do first; a worker that is lost is dialled again and again.
+Called by `router.py`; knows frames, and nothing of requests.
+"""
+
+import contextlib
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+
+import jaxserve
+from jaxserve.clock import AwakeClock
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.registry import Place
+from jaxserve.fleet.request_frames import Frame
+from jaxserve.link.channel import AuthenticationError, cut_off, dial
+
+HANDSHAKE_SECONDS = 5.0
+DIAL_SECONDS = 0.5
+"""Between two attempts to reach a worker that is not there."""
+DIALLING_THREADS = 8
+TICK_SECONDS = 0.1
+READ_BYTES = 1 << 18
+MAX_UNSENT_BYTES = 1 << 28
+"""A worker that has so much to read yet is taken for stuck."""
+
+_LENGTH = struct.Struct("!i")
+_LONGEST = 0x7FFFFFFF
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """What takes the events; all on the connections' thread."""
+
+    def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
+        """A worker is there."""
+
+    def left(self, place: Place, why: str) -> None:
+        """It is gone."""
+
+    def received(self, place: Place, frame: frames.FromWorker) -> None:
+        """A frame of a worker that is there."""
+
+    def turn(self) -> None:
+        """Called very often, and soon after `wake`."""
+
+    def tick(self) -> None:
+        """Called some times a second."""
+
+
+class _Wire:
+    """The connection to one worker, from its welcome on."""
+
+    def __init__(self, place: Place, sock: socket.socket, facts: frames.WorkerFacts):
+        self.place, self.facts, self.socket = place, facts, sock
+        self.heard = 0.0
+        self.lost = ""
+        """Why it is to be given up."""
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._sending = threading.Lock()
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, found: Sequence[Frame]) -> bool:
+        """Sends frames, or what the socket takes of them; whether all went."""
+        parts = []
+        for frame in found:
+            body = frames.encode(frame)
+            parts += [_LENGTH.pack(len(body)), body]
+        with self._sending:
+            self._unsent += b"".join(parts)
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                self.lost = f"it has left {len(self._unsent)} bytes unread"
+            return self._flush()
+
+    def flush(self) -> None:
+        """Sends more of what is left."""
+        with self._sending:
+            self._flush()
+
+    def read(self) -> list[frames.FromWorker]:
+        """The frames that are there.
+
+        Raises:
+          OSError, EOFError, msgspec.DecodeError: the connection is of no use any more.
+        """
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            while not ended:
+                data = self.socket.recv(READ_BYTES)
+                ended = not data
+                self._received += data
+                if len(data) < READ_BYTES:
+                    break
+        found, start, received = [], 0, self._received
+        while len(received) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, start)
+            if not 0 <= length <= frames.WORKER_FRAME_BYTES:
+                raise EOFError(f"a frame of {length} bytes")
+            end = start + _LENGTH.size + length
+            if len(received) < end:
+                break
+            found.append(frames.decode_from_worker(bytes(received[start + _LENGTH.size : end])))
+            start = end
+        if start:
+            del received[:start]
+        elif ended:
+            raise EOFError("it closed the connection")
+        return found
+
+    def _flush(self) -> bool:
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = self.lost or str(error)
+            self._unsent.clear()
+        return True
+
+
+class WorkerConnections:
+    """Connects to all workers that there might be, and keeps connecting to those that are not.
+
+    Args:
+      places: where; asked all the time.
+      token: that the workers know.
+      router: name of this router.
+      receiver: of what happens.
+      silent: seconds without a frame after which a worker counts as gone.
+    """
+
+    def __init__(
+        self,
+        places: Callable[[], Sequence[Place]],
+        token: str,
+        router: str,
+        receiver: Receiver,
+        silent: float,
+    ):
+        self._places, self._token, self._router = places, token, router
+        self._receiver, self._silent = receiver, silent
+        self._dialling = ThreadPoolExecutor(DIALLING_THREADS, "dial")
+        self._clock = AwakeClock(1.0)
+        self._stopping = False
+        self._lock = threading.Lock()
+        # Under the lock:
+        self._due: dict[str, float] = {}  # address → when to dial again
+        self._dialled: list[_Wire] = []
+        self._changed: set[_Wire] = set()  # that have something left to send, or are lost
+        # Written by the connections' thread:
+        self._wires: dict[str, _Wire] = {}
+        self._reasons: dict[str, str] = {}  # address → why it is not there
+        self._next_tick = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self.last_turn = time.monotonic()
+        """Seconds of `time.monotonic` at which the thread last went round."""
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._stopping = True
+        self.wake()
+        self._thread.join(TICK_SECONDS + HANDSHAKE_SECONDS)
+        self._dialling.shutdown(wait=False, cancel_futures=True)
+
+    def send(self, address: str, frame: Frame) -> None:
+        """Sends a frame, or drops it where nobody is there; from any thread."""
+        wire = self._wires.get(address)
+        if wire is not None and (not wire.send([frame]) or wire.lost):
+            with self._lock:
+                self._changed.add(wire)
+            self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look around at once."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
+
+    def absences(self) -> dict[str, str]:
+        """Address → why nobody is connected there."""
+        known = dict(self._reasons)
+        return {
+            p.address: known.get(p.address, "not reached yet")
+            for p in self._places()
+            if p.address not in self._wires
+        }
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception:
+                logger.exception("workers' connections")
+        for wire in list(self._wires.values()):
+            wire.socket.close()
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()
+
+    def _turn(self) -> None:
+        events = self._selector.select(TICK_SECONDS)
+        self.last_turn = time.monotonic()
+        now = self._clock.tick()
+        for key, mask in events:
+            wire: _Wire | None = key.data
+            if wire is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                continue
+            if mask & selectors.EVENT_WRITE:
+                wire.flush()
+            if mask & selectors.EVENT_READ:
+                self._read(wire, now)
+            if wire.lost or mask & selectors.EVENT_WRITE:
+                self._look_after(wire)
+        self._welcome(now)
+        self._receiver.turn()
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        for wire in changed:
+            self._look_after(wire)
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_SECONDS
+        for wire in list(self._wires.values()):
+            if now - wire.heard > self._silent:
+                wire.lost = wire.lost or f"it has been silent for {now - wire.heard:.1f} s"
+                self._look_after(wire)
+        self._dial(now)
+        self._receiver.tick()
+
+    def _look_after(self, wire: _Wire) -> None:
+        """Gives a lost connection up, and waits for room where something is left to send."""
+        if self._wires.get(wire.place.address) is not wire:
+            return
+        if wire.lost:
+            self._drop(wire)
+            return
+        wanted = selectors.EVENT_READ
+        if wire.wants_to_send:
+            wanted |= selectors.EVENT_WRITE
+        if self._selector.get_key(wire.socket).events != wanted:
+            self._selector.modify(wire.socket, wanted, wire)
+
+    def _read(self, wire: _Wire, now: float) -> None:
+        try:
+            found = wire.read()
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            wire.lost = wire.lost or str(error) or type(error).__name__
+            return
+        if found:
+            wire.heard = now
+        for frame in found:
+            if isinstance(frame, frames.State) and frame.failure is not None:
+                wire.lost = frame.failure
+                return
+            self._receiver.received(wire.place, frame)
+
+    def _welcome(self, now: float) -> None:
+        with self._lock:
+            dialled, self._dialled = self._dialled, []
+        for wire in dialled:
+            wire.heard = now
+            self._wires[wire.place.address] = wire
+            self._reasons.pop(wire.place.address, None)
+            self._selector.register(wire.socket, selectors.EVENT_READ, wire)
+            logger.info("%s worker %s is there", wire.facts.role, wire.place.address)
+            self._receiver.joined(wire.place, wire.facts)
+
+    def _drop(self, wire: _Wire) -> None:
+        address = wire.place.address
+        logger.warning("%s worker %s is gone: %s", wire.facts.role, address, wire.lost)
+        del self._wires[address]
+        self._reasons[address] = wire.lost
+        self._selector.unregister(wire.socket)
+        wire.socket.close()
+        with self._lock:
+            self._due.pop(address, None)
+        self._receiver.left(wire.place, wire.lost)
+
+    def _dial(self, now: float) -> None:
+        for place in self._places():
+            if place.address in self._wires:
+                continue
+            with self._lock:
+                if self._due.get(place.address, 0.0) > now:
+                    continue
+                self._due[place.address] = float("inf")  # until it is answered
+            self._dialling.submit(self._connect, place)
+
+    def _connect(self, place: Place) -> None:
+        try:
+            wire = self._handshake(place)
+        except (AuthenticationError, OSError, EOFError, ConfigError, msgspec.DecodeError) as error:
+            reason = str(error) or type(error).__name__
+            if self._reasons.get(place.address) != reason:
+                logger.info("%s worker %s: %s", place.role, place.address, reason)
+            self._reasons[place.address] = reason
+            with self._lock:
+                self._due[place.address] = self._clock.now + DIAL_SECONDS
+            return
+        with self._lock:
+            self._dialled.append(wire)
+        self.wake()
+
+    def _handshake(self, place: Place) -> _Wire:
+        channel = dial(place.address, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
+        try:
+            with cut_off(channel.shutdown, HANDSHAKE_SECONDS):
+                channel.authenticate(self._token, accepted=False)
+                channel.send(frames.encode(frames.Join(self._router, jaxserve.__version__)))
+                answer = frames.decode_from_worker(channel.receive())
+            if isinstance(answer, frames.Refused):
+                raise ConfigError(answer.reason)
+            if not isinstance(answer, frames.Welcome):
+                raise ConfigError(f"{type(answer).__name__} came before Welcome")
+            if answer.facts.role != place.role:
+                raise ConfigError(f"it is a {answer.facts.role}, not a {place.role}")
+        except BaseException:
+            channel.close()
+            raise
+        sock = channel.detach()
+        sock.setblocking(False)
+        return _Wire(place, sock, answer.facts)

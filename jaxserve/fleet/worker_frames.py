@@ -1,0 +1,195 @@
+"""What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
+
+    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | AskPipeline | Echo)*
+    worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
+
+Every request has an id that its router made for this attempt to run it, different from all others'.
+Nothing of KV pages passes here: a `PagesSource` says where they are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
+from jaxserve.link.pages import PagesSource
+from jaxserve.observe.view import PipelineView
+
+WORKER_FRAME_BYTES = 1 << 28
+"""Cap of one frame: a prompt takes four bytes a token."""
+
+WorkerRole = Literal["prefill", "domain"]
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router has to know of a worker.
+
+    Attributes:
+      name: for people.
+      role: what it does.
+      model: digest of the model's config.json; a router takes workers of one model only.
+      slots: sequences that run at a time, of all lanes and DP groups.
+      groups: DP groups.
+      pages: of each.
+      page_size: tokens.
+      max_length: tokens of prompt and output together.
+      vocab: token ids are below it.
+      eos_token_ids: the model's end ids.
+      info: what `model_info` of the engine says.
+      instance: different after every start of the worker.
+    """
+
+    name: str
+    role: WorkerRole
+    model: str
+    slots: int
+    groups: int
+    pages: int
+    page_size: int
+    max_length: int
+    vocab: int
+    eos_token_ids: list[int]
+    info: dict[str, Any]
+    instance: str
+
+    @property
+    def tokens(self) -> int:
+        """That its KV cache holds."""
+        return self.groups * self.pages * self.page_size
+
+
+class Join(Frame):
+    """First frame of a router."""
+
+    router: str
+    version: str
+
+
+class Submit(Frame):
+    """A request for a domain; answered by `Outputs`, or by `Rejected`.
+
+    Attributes:
+      prompt, emitted: int32 as bytes; what was generated of it elsewhere.
+      params: with a seed, without the grammar, which is beside them.
+      seconds: until its deadline.
+      source: where a prefill worker holds the pages of prompt and emitted tokens.
+    """
+
+    request_id: str
+    prompt: bytes
+    params: SamplingParams
+    grammar: GrammarOf = NO_GRAMMAR
+    seconds: float | None = None
+    emitted: bytes = b""
+    source: PagesSource | None = None
+
+
+class Prefill(Frame):
+    """A prompt for a prefill worker; answered by `Held`."""
+
+    request_id: str
+    prompt: bytes
+    cache_salt: str = ""
+    priority: int = 0
+    seconds: float | None = None
+
+
+class Release(Frame):
+    """The pages of a request are not needed any more, or its prefill is not."""
+
+    request_id: str
+
+
+class Renew(Frame):
+    """Pages that wait for room in a domain are still wanted."""
+
+    request_id: str
+
+
+class AskPipeline(Frame):
+    """Asks for a view of the steps measured last; answered by `Pipeline`."""
+
+
+class Echo(Frame):
+    """Comes back as it is: the process lives."""
+
+    number: int
+
+
+class Welcome(Frame):
+    """The worker takes the router in."""
+
+    facts: WorkerFacts
+
+
+class Refused(Frame):
+    """It does not, and closes the connection."""
+
+    reason: str
+
+
+class Held(Frame):
+    """The pages of a prompt are there, or why they are not."""
+
+    request_id: str
+    source: PagesSource | None = None
+    refusal: Refusal | None = None
+
+
+class Rejected(Frame):
+    """A request is not taken; nothing else comes of it."""
+
+    request_id: str
+    refusal: Refusal
+
+
+class State(Frame):
+    """How the worker does; sent twice a second.
+
+    Attributes:
+      status: of the engine.
+      turn_age: seconds since its step loop last went round: a loop that is stuck grows old.
+    """
+
+    status: str
+    turn_age: float
+    load: EngineLoad
+    failure: str | None = None
+
+
+class Pipeline(Frame):
+    """The answer to `AskPipeline`."""
+
+    view: PipelineView
+
+
+FromRouter = Join | Submit | Prefill | Release | Renew | Cancel | AskPipeline | Echo
+FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
+
+encode = msgspec.msgpack.Encoder().encode
+_router_decoder = msgspec.msgpack.Decoder(FromRouter)
+_worker_decoder = msgspec.msgpack.Decoder(FromWorker)
+
+
+def decode_from_router(data: bytes) -> FromRouter:
+    """Raises msgspec.DecodeError for anything but such a frame."""
+    return _router_decoder.decode(data)
+
+
+def decode_from_worker(data: bytes | memoryview) -> FromWorker:
+    """Raises msgspec.DecodeError for anything but such a frame."""
+    return _worker_decoder.decode(data)
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they are sent."""
+    return np.asarray(token_ids, "<i4").tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The inverse of `packed`; raises ValueError for half a token id."""
+    return np.frombuffer(data, "<i4").tolist()

@@ -1,0 +1,473 @@
+"""A worker's side of its routers: requests in, outputs out, over one connection each.
+
+`WorkerPort` has the life of the network faces (`server/faces.py`) and stands in their place where
+`serve` runs a prefill worker or a domain of a fleet. Several routers may be connected; each gets
+the outputs of its own requests. A router that is gone, or reads nothing, has its requests cancelled
+and its pages released.
+"""
+
+import contextlib
+import heapq
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+import jaxserve
+from jaxserve.engine.admission import PATIENCE
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError, OverloadedError
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.outbox import Outbox
+from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
+from jaxserve.link.channel import AuthenticationError, Channel, accept, join_address, listen
+from jaxserve.link.pages import PagesSource
+from jaxserve.observe.view import PipelineView
+
+HANDSHAKE_SECONDS = 5.0
+STATE_SECONDS = 0.5
+LOOK_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
+
+OnHeld = Callable[[PagesSource | JaxserveError], None]
+
+
+class WorkerEngine(Protocol):
+    """What routers use of an engine, through this port; `jaxserve.engine.engine.Engine`."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def last_turn(self) -> float: ...
+    @property
+    def failure(self) -> EngineFailedError | None: ...
+    def load(self) -> EngineLoad: ...
+    def pipeline(self) -> PipelineView: ...
+    def model_info(self) -> Mapping[str, Any]: ...
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def release(self, request_id: str) -> None: ...
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: Callable[[TokenOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        source: PagesSource | None = None,
+        emitted: Sequence[int] = (),
+    ) -> str: ...
+    def prefill(
+        self,
+        prompt: list[int],
+        on_held: OnHeld,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str: ...
+
+
+class PrefillLimits(NamedTuple):
+    """Of a prefill worker, over all routers."""
+
+    held: int
+    """Prompts that are computed, or whose pages are held, at a time (`pages.held`)."""
+    waiting: int
+    """Prompts that wait until they may be (`fleet.prefill_waiting`); further ones are rejected."""
+
+
+class WorkerPort:
+    """Listens for routers.
+
+    Args:
+      address: host:port; port 0 takes a free one.
+      token: that routers have to know.
+      facts: of the worker, once there is an engine.
+      restore: makes a grammar of how it travels; slow.
+      limits: of a prefill worker.
+
+    Attributes:
+      address: where it listens, from `start` on.
+
+    Raises:
+      ConfigError: the address cannot be listened on, or needs a token.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        facts: Callable[[WorkerEngine], frames.WorkerFacts],
+        restore: Callable[[GrammarOf, int], Any],
+        limits: PrefillLimits,
+    ):
+        self._token, self._make_facts, self._restore = token, facts, restore
+        self._listener = listen(address, token)
+        self._listener.settimeout(LOOK_SECONDS)
+        self.address = join_address(*self._listener.getsockname()[:2])
+        self.engine: WorkerEngine | None = None
+        self.facts: frames.WorkerFacts | None = None
+        self.prompts = PromptQueue(limits)
+        self.draining = False
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._routers: set[RouterConnection] = set()
+        self.compiling = ThreadPoolExecutor(1, "grammars")
+
+    def start(self) -> dict[str, str]:
+        """Listens; routers are refused until `open`. Returns {"worker": address}."""
+        threading.Thread(target=self._accept, name="worker-port", daemon=True).start()
+        return {"worker": self.address}
+
+    def open(self, engine: WorkerEngine) -> None:
+        """Takes requests from now on."""
+        self.facts = self._make_facts(engine)
+        self.prompts.begin(engine)
+        self.engine = engine
+        engine.add_failure_callback(lambda _failure: self._send_state())
+        threading.Thread(target=self._tick, name="worker-state", daemon=True).start()
+
+    def refuse(self) -> None:
+        """Takes nothing new; what runs goes on."""
+        self.draining = True
+
+    def stop(self, grace: float) -> None:
+        """Ends all connections, once their last outputs are sent or `grace` seconds are over."""
+        self.draining = True
+        self._send_state()
+        deadline = time.monotonic() + grace
+        for router in self._connected():
+            router.flush(max(0.0, deadline - time.monotonic()))
+        self._stopping.set()
+        for router in self._connected():
+            router.end()
+        self._listener.close()
+        self.compiling.shutdown(wait=False, cancel_futures=True)
+
+    def restored(self, grammar: GrammarOf) -> Any:
+        """A grammar in its first state, or None."""
+        assert self.facts is not None
+        return self._restore(grammar, self.facts.vocab) if grammar.serialised else None
+
+    def state(self) -> frames.State:
+        """Of the engine, now."""
+        engine = self.engine
+        assert engine is not None
+        failure = None if engine.failure is None else str(engine.failure)
+        status = "draining" if self.draining and engine.status == "ready" else engine.status
+        age = time.monotonic() - engine.last_turn
+        load = msgspec.structs.replace(
+            engine.load(), held=self.prompts.held, prompts=self.prompts.waiting
+        )
+        return frames.State(status, age, load, failure)
+
+    def left(self, router: "RouterConnection") -> None:
+        """Forgets a connection."""
+        with self._lock:
+            self._routers.discard(router)
+
+    def _connected(self) -> list["RouterConnection"]:
+        with self._lock:
+            return list(self._routers)
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Takes a router in, and serves it until it leaves."""
+        try:
+            channel = accept(sock, self._token, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
+        except (AuthenticationError, OSError, EOFError) as error:
+            logger.warning("a router was turned away: %s", error)
+            return
+        try:
+            if not channel.wait(HANDSHAKE_SECONDS):
+                return
+            join = frames.decode_from_router(channel.receive())
+            if reason := self._refusal(join):
+                channel.send(frames.encode(frames.Refused(reason)))
+                return
+            assert isinstance(join, frames.Join)
+            assert self.facts is not None
+            channel.send(frames.encode(frames.Welcome(self.facts)))
+            router = RouterConnection(self, channel, join.router)
+            with self._lock:
+                self._routers.add(router)
+            router.post(self.state())
+            router.serve()
+        except (OSError, EOFError, msgspec.DecodeError, ValueError) as error:
+            logger.info("router at %s: %s", channel.peer, error or "left")
+        finally:
+            channel.close()
+
+    def _refusal(self, join: frames.FromRouter) -> str:
+        if not isinstance(join, frames.Join):
+            return f"{type(join).__name__} came before Join"
+        if join.version != jaxserve.__version__:
+            return f"the router is version {join.version}, this worker {jaxserve.__version__}"
+        if self.engine is None:
+            return "is starting"
+        return ""
+
+    def _tick(self) -> None:
+        while not self._stopping.wait(STATE_SECONDS):
+            self._send_state()
+
+    def _send_state(self) -> None:
+        if self.engine is not None:
+            state = self.state()
+            for router in self._connected():
+                router.post(state)
+
+
+class RouterConnection:
+    """One router: its requests, and what it gets of them."""
+
+    def __init__(self, port: WorkerPort, channel: Channel, name: str):
+        assert port.engine is not None
+        self._port, self._engine, self._channel, self.name = port, port.engine, channel, name
+        self._submitted: dict[str, None] = {}  # ids; changed by the reader and the engine's thread
+        self._prefills: dict[str, None] = {}  # ids; until released
+        self._outbox = Outbox(f"router-{name}", self._send, lambda ended: [], channel.shutdown)
+        self.post = self._outbox.post
+        """Queues a frame or an output for the router."""
+        self.flush = self._outbox.flush
+        """Waits, for so many seconds at most, until everything queued is sent."""
+        self.end = channel.shutdown
+        """Ends the connection."""
+
+    def serve(self) -> None:
+        """Takes frames until the router leaves; then ends everything it has here."""
+        logger.info("router %s at %s is connected", self.name, self._channel.peer)
+        try:
+            while True:
+                self._take(frames.decode_from_router(self._channel.receive()))
+        finally:
+            self._port.left(self)
+            self._outbox.close()
+            submitted, prefills = list(self._submitted), list(self._prefills)
+            for request_id in submitted:
+                self._engine.cancel(request_id)
+            for request_id in prefills:
+                self._port.prompts.release(request_id)
+            logger.info(
+                "router %s left; %d requests cancelled, %d prompts released",
+                self.name,
+                len(submitted),
+                len(prefills),
+            )
+
+    def _take(self, frame: frames.FromRouter) -> None:
+        match frame:
+            case frames.Submit():
+                if frame.grammar.serialised:
+                    with contextlib.suppress(RuntimeError):  # the pool is shut down
+                        self._port.compiling.submit(self._try, frame, self._submit)
+                else:
+                    self._try(frame, self._submit)
+            case frames.Prefill():
+                self._try(frame, self._prefill)
+            case frames.Release(request_id=request_id):
+                if self._prefills.pop(request_id, self) is None:
+                    self._port.prompts.release(request_id)
+            case frames.Renew(request_id=request_id):
+                renew = getattr(self._engine, "renew", None)
+                if renew is not None and request_id in self._prefills:
+                    renew(request_id)
+            case Cancel(request_id=request_id):
+                if request_id in self._submitted:
+                    self._engine.cancel(request_id)
+            case frames.AskPipeline():
+                self.post(frames.Pipeline(self._engine.pipeline()))
+            case frames.Echo():
+                self.post(frame)
+            case frames.Join():
+                raise ValueError("joins twice")
+
+    def _try(self, frame: Any, take: Callable[[Any], None]) -> None:
+        """Takes a request, or says why not."""
+        try:
+            if self._port.draining:
+                raise DrainingError("the worker is shutting down and takes no new requests")
+            take(frame)
+        except Exception as error:
+            refusal = Refusal.of(error)
+            if refusal.kind not in KNOWN:
+                logger.exception("request %s failed", frame.request_id)
+            if isinstance(frame, frames.Prefill):
+                self.post(frames.Held(frame.request_id, refusal=refusal))
+            else:
+                self.post(frames.Rejected(frame.request_id, refusal))
+
+    def _submit(self, frame: frames.Submit) -> None:
+        params = frame.params
+        if frame.grammar.serialised:
+            grammar = self._port.restored(frame.grammar)
+            params = msgspec.structs.replace(params, grammar=grammar)
+        self._submitted[frame.request_id] = None
+        try:
+            self._engine.submit(
+                frames.unpacked(frame.prompt),
+                params,
+                self._output,
+                request_id=frame.request_id,
+                deadline=_deadline(frame.seconds),
+                source=frame.source,
+                emitted=frames.unpacked(frame.emitted),
+            )
+        except BaseException:
+            self._submitted.pop(frame.request_id, None)
+            raise
+
+    def _output(self, output: TokenOutput) -> None:
+        if output.finish_reason is not None:
+            self._submitted.pop(output.request_id, None)
+        self.post(output)
+
+    def _prefill(self, frame: frames.Prefill) -> None:
+        self._prefills[frame.request_id] = None
+
+        def held(result: PagesSource | Exception) -> None:
+            if isinstance(result, PagesSource):
+                self.post(frames.Held(frame.request_id, result))
+            else:
+                self._prefills.pop(frame.request_id, None)
+                self.post(frames.Held(frame.request_id, refusal=Refusal.of(result)))
+
+        try:
+            self._port.prompts.add(frame, held)
+        except BaseException:
+            self._prefills.pop(frame.request_id, None)
+            raise
+
+    def _send(self, found: Sequence[Frame]) -> None:
+        for frame in found:
+            self._channel.send(frames.encode(frame))
+
+
+class PromptQueue:
+    """The prompts of all routers: no more are computed and held at a time than memory is meant for.
+
+    Those that wait go to the engine in the order in which they are due. Any thread may call it.
+    """
+
+    def __init__(self, limits: PrefillLimits):
+        self._limits = limits
+        self._engine: WorkerEngine | None = None
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        # Under the lock:
+        self._waiting: list[tuple[float, int, frames.Prefill, Callable[[Any], None]]] = []
+        self._dropped: set[str] = set()
+        self._taken: dict[str, bool] = {}  # computed (False) or held (True)
+
+    def begin(self, engine: WorkerEngine) -> None:
+        """Gives prompts to an engine from now on."""
+        self._engine = engine
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that the engine has not got yet."""
+        return len(self._waiting) - len(self._dropped)
+
+    @property
+    def held(self) -> int:
+        """Prompts whose pages are held."""
+        with self._lock:
+            return sum(self._taken.values())
+
+    def add(self, frame: frames.Prefill, on_held: Callable[[Any], None]) -> None:
+        """Queues a prompt; `on_held` gets where its pages are, or an error.
+
+        Raises:
+          OverloadedError: too many wait.
+          JaxserveError: as the engine's `prefill`, if it is not to wait.
+        """
+        with self._lock:
+            if len(self._taken) < self._limits.held:
+                self._give(frame, on_held)
+                return
+            if self.waiting >= self._limits.waiting:
+                raise OverloadedError(
+                    f"{len(self._taken)} prompts are computed or held here and {self.waiting} wait"
+                )
+            due = time.monotonic() + PATIENCE * frame.priority
+            heapq.heappush(self._waiting, (due, next(self._numbers), frame, on_held))
+
+    def release(self, request_id: str) -> None:
+        """Ends a prompt wherever it is, and gives its pages back."""
+        assert self._engine is not None
+        with self._lock:
+            if request_id not in self._taken:
+                if any(item[2].request_id == request_id for item in self._waiting):
+                    self._dropped.add(request_id)
+                return
+            del self._taken[request_id]
+        self._engine.release(request_id)
+        self._next()
+
+    def _give(self, frame: frames.Prefill, on_held: Callable[[Any], None]) -> None:
+        assert self._engine is not None
+
+        def held(result: Any) -> None:
+            with self._lock:
+                known = frame.request_id in self._taken
+                if known and isinstance(result, PagesSource):
+                    self._taken[frame.request_id] = True
+                else:
+                    self._taken.pop(frame.request_id, None)
+            if known:
+                on_held(result)
+            if not isinstance(result, PagesSource):
+                self._next()
+
+        self._taken[frame.request_id] = False
+        try:
+            self._engine.prefill(
+                frames.unpacked(frame.prompt),
+                held,
+                cache_salt=frame.cache_salt,
+                priority=frame.priority,
+                request_id=frame.request_id,
+                deadline=_deadline(frame.seconds),
+            )
+        except BaseException:
+            self._taken.pop(frame.request_id, None)
+            raise
+
+    def _next(self) -> None:
+        """Gives the engine what it has room for."""
+        while True:
+            with self._lock:
+                if not self._waiting or len(self._taken) >= self._limits.held:
+                    return
+                _, _, frame, on_held = heapq.heappop(self._waiting)
+                if frame.request_id in self._dropped:
+                    self._dropped.discard(frame.request_id)
+                    continue
+                try:
+                    self._give(frame, on_held)
+                except Exception as error:
+                    on_held(error)
+
+
+def _deadline(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
