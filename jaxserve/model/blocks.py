@@ -1,7 +1,7 @@
 """The blocks of a decoder, split where the link is: each layer has the part that the attention role
 runs and the part that the ffn role runs. The programs in `roles/` place them on meshes.
 
-A block is an nnx module; inside a program it holds one device's slices of the weights.
+A block is a module (`module.py`); inside a program it holds one device's slices of the weights.
 """
 
 import functools
@@ -9,7 +9,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
@@ -24,13 +23,23 @@ from jaxserve.model.ffn.experts import Experts
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.message import Message
-from jaxserve.model.module import BLOCK, Formats, Template, WeightFormat, rms_norm, scale, weight
+from jaxserve.model.module import (
+    BLOCK,
+    Formats,
+    Module,
+    Rngs,
+    Template,
+    WeightFormat,
+    rms_norm,
+    scale,
+    weight,
+)
 from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, WireFormat, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.api import RowFormat
 
 
-class AttentionBlock(nnx.Module):
+class AttentionBlock(Module):
     """The attention role's part of a layer: norm, attention, residual, norm, router.
 
     Attributes:
@@ -43,7 +52,7 @@ class AttentionBlock(nnx.Module):
         kind: LayerKind,
         formats: Formats,
         dispatch: WireFormat,
-        rngs: nnx.Rngs,
+        rngs: Rngs,
     ):
         self.config, self.dispatch = config, dispatch
         self.input_norm = scale(formats.dtype, d_model=config.d_model)
@@ -80,7 +89,7 @@ class AttentionBlock(nnx.Module):
         return norm_and_encode_rows(x, norm, epsilon, self.dispatch)
 
 
-class FFNBlock(nnx.Module):
+class FFNBlock(Module):
     """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert."""
 
     def __init__(
@@ -90,7 +99,7 @@ class FFNBlock(nnx.Module):
         ranks: tuple[int, int],
         exchange: ExchangeKind,
         formats: Formats,
-        rngs: nnx.Rngs,
+        rngs: Rngs,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         own_rows = kind == "moe" and exchange == "alltoall"
@@ -134,20 +143,20 @@ class FFNBlock(nnx.Module):
         return share, load
 
 
-class Embedding(nnx.Module):
+class Embedding(Module):
     """Token embedding [vocab, d_model], columns split over tp."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: Rngs):
         self.table = weight(rngs, dtype, rows=config.vocab, embedding=config.d_model)
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
         return jax.lax.all_gather(self.table[...][token_ids], "tp", axis=1, tiled=True)
 
 
-class Head(nnx.Module):
+class Head(Module):
     """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
 
-    def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
         self.norm = scale(dtype, d_model=config.d_model)

@@ -1,19 +1,21 @@
 """Building blocks of both roles' modules: weights with named dimensions, linear maps, RMSNorm.
 
-Modules are `flax.nnx` modules that hold global (unsharded) shapes; a program gets the sharded
-leaves and `nnx.merge`s them inside `shard_map`, where every module sees its device's slices. Sits
-below `attention/` and `ffn/` and knows neither.
+Modules are Python objects that hold global (unsharded) shapes; a program gets the sharded leaves
+and puts them in their places inside `shard_map`, where every module sees its device's slices
+(`Template`). That is all that serving needs of a neural-network library, and importing one (flax)
+takes a worker as long as importing JAX: a third of the time in which a lost one is back. Sits below
+`attention/` and `ffn/` and knows neither.
 """
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -47,11 +49,61 @@ class Formats:
     expert_rows: RowFormat | None = None
 
 
-class Weight(nnx.Param):
-    """A parameter whose metadata `dimensions` names its axes for the sharding rules."""
+class Weight:
+    """A parameter.
+
+    Attributes:
+      value: the array, all of it or one device's slice; in a template its shape and dtype.
+      dimensions: names of its axes for the sharding rules.
+    """
+
+    def __init__(self, value: Any, dimensions: tuple[str | None, ...]):
+        self.value, self.dimensions = value, dimensions
+
+    def __getitem__(self, key: EllipsisType) -> Array:
+        """`[...]` is the array."""
+        return self.value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
 
 
-class QuantWeight(nnx.Module):
+class Module:
+    """What has weights as attributes, and modules that have some."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """All of them by dotted path, attributes in alphabetical order."""
+        for name, value in sorted(vars(self).items()):
+            if isinstance(value, Weight):
+                yield name, value
+            elif isinstance(value, Module):
+                yield from ((f"{name}.{path}", weight) for path, weight in value.weights())
+
+    def replaced(self, values: Iterable[Any]) -> Self:
+        """The same module with these as the values of its weights, in the order of `weights`."""
+        rest, made = iter(values), copy.copy(self)
+        for name, value in sorted(vars(self).items()):
+            if isinstance(value, Weight):
+                setattr(made, name, Weight(next(rest), value.dimensions))
+            elif isinstance(value, Module):
+                setattr(made, name, value.replaced(rest))
+        return made
+
+
+class Rngs:
+    """Random keys, one after the other."""
+
+    def __init__(self, seed: int):
+        self._key, self._count = jax.random.key(seed), 0
+
+    def params(self) -> Array:
+        """The next key."""
+        self._count += 1
+        return jax.random.fold_in(self._key, self._count - 1)
+
+
+class QuantWeight(Module):
     """An 8-bit matrix, or a stack of them, with its scales.
 
     Attributes:
@@ -80,7 +132,7 @@ class QuantWeight(nnx.Module):
         return QuantArray(self.values[...], self.scales[...], self.block)
 
 
-def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
+def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """A weight with normally distributed values of standard deviation 1/√(last axis); the keywords
     name the axes, in order.
 
@@ -91,7 +143,7 @@ def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
-def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
+def matrix(rngs: Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
     """A matrix [..., d_out, d_in] of a linear map, in the role's format.
 
     The contracted axis comes last, as in checkpoints (loading is then a plain read) and as tensor
@@ -101,7 +153,7 @@ def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | Quan
 
 
 def side_by_side(
-    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
+    rngs: Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
 ) -> Weight | QuantWeight:
     """The matrices of several linear maps, concatenated along d_out.
 
@@ -172,27 +224,25 @@ class Template:
       dimensions: the axis names of each leaf.
     """
 
-    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
+    def __init__(self, build: Callable[[Rngs], Module]):
         self._build = build
-        graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-        flat = nnx.to_flat_state(state)
-        self._graph = graph
-        self._paths = [path for path, _ in flat]
-        variables = [variable for _, variable in flat]
-        self.names = tuple(".".join(map(str, path)) for path in self._paths)
-        self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(v.get_value() for v in variables)
-        self.dimensions: tuple[tuple[str | None, ...], ...] = tuple(
-            v.get_metadata("dimensions") for v in variables
-        )
-        self._variables = variables
+        made: list[Module] = []
+
+        def values() -> list[Array]:
+            made.append(build(Rngs(0)))
+            return [weight[...] for _, weight in made[-1].weights()]
+
+        self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.eval_shape(values))
+        self._module = made[-1].replaced(self.leaves)
+        weights = list(self._module.weights())
+        self.names = tuple(name for name, _ in weights)
+        self.dimensions = tuple(weight.dimensions for _, weight in weights)
 
     def merge(self, leaves: Sequence[Array]) -> Any:
         """The module with these leaves (global or one device's slices)."""
-        flat = [
-            (path, variable.replace(leaf))
-            for path, variable, leaf in zip(self._paths, self._variables, leaves, strict=True)
-        ]
-        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+        if len(leaves) != len(self.leaves):
+            raise ValueError(f"{len(leaves)} leaves for a module of {len(self.leaves)}")
+        return self._module.replaced(leaves)
 
     def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
         """The partition spec of every leaf."""
@@ -200,5 +250,4 @@ class Template:
 
     def random(self, seed: int) -> list[Array]:
         """Random leaves, for benchmarks and tests without a checkpoint."""
-        _, state = nnx.split(self._build(nnx.Rngs(seed)))
-        return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
+        return [weight[...] for _, weight in self._build(Rngs(seed)).weights()]

@@ -1,14 +1,12 @@
 """Which module computes a model's attention. Called by `model.py`; each family has its own file."""
 
-from flax import nnx
-
 from jaxserve.config.model import GQA, MFA, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
-from jaxserve.model.module import Formats
+from jaxserve.model.module import Formats, Rngs
 
 
 def attention_module(
-    config: ModelConfig, window: int, formats: Formats, rngs: nnx.Rngs
+    config: ModelConfig, window: int, formats: Formats, rngs: Rngs
 ) -> mfa.MFA | gqa.GQA | mla.MLA:
     """The attention module of a layer: normed tokens, pages and batch in; this device's share of
     the output, and the pages, out.

@@ -7,7 +7,6 @@ query heads read.
 """
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import GQA as Sizes
@@ -15,10 +14,21 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, write
 from jaxserve.model.attention.rope import rotate, rotation
-from jaxserve.model.module import Formats, Weight, add_once, linear, matrix, rms_norm, scale, zeros
+from jaxserve.model.module import (
+    Formats,
+    Module,
+    Rngs,
+    Weight,
+    add_once,
+    linear,
+    matrix,
+    rms_norm,
+    scale,
+    zeros,
+)
 
 
-class GQA(nnx.Module):
+class GQA(Module):
     """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
 
     Attributes:
@@ -30,7 +40,7 @@ class GQA(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
     ):
         self.sizes, self.window = sizes, window
         self.rope, self.epsilon = config.rope, config.norm_epsilon

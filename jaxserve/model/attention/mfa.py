@@ -6,7 +6,6 @@ One of the attention families; `model.py` composes it with norms, router and res
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MFA as Sizes
@@ -14,10 +13,19 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, write
 from jaxserve.model.attention.rope import rotate, rotation
-from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
+from jaxserve.model.module import (
+    Formats,
+    Module,
+    Rngs,
+    linear,
+    matrix,
+    rms_norm,
+    scale,
+    side_by_side,
+)
 
 
-class MFA(nnx.Module):
+class MFA(Module):
     """q = RoPE(RMSNorm(x·W_down)·W_up) per head; k, v = x·W_kv, shared by all query heads.
 
     Attributes:
@@ -28,7 +36,7 @@ class MFA(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
     ):
         self.sizes, self.window = sizes, window
         self.rope, self.epsilon = config.rope, config.norm_epsilon

@@ -13,7 +13,6 @@ within the chunks, absorbed to what was cached before, and merges both by their 
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MLA as Sizes
@@ -22,11 +21,22 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write
 from jaxserve.model.attention.rope import rotate, rotation
-from jaxserve.model.module import Formats, add_once, linear, matrix, rms_norm, scale, weight, zeros
+from jaxserve.model.module import (
+    Formats,
+    Module,
+    Rngs,
+    add_once,
+    linear,
+    matrix,
+    rms_norm,
+    scale,
+    weight,
+    zeros,
+)
 from pallas_kernels.attention.api import chunk_attention, merge
 
 
-class MLA(nnx.Module):
+class MLA(Module):
     """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
 
     Attributes:
@@ -42,7 +52,7 @@ class MLA(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: nnx.Rngs
+        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
     ):
         if window:
             raise ConfigError("latent attention with a sliding window is not supported")

@@ -3,14 +3,13 @@ with d_ff split over all its devices, or over the tensor axis alone; the caller 
 
 from typing import Literal
 
-from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.module import Formats, matrix
+from jaxserve.model.module import Formats, Module, Rngs, matrix
 from pallas_kernels.grouped_matmul.dense import dense_swiglu
 
 
-class DenseFFN(nnx.Module):
+class DenseFFN(Module):
     """down(silu(x·gate) · (x·up)).
 
     Attributes:
@@ -23,7 +22,7 @@ class DenseFFN(nnx.Module):
         d_model: int,
         d_ff: int,
         formats: Formats,
-        rngs: nnx.Rngs,
+        rngs: Rngs,
         *,
         dimension: Literal["d_ff", "shared_d_ff"] = "d_ff",
     ):

@@ -5,16 +5,15 @@ share of their d_ff, sees all tokens, and returns its share of the output. Dropl
 tokens per expert is data. Choices of experts elsewhere, and padding tokens, contribute nothing.
 """
 
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.placement import physical_experts
-from jaxserve.model.module import Formats, matrix
+from jaxserve.model.module import Formats, Module, Rngs, matrix
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
 
-class Experts(nnx.Module):
+class Experts(Module):
     """Stacked expert weights.
 
     Attributes:
@@ -25,9 +24,7 @@ class Experts(nnx.Module):
       row_format: as `grouped_swiglu` takes it.
     """
 
-    def __init__(
-        self, config: ModelConfig, ranks: tuple[int, int], formats: Formats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, ranks: tuple[int, int], formats: Formats, rngs: Rngs):
         expert_ranks, tensor_ranks = ranks
         experts = physical_experts(config.experts, expert_ranks)
         self.local = experts // expert_ranks

@@ -123,7 +123,7 @@ def test_in_another_format_than_it_was_converted(weights, asked, layout, folders
         return
     matrices = [x for x in found if x.ndim > 1]
     pairs = [
-        # nnx orders the attributes: scales before values.
+        # Templates order the attributes: scales before values.
         QuantArray(values, scales, (1, 0))
         for scales, values in itertools.pairwise(stored)
         if values.dtype in (jnp.int8, jnp.float8_e4m3fn)

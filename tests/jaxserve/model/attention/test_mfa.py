@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.mfa import MFA
-from jaxserve.model.module import Formats
+from jaxserve.model.module import Formats, Rngs
 from tests.reference.step3_numpy import Cache, Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -40,7 +39,7 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
     name = "model.layers.0.self_attn."
     get = lambda part: tensors[f"{name}{part}.weight"]  # noqa: E731
     rows = np.arange(SHAPE.q_heads * SHAPE.head_dim).reshape(SHAPE.q_heads, -1)[heads].ravel()
-    mfa = MFA(CONFIG, SHAPE, 0, Formats(jnp.dtype(dtype)), nnx.Rngs(0))
+    mfa = MFA(CONFIG, SHAPE, 0, Formats(jnp.dtype(dtype)), Rngs(0))
     down = np.concatenate([get("q_proj"), get("k_proj"), get("v_proj")])
     for weight, value in (
         (mfa.down, down),
@@ -48,7 +47,7 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
         (mfa.up, get("wq")[rows]),
         (mfa.out, get("o_proj")[:, rows]),
     ):
-        weight.set_value(jnp.asarray(value, dtype))
+        weight.value = jnp.asarray(value, dtype)
     return mfa
 
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve.checkpoint.deepseek import deepseek_config
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.module import Formats
+from jaxserve.model.module import Formats, Rngs
 from tests.jaxserve.model.attention.layers import (
     MIXED_STEPS,
     Layer,
@@ -135,4 +134,4 @@ def test_leaves():
 def test_a_window_is_refused():
     config = deepseek_config(SIZES.config())
     with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-        attention_module(config, 8, Formats(np.dtype("float32")), nnx.Rngs(0))
+        attention_module(config, 8, Formats(np.dtype("float32")), Rngs(0))
