@@ -5,6 +5,7 @@ arrays that have them.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -58,7 +59,9 @@ class Submeshes:
     """The meshes of a deployment.
 
     Attributes:
-      attention: Mesh with axes ("dp", "tp").
+      domains: the attention meshes, each with axes ("dp", "tp"). Where they lie on several
+        processes, every process has its part of each.
+      attention: the first of them: all have one shape.
       ffn: Mesh with axes ("ep", "tp"); in colocated mode the attention mesh itself.
       ffn_axes: the axes of `ffn` over which experts and d_ff are split, major first.
     """
@@ -69,11 +72,18 @@ class Submeshes:
         if len(devices) < need:
             role_a, role_f = deployment.attention, deployment.ffn
             parts = f"attention.dp {role_a.dp} x attention.tp {role_a.tp}"
+            if deployment.runtime_domains > 1:
+                parts = f"domains {deployment.domains} x ({parts})"
             if deployment.mode == "afd":
                 parts += f" + ffn.ep {role_f.ep} x ffn.tp {role_f.tp}"
             raise ConfigError(f"layout {parts} = {need} devices, but there are {len(devices)}")
         a = deployment.attention
-        self.attention = Mesh(_grid(devices[: a.devices], a.dp, a.tp), ATTENTION_AXES)
+        split = need - (0 if deployment.mode == "colocated" else deployment.ffn.devices)
+        self.domains = tuple(
+            Mesh(_grid(part, a.dp, a.tp), ATTENTION_AXES)
+            for part in _domain_devices(devices[:split], deployment.runtime_domains)
+        )
+        self.attention = self.domains[0]
         if deployment.mode == "colocated":
             self.ffn, self.ffn_axes, self.ffn_rules = (
                 self.attention,
@@ -82,7 +92,7 @@ class Submeshes:
             )
         else:
             f = deployment.ffn
-            self.ffn = Mesh(_grid(devices[a.devices : need], f.ep, f.tp), FFN_AXES)
+            self.ffn = Mesh(_grid(devices[split:need], f.ep, f.tp), FFN_AXES)
             self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
 
 
@@ -93,6 +103,20 @@ def by_process[D](devices: Sequence[D]) -> list[D]:
     slice they may follow the chips' coordinates, which interleave hosts.
     """
     return sorted(devices, key=operator.attrgetter("process_index"))
+
+
+def _domain_devices(devices: Sequence[jax.Device], domains: int) -> list[list[jax.Device]]:
+    """The attention devices of each domain, an equal part of every process where that is possible:
+    the leader, process 0, reads the tokens of all."""
+    by_host = [list(own) for _, own in itertools.groupby(devices, lambda d: d.process_index)]
+    if any(len(own) % domains for own in by_host):
+        by_host = [list(devices)]
+    parts: list[list[jax.Device]] = [[] for _ in range(domains)]
+    for own in by_host:
+        share = len(own) // domains
+        for domain, part in enumerate(parts):
+            part += own[domain * share : (domain + 1) * share]
+    return parts
 
 
 Role = Literal["attention", "ffn"]

@@ -74,10 +74,18 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.dtype if self.cache.format == "auto" else self.cache.format
 
     @property
+    def runtime_domains(self) -> int:
+        """Attention workers of one runtime: `domains`, where they share it with their ffn worker;
+        otherwise each has a runtime of its own."""
+        apart = self.mode == "colocated" or self.link.transport == "pull"
+        return 1 if apart else self.domains
+
+    @property
     def devices(self) -> int:
-        """Devices that the deployment takes."""
+        """Devices of the runtime that the deployment is, or of all of its two roles' runtimes."""
         colocated = self.mode == "colocated"
-        return self.attention.devices + (0 if colocated else self.ffn.devices)
+        attention = self.runtime_domains * self.attention.devices
+        return attention + (0 if colocated else self.ffn.devices)
 
 
 def load_deployment(

@@ -134,6 +134,14 @@ class AdmissionQueue:
         admitted, self._admitted = self._admitted, []
         return admitted
 
+    def cost(self, sequence: Sequence) -> int | None:
+        """What admitting a sequence now would cost, in pages; None: it would have to wait."""
+        if self.waiting:
+            return None
+        loads = [GroupLoad(group) for group in self._groups if not group.full]
+        best = _cheapest(loads, sequence, self._pages(sequence))
+        return None if best is None else best[0]
+
     def admit(self) -> None:
         """Admits from the head of the queue, as long as the first one fits a group."""
         if not self.waiting:
@@ -141,12 +149,11 @@ class AdmissionQueue:
         loads = [GroupLoad(group) for group in self._groups if not group.full]
         while self.waiting and not self.waiting[0].home:  # else preempted, with a step in flight
             sequence = self.waiting[0]
-            tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
-            pages = pages_for(tokens, self._page_size)
+            pages = self._pages(sequence)
             best = _cheapest(loads, sequence, pages)
             if best is None:
                 return
-            load, prefix = best
+            _, load, prefix = best
             del self.waiting[0]
             if sequence.found is None:
                 self._admitted.append(sequence)
@@ -158,6 +165,11 @@ class AdmissionQueue:
             if group.full:
                 loads.remove(load)
 
+    def _pages(self, sequence: Sequence) -> int:
+        """That it needs to be admitted."""
+        tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
+        return pages_for(tokens, self._page_size)
+
 
 def rank(sequence: Sequence) -> tuple[float, int]:
     """The key by which sequences are ordered."""
@@ -166,12 +178,13 @@ def rank(sequence: Sequence) -> tuple[float, int]:
 
 def _cheapest(
     loads: Items[GroupLoad], sequence: Sequence, pages: int
-) -> tuple[GroupLoad, list[PageNode]] | None:
-    """The group that takes the sequence at the least cost, and what its prefix cache has of it."""
+) -> tuple[int, GroupLoad, list[PageNode]] | None:
+    """The least cost of taking the sequence in, the group that has it, and what its prefix cache
+    has of the sequence."""
     best: tuple[int, GroupLoad, list[PageNode]] | None = None
     for load in loads:
         prefix = load.group.match(sequence)
         cost = load.cost(pages, prefix)
         if cost is not None and (best is None or cost < best[0]):
             best = cost, load, prefix
-    return None if best is None else best[1:]
+    return best

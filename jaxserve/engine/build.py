@@ -79,9 +79,12 @@ def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
     """Bytes that JAX may use of a device, the least of this process's devices of a role; None
     where there are none, or where they do not say (CPU)."""
     reported: dict[Role, int | None] = {}
-    meshes_of: dict[Role, jax.sharding.Mesh] = {"attention": meshes.attention, "ffn": meshes.ffn}
-    for role, mesh in meshes_of.items():
-        sizes = [memory_limit(device) for device in mesh.local_devices]
+    meshes_of: dict[Role, Sequence[jax.sharding.Mesh]] = {
+        "attention": meshes.domains,
+        "ffn": [meshes.ffn],
+    }
+    for role, several in meshes_of.items():
+        sizes = [memory_limit(device) for mesh in several for device in mesh.local_devices]
         known = [size for size in sizes if size is not None]
         reported[role] = min(known, default=None)
     return reported
@@ -123,31 +126,35 @@ def make_engine(
     """An engine around a runtime."""
     deployment, limits = runtime.deployment, runtime.deployment.scheduler
     tokens = sorted({bucket.tokens for bucket in runtime.buckets})
-    scheduler = Scheduler(
-        groups=deployment.attention.dp,
-        lanes=deployment.lanes,
-        slots=limits.slots,
-        pages=deployment.cache.pages,
-        page_size=deployment.cache.page_size,
-        max_length=limits.max_length,
-        token_budget=tokens[-1],
-        token_buckets=tokens,
-        page_buckets=limits.page_buckets,
-        max_waiting=limits.max_waiting,
-        prefill_tokens=limits.prefill_tokens,
-        prefix_cache=deployment.cache.prefix,
-        side_by_side=deployment.mode == "afd",
-    )
+    domains = deployment.runtime_domains
+    schedulers = [
+        Scheduler(
+            groups=deployment.attention.dp,
+            lanes=deployment.lanes,
+            slots=limits.slots,
+            pages=deployment.cache.pages,
+            page_size=deployment.cache.page_size,
+            max_length=limits.max_length,
+            token_budget=tokens[-1],
+            token_buckets=tokens,
+            page_buckets=limits.page_buckets,
+            max_waiting=limits.max_waiting,
+            prefill_tokens=limits.prefill_tokens,
+            prefix_cache=deployment.cache.prefix,
+            side_by_side=deployment.mode == "afd",
+        )
+        for _ in range(domains)
+    ]
     return Engine(
         deployment,
-        scheduler,
+        schedulers,
         cast(Driver, runtime.driver),  # The leader plays the attention role.
         vocab=runtime.config.vocab,
         eos_token_ids=eos_token_ids,
         broadcast=broadcast,
         explain=explain,
         info=_info(runtime),
-        watch=Watch(Probe(runtime.driver), deployment.lanes, collect),
+        watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
     )
 
 
@@ -156,7 +163,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
     deployment = runtime.deployment
     plans = []
     for bucket in runtime.buckets:
-        for lane in range(deployment.lanes):
+        for place in range(deployment.lanes * deployment.runtime_domains):
+            lane, domain = divmod(place, deployment.runtime_domains)
             row = SequenceRow(
                 slot=0,
                 token_ids=[FROM_DEVICE],
@@ -171,7 +179,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
             slots = deployment.scheduler.slots
-            plans.append(plan_of_rows(lane, -1, bucket, groups, slots=slots))
+            plan = plan_of_rows(lane, -1, bucket, groups, slots=slots)
+            plans.append(plan.in_domain(domain))
     return plans
 
 
@@ -203,4 +212,5 @@ def _info(runtime: Runtime) -> dict[str, Any]:
         "attention": f"dp {deployment.attention.dp} x tp {deployment.attention.tp}",
         "ffn": f"ep {deployment.ffn.ep} x tp {deployment.ffn.tp}",
         "lanes": deployment.lanes,
+        "domains": deployment.runtime_domains,
     }

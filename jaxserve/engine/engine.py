@@ -18,8 +18,9 @@ from typing import Any, Protocol, SupportsIndex
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import IdleCollection, thaw
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.load import DomainLoad, EngineLoad
 from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
+from jaxserve.engine.placement import choose_domain
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.request_checks import RequestChecks
 from jaxserve.engine.results import ResultReader
@@ -37,6 +38,7 @@ from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.worker import lane_of_all
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Engine:
 
     Args:
       deployment: limits and deadlines.
-      scheduler: decides the steps; only the engine's thread touches it.
+      schedulers: decide the steps, one a domain; only the engine's thread touches them.
       driver: enqueues them.
       vocab: token ids a prompt may hold are below it.
       eos_token_ids: the model's end ids.
@@ -85,7 +87,7 @@ class Engine:
     def __init__(
         self,
         deployment: Deployment,
-        scheduler: Scheduler,
+        schedulers: Sequence[Scheduler],
         driver: Driver,
         *,
         vocab: int,
@@ -97,8 +99,8 @@ class Engine:
     ):
         self.deployment = deployment
         self.driver = driver
-        self.scheduler = scheduler
-        self._checks = RequestChecks(scheduler.check, vocab, eos_token_ids)
+        self.schedulers = list(schedulers)
+        self._checks = RequestChecks(self.schedulers[0].check, vocab, eos_token_ids)
         self._broadcast = broadcast
         self._explain = explain or (lambda error: error)
         self._info = info or {}
@@ -114,7 +116,7 @@ class Engine:
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._results = ResultReader()
         self._garbage = IdleCollection()
-        self._loop = Loop([scheduler], deployment.lanes, time.monotonic)
+        self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -140,18 +142,24 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """How much there is to do; from any thread."""
-        cache, scheduler = self.deployment.cache, self.scheduler
-        return EngineLoad(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting + self._queued,
-            kv_usage=scheduler.kv_usage,
+        cache = self.deployment.cache
+        return EngineLoad.of(
+            queued=self._queued,
             page_size=cache.page_size,
             pages=cache.pages,
-            preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prompt_tokens,
-            prefix_hits=scheduler.prompt_tokens_found,
-            invalid_logits=scheduler.invalid_logits,
             compilations=self.compilations_after_ready,
+            domains=[
+                DomainLoad(
+                    running=scheduler.num_running,
+                    waiting=scheduler.num_waiting,
+                    kv_usage=scheduler.kv_usage,
+                    preemptions=scheduler.num_preemptions,
+                    prefix_queries=scheduler.prompt_tokens,
+                    prefix_hits=scheduler.prompt_tokens_found,
+                    invalid_logits=scheduler.invalid_logits,
+                )
+                for scheduler in self.schedulers
+            ],
         )
 
     def pipeline(self) -> PipelineView:
@@ -227,7 +235,7 @@ class Engine:
                 )
             if any(params.grammar is other for other in self._grammars.values()):
                 raise InvalidRequestError("grammar", "is another running request's")
-            waiting = self.scheduler.num_waiting + self._queued
+            waiting = sum(each.num_waiting for each in self.schedulers) + self._queued
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
             self._open[request.request_id] = on_output
@@ -349,7 +357,7 @@ class Engine:
         with self._wake:
             self._queued -= 1
         try:
-            self._loop.submit(request)
+            self._loop.submit(request, choose_domain(self.schedulers, request))
         except (InvalidRequestError, OverloadedError) as error:
             return [
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
@@ -398,7 +406,7 @@ class Engine:
             self.driver.begin(plan)
         finished = self.driver.advance()
         self._garbage.worked()
-        self._loop.enqueued(finished.plan.lane)
+        self._loop.enqueued(lane_of_all(finished.plan, len(self.schedulers)))
         self._results.read(finished)
 
     def _complete(self) -> None:
@@ -406,7 +414,8 @@ class Engine:
         plan, result = self._results.take(
             self.deployment.cluster.step_seconds, lambda: self._failure
         )
-        self._deliver(self._loop.complete(plan.lane, plan, result))
+        lane = lane_of_all(plan, len(self.schedulers))
+        self._deliver(self._loop.complete(lane, plan, result))
 
     def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
@@ -433,7 +442,8 @@ class Engine:
         """
         if self._watch is not None:
             self._watch.idle()
-        self.scheduler.check_next_group()
+        for scheduler in self.schedulers:
+            scheduler.check_next_group()
         self._garbage.idle()
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:

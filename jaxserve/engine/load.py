@@ -3,6 +3,8 @@
 Made by the engine, read by the server, from any thread; the numbers need not be of one moment.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -30,13 +32,25 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     pages_tokens: int = 0
 
 
+class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One domain's part of an `EngineLoad`."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: list[float] = []
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    invalid_logits: int = 0
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of the moment, and counters since the start.
 
     Attributes:
       running: sequences that get steps.
       waiting: requests that wait for pages and a slot.
-      kv_usage: the part of its pages that each DP group uses, 0 … 1.
+      kv_usage: the part of its pages that each DP group uses, 0 … 1, domain after domain.
       page_size: tokens a page.
       pages: pages a DP group.
       preemptions: how often a sequence lost its pages to another.
@@ -50,6 +64,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       workers: of a fleet.
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
+      domains: those of the figures that each domain has of its own.
     """
 
     running: int = 0
@@ -67,3 +82,33 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerLoad] = []
     replays: int = 0
     refusals: int = 0
+    domains: list[DomainLoad] = []
+
+    @classmethod
+    def of(
+        cls,
+        domains: Sequence[DomainLoad],
+        *,
+        queued: int,
+        page_size: int,
+        pages: int,
+        compilations: int,
+    ) -> "EngineLoad":
+        """Of all domains together.
+
+        Args:
+          queued: requests that wait to be given to a domain.
+        """
+        return cls(
+            running=sum(domain.running for domain in domains),
+            waiting=sum(domain.waiting for domain in domains) + queued,
+            kv_usage=[usage for domain in domains for usage in domain.kv_usage],
+            page_size=page_size,
+            pages=pages,
+            preemptions=sum(domain.preemptions for domain in domains),
+            prefix_queries=sum(domain.prefix_queries for domain in domains),
+            prefix_hits=sum(domain.prefix_hits for domain in domains),
+            invalid_logits=sum(domain.invalid_logits for domain in domains),
+            compilations=compilations,
+            domains=list(domains),
+        )

@@ -132,7 +132,7 @@ class Loop:
         for lane in idle_lanes:
             plan = self.schedulers[lane % domains].plan(lane // domains)
             if plan is not None:
-                self._begun[lane] = ScheduledStep(lane, plan)
+                self._begun[lane] = ScheduledStep(lane, plan.in_domain(lane % domains))
                 self.issued[lane] += 1
                 steps.append(self._begun[lane])
         self._note_admitted()

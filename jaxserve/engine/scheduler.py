@@ -143,14 +143,7 @@ class Scheduler:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
         if self.num_waiting >= self._max_waiting:
             raise OverloadedError(f"{self.num_waiting} requests wait already")
-        params = request.params
-        sequence = Sequence(
-            request,
-            (due(request), self._requests_seen),
-            self._limits.max_generated(request),
-            [*request.prompt, *request.emitted],
-            scores=None if params.prompt_logprobs is None else [None],
-        )
+        params, sequence = request.params, self._sequence(request)
         if params.penalises or params.logit_bias or params.min_tokens or params.grammar is not None:
             sequence.rules = RequestRules(request)
         if params.grammar is not None:
@@ -163,6 +156,11 @@ class Scheduler:
         self._grammars += sequence.has_grammar
         self._end_ids.update(request.end_ids)
         self._queue.push(sequence)
+
+    def cost(self, request: Request) -> int | None:
+        """What admitting a request now would cost, in pages of the cheapest DP group; None: it
+        would have to wait."""
+        return self._queue.cost(self._sequence(request))
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the request could never run; from any thread."""
@@ -345,6 +343,15 @@ class Scheduler:
         if len(changed) == 1:
             self._check_sequences()
         return True
+
+    def _sequence(self, request: Request) -> Sequence:
+        return Sequence(
+            request,
+            (due(request), self._requests_seen),
+            self._limits.max_generated(request),
+            [*request.prompt, *request.emitted],
+            scores=None if request.params.prompt_logprobs is None else [None],
+        )
 
     def _check_sequences(self) -> None:
         integrity.check_lanes(self._lanes, self._in_flight)

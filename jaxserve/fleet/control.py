@@ -188,7 +188,8 @@ def shapes_digest(deployment_digest: str, plans: Sequence[StepPlan]) -> str:
     otherwise exchange arrays that mean something else to each, in silence.
     """
     text = "".join(
-        f"|{plan.number},{plan.lane},{plan.bucket.tokens},{plan.bucket.pages}" for plan in plans
+        f"|{plan.number},{plan.domain}.{plan.lane},{plan.bucket.tokens},{plan.bucket.pages}"
+        for plan in plans
     )
     return hashlib.blake2s((deployment_digest + text).encode(), digest_size=8).hexdigest()
 

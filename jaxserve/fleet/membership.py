@@ -41,15 +41,18 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
 
     One process has all. Otherwise attention lives on the first a processes and ffn on the rest,
     where a divides both evenly; of several such a, the one with the most equal processes.
-    A colocated deployment has its one mesh on all processes.
+    Every attention process has its part of every domain. A colocated deployment has its one mesh on
+    all processes.
 
     Raises:
       ConfigError: nothing divides evenly; the message shows the arithmetic.
     """
     roles = deployment.attention, deployment.ffn
     attention, ffn = (role.devices for role in roles)
+    domains = deployment.runtime_domains
     sizes = (
-        f"attention dp {roles[0].dp} × tp {roles[0].tp} = {attention} devices",
+        f"attention dp {roles[0].dp} × tp {roles[0].tp} = {attention} devices"
+        + (f" of each of {domains} domains" if domains > 1 else ""),
         f"ffn ep {roles[1].ep} × tp {roles[1].tp} = {ffn} devices",
     )
     if deployment.mode == "colocated":
@@ -57,7 +60,7 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
             raise ConfigError(f"{sizes[0]} do not divide evenly over {processes} processes")
         return (ProcessShare(attention // processes, 0),) * processes
     if processes == 1:
-        return (ProcessShare(attention, ffn),)
+        return (ProcessShare(domains * attention, ffn),)
     roles_processes = roles[0].processes, roles[1].processes
     if all(roles_processes):
         if sum(roles_processes) != processes:
@@ -66,7 +69,7 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
                 f"{sum(roles_processes)}, but --processes is {processes}"
             )
         a, f = roles_processes
-        return (ProcessShare(attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
+        return _shares(domains * (attention // a), a, ffn // f, f)
     splits = [(first, processes - first) for first in range(1, processes)]
     fitting = [(a, f) for a, f in splits if not attention % a and not ffn % f]
     if not fitting:
@@ -75,8 +78,13 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
             f"{sizes[0]} and {sizes[1]} do not divide evenly over {processes} processes, the "
             f"first for attention and the rest for ffn: {tried}"
         )
-    a, f = min(fitting, key=lambda split: abs(attention / split[0] - ffn / split[1]))
-    return (ProcessShare(attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
+    a, f = min(fitting, key=lambda split: abs(domains * attention / split[0] - ffn / split[1]))
+    return _shares(domains * (attention // a), a, ffn // f, f)
+
+
+def _shares(attention: int, a: int, ffn: int, f: int) -> tuple[ProcessShare, ...]:
+    """`a` processes with so many attention devices each, then `f` with so many ffn devices."""
+    return (ProcessShare(attention, 0),) * a + (ProcessShare(0, ffn),) * f
 
 
 def describe_roles(deployment: Deployment) -> str:

@@ -20,6 +20,16 @@ class Transfers(NamedTuple):
     seconds: float
 
 
+class DomainShare(NamedTuple):
+    """One domain's part of the latest measurement."""
+
+    domain: int
+    steps: int
+    """That have stages in the window."""
+    busy: dict[AnyStage, float]
+    """Time of the stages of its lanes over that of the window."""
+
+
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The latest measurement. Everything in it is a sample of some steps."""
 
@@ -38,6 +48,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The stages in the window, by start."""
     timeline_cut: bool = False
     """Whether there were more than `MAX_SPANS`."""
+    domains: list[DomainShare] = []
     transfers: dict[AnyStage, Transfers] = {}
     expert_tokens: dict[int, list[int]] = {}
     """Layer → tokens per expert, summed over the latest measurements."""

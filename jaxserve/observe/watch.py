@@ -11,20 +11,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.probe import Measured
 from jaxserve.observe.timeline import (
     AnyStage,
+    Span,
     Summary,
     merge,
     steady_window,
     summarise,
     typical_steps,
 )
-from jaxserve.observe.view import MAX_SPANS, PipelineView, Transfers
+from jaxserve.observe.view import MAX_SPANS, DomainShare, PipelineView, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,10 @@ class Watch:
 
     Args:
       probe: this process's probe.
-      lanes: number of lanes of the deployment.
+      lanes: number of lanes of all domains.
       collect: collects what the followers measured; None: there are no followers.
       clock: seconds, monotonic.
+      domains: attention workers; lane i is one of domain i modulo their number.
     """
 
     def __init__(
@@ -73,9 +75,12 @@ class Watch:
         lanes: int,
         collect: Collect | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        domains: int = 1,
     ):
         self._probe, self._collect, self._clock = probe, collect, clock
         self._boundaries = STEPS * lanes
+        self._domains = domains
         self._left = 0  # boundaries until the probes are turned off; 0: they are off
         self._begun = 0.0
         self._ended = self._took = float("-inf")
@@ -168,6 +173,7 @@ class Watch:
                 self._totals[stage] = after
         busy, bubble = _fractions(summary)
         self._view = PipelineView(
+            domains=domain_shares(shown, summary, self._domains),
             measured_at=summary.end_ns / 1e9,
             window_seconds=summary.milliseconds / 1e3,
             steps=summary.steps,
@@ -188,6 +194,27 @@ def _fractions(summary: Summary) -> tuple[dict[AnyStage, float], float | None]:
     if "step" in busy:
         return busy, 1.0 - busy["step"]
     return busy, summary.bubble if {"attend", "ffn"} <= set(busy) else None
+
+
+def domain_shares(spans: Sequence[Span], window: Summary, domains: int) -> list[DomainShare]:
+    """What each domain had of a window: the time of its attention stages and of the ffn's on its
+    messages, and its steps."""
+    shares = []
+    seconds = max(window.milliseconds, 1e-9) / 1e3
+    for domain in range(domains):
+        own = [span for span in spans if span.lane % domains == domain]
+        busy = {
+            stage: sum(_inside(span, window) for span in own if span.stage == stage) / seconds
+            for stage in dict.fromkeys(span.stage for span in own)
+        }
+        steps = {(span.lane, span.step) for span in own}
+        shares.append(DomainShare(domain, len(steps), busy))
+    return shares
+
+
+def _inside(span: Span, window: Summary) -> float:
+    """Seconds of a stage that lie in the window."""
+    return max(0, min(span.end_ns, window.end_ns) - max(span.start_ns, window.start_ns)) / 1e9
 
 
 def _sum(counts: Any) -> dict[int, list[int]]:

@@ -1,12 +1,13 @@
 """Runs the workers of one process, stage by stage in the total order of all lanes; never waits.
 
-A cell is an attention worker and an ffn worker of one runtime (design, words); in a process that
-plays one of the two roles it holds one worker, and the other's stages are somebody else's. Every
-process of the runtime takes the same steps in the same order, so the two ends of each transfer
-pair up.
+A cell is the attention workers, one a domain, and the ffn worker of one runtime (design, words); in
+a process that plays one of the two roles it holds that one's, and the other's stages are somebody
+else's. Every process of the runtime takes the same steps in the same order, so the two ends of each
+transfer pair up. A domain without steps has no stages in that order.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,23 +24,25 @@ from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.weights import LeafSource
-from jaxserve.roles.worker import Observer, OnLoad, Passed, Step
+from jaxserve.roles.worker import Observer, OnLoad, Passed, Step, lane_of_all
 
-RunStage = Callable[[int], Any]
-"""Takes the lane; enqueues what a worker does in a stage and returns what it makes, if anything."""
+RunStage = Callable[[], Any]
+"""Enqueues what a worker does in a stage of a lane and returns what it makes, if anything."""
 
 
 class Workers(NamedTuple):
     """The workers that a process plays."""
 
     attention: tuple[AttentionWorker, ...] = ()
-    """One or none; as all sequences here, so that nobody has to ask which."""
+    """One a domain, or none."""
     ffn: tuple[FFNWorker, ...] = ()
+    """One or none; as all sequences here, so that nobody has to ask which."""
 
-    def stages(self) -> Mapping[StageName, tuple[RunStage, ...]]:
-        """Who runs something in a stage, senders before receivers."""
-        attention = tuple(worker.stage for worker in self.attention)
-        ffn = tuple(worker.stage for worker in self.ffn)
+    def stages(self, domain: int, lane: int) -> Mapping[StageName, tuple[RunStage, ...]]:
+        """Who runs something in a stage of a domain's lane, senders before receivers."""
+        own = self.attention[domain : domain + 1]
+        attention = tuple(partial(worker.stage, lane) for worker in own)
+        ffn = tuple(partial(worker.stage, domain, lane) for worker in self.ffn)
         return {
             "attend": attention,
             "dispatch": attention + ffn,
@@ -50,10 +53,14 @@ class Workers(NamedTuple):
 
 
 class Cell:
-    """Enqueues the steps of all lanes on the workers of this process.
+    """Enqueues the steps of all lanes of all domains on the workers of this process.
 
     The engine begins a step plan on a lane and calls `advance`, which enqueues stages until some
     lane has left its step, and hands that step's sampled tokens out as arrays still being computed.
+
+    Args:
+      rotation: over the lanes of all domains, as `worker.lane_of_all` numbers them.
+      lanes: of a domain.
 
     Attributes:
       observer: told of what every stage makes.
@@ -61,11 +68,18 @@ class Cell:
     """
 
     def __init__(
-        self, workers: Workers, rotation: Rotation, lanes: int, observer: Observer | None = None
+        self,
+        workers: Workers,
+        rotation: Rotation,
+        lanes: int,
+        observer: Observer | None = None,
+        domains: int = 1,
     ):
-        self._workers, self._rotation = workers, rotation
-        self._stages = workers.stages()
-        self._steps: list[Step | None] = [None] * lanes
+        self._workers, self._rotation, self._domains = workers, rotation, domains
+        self._stages = [
+            workers.stages(domain, lane) for lane in range(lanes) for domain in range(domains)
+        ]
+        self._steps: list[Step | None] = [None] * (lanes * domains)
         self.observer = observer
         self.at: Stage | None = None
 
@@ -102,9 +116,10 @@ class Cell:
 
         With an attention worker the step is a whole `StepPlan`.
         """
-        self._rotation.begin(step.lane)
-        self._steps[step.lane] = step
-        for attention in self._workers.attention:
+        lane = lane_of_all(step, self._domains)
+        self._rotation.begin(lane)
+        self._steps[lane] = step
+        for attention in self._workers.attention[step.domain : step.domain + 1]:
             attention.begin(cast(Any, step))
         for ffn in self._workers.ffn:
             ffn.begin(step)
@@ -119,8 +134,8 @@ class Cell:
             for stage in turn:
                 self.at = stage
                 made = None
-                for run in stages[stage.name]:
-                    made = run(stage.lane)
+                for run in stages[stage.lane][stage.name]:
+                    made = run()
                 if observer is not None:
                     self._observe(observer, stage, made)
             if stage.name == "leave":
@@ -144,22 +159,24 @@ def build_cell(
     names: CheckpointNames,
     observer: Observer | None = None,
 ) -> Cell:
-    """The workers of the roles that this process has devices of, and the link between them."""
-    contract = Contract.of(templates.config, deployment)
-    link = RuntimeLink(
-        deployment.link.transport,
-        contract,
-        meshes.attention,
-        meshes.ffn,
-        token_sizes(deployment),
-    )
-    workers = Workers()
-    if has_local_devices(meshes.attention):
-        built = build_attention(templates, deployment, meshes.attention, source, names)
-        workers = workers._replace(attention=(AttentionWorker(*built, link.attention),))
+    """The workers of the roles that this process has devices of, and the links between them: an
+    attention worker a domain, and one ffn worker."""
+    contract, sizes = Contract.of(templates.config, deployment), token_sizes(deployment)
+    links = [
+        RuntimeLink(deployment.link.transport, contract, mesh, meshes.ffn, sizes)
+        for mesh in meshes.domains
+    ]
+    attention = []
+    for mesh, link in zip(meshes.domains, links, strict=True):
+        if has_local_devices(mesh):
+            built = build_attention(templates, deployment, mesh, source, names)
+            attention.append(AttentionWorker(*built, link.attention))
+    workers = Workers(tuple(attention))
     if has_local_devices(meshes.ffn):
         worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
-        worker.attach(link.ffn, token_sizes(deployment))
+        for domain, link in enumerate(links):
+            worker.attach(link.ffn, sizes, domain)
         workers = workers._replace(ffn=(worker,))
-    rotation = Rotation(templates.config.layers, deployment.lanes)
-    return Cell(workers, rotation, deployment.lanes, observer)
+    domains = len(links)
+    rotation = Rotation(templates.config.layers, domains * deployment.lanes)
+    return Cell(workers, rotation, deployment.lanes, observer, domains)

@@ -79,9 +79,9 @@ class FFNWorker:
     def __init__(self, programs: FFNPrograms, executables: FFNExecutables, weights: FFNWeights):
         self._contract = programs.contract
         self._executables, self._weights = dict(executables), weights
-        self._layers: dict[int, list[_Layer]] = {}
-        self._send: dict[int, Callable[[Arrays], None]] = {}
-        self._steps: dict[int, Iterator[jax.Array | Passed | None]] = {}
+        self._layers: dict[tuple[int, int], list[_Layer]] = {}
+        self._send: dict[tuple[int, int], Callable[[Arrays], None]] = {}
+        self._steps: dict[tuple[int, int], Iterator[jax.Array | Passed | None]] = {}
 
     def add(self, executables: FFNExecutables) -> None:
         """Takes in what messages of further sizes run."""
@@ -91,13 +91,13 @@ class FFNWorker:
         """Whether `answer` takes messages of this size."""
         return all((kind, size) in self._executables for kind in set(self._contract.layers))
 
-    def attach(self, link: FFNEnd, token_sizes: Sequence[int]) -> None:
-        """Makes this end of a link the one that `stage` receives from and sends to, in steps of so
-        many tokens a DP group."""
+    def attach(self, link: FFNEnd, token_sizes: Sequence[int], domain: int = 0) -> None:
+        """Makes this end of a link the one that `stage` receives from and sends to, in a domain's
+        steps of so many tokens a DP group."""
         for tokens in token_sizes:
             size = self._contract.size(tokens)
-            self._send[tokens] = link.sender(tokens)
-            self._layers[tokens] = [
+            self._send[domain, tokens] = link.sender(tokens)
+            self._layers[domain, tokens] = [
                 _Layer(
                     link.receiver(layer, tokens),
                     self._executables[kind, size],
@@ -113,21 +113,21 @@ class FFNWorker:
 
     def begin(self, step: Step) -> None:
         """Puts a step on a lane; its stages follow."""
-        self._steps[step.lane] = self._step(step.bucket.tokens)
+        self._steps[step.domain, step.lane] = self._step(step.domain, step.bucket.tokens)
 
-    def stage(self, lane: int) -> jax.Array | Passed | None:
+    def stage(self, domain: int, lane: int) -> jax.Array | Passed | None:
         """Enqueues the next stage of the lane's step: for each layer dispatch, ffn and combine, and
         leave at the end.
 
         Returns what it makes on the ffn mesh: the message after dispatch, the answer after ffn,
         nothing after combine.
         """
-        return next(self._steps[lane])
+        return next(self._steps[domain, lane])
 
-    def _step(self, tokens: int) -> Iterator[jax.Array | Passed | None]:
-        send = self._send[tokens]
+    def _step(self, domain: int, tokens: int) -> Iterator[jax.Array | Passed | None]:
+        send = self._send[domain, tokens]
         results: Arrays = ()
-        for receive, ffn, leaves in self._layers[tokens]:
+        for receive, ffn, leaves in self._layers[domain, tokens]:
             message = receive()
             yield message[0]
             results = ffn(*message, *leaves)

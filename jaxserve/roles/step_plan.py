@@ -90,7 +90,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     lane: int
     number: int
-    """Global and ascending over all lanes; followers check that none is missing."""
+    """Ascending over all lanes of the domain."""
     bucket: Bucket
     columns: bytes
     """int32 `[4, rows]`: `rows`, `token_counts`, `kv_lengths`, `samples`."""
@@ -103,6 +103,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Of the rows that have some, ascending."""
     row_temperatures: bytes = b""
     """float32, one a row; only where some row has rules: see `temperatures`."""
+    domain: int = 0
+    """Of the runtime's; `lane` is one of its lanes."""
 
     @classmethod
     def of(
@@ -130,6 +132,10 @@ class StepPlan(msgspec.Struct, frozen=True):
             options,
             b"" if temperatures is None else temperatures.astype("<f4", copy=False).tobytes(),
         )
+
+    def in_domain(self, domain: int) -> "StepPlan":
+        """The same step of a domain of the runtime."""
+        return msgspec.structs.replace(self, domain=domain) if domain != self.domain else self
 
     @property
     def rows(self) -> np.ndarray:

@@ -12,11 +12,19 @@ class Step(Protocol):
     """What every worker knows of a step; a `StepPlan` says more."""
 
     @property
+    def domain(self) -> int: ...
+    @property
     def lane(self) -> int: ...
     @property
     def number(self) -> int: ...
     @property
     def bucket(self) -> Bucket: ...
+
+
+def lane_of_all(step: Step, domains: int) -> int:
+    """The step's lane among those of all domains, which alternate: lanes of equal number of all
+    domains follow each other (xDeepServe §5.2)."""
+    return step.lane * domains + step.domain
 
 
 class Passed(NamedTuple):

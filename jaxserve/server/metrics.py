@@ -196,6 +196,7 @@ class _EngineCollector(Collector):
         for number, part in enumerate(load.kv_usage):
             groups.add_metric([self._model, str(number)], part)
         yield groups
+        yield from self._domain_metrics(load)
         pages = load.pages * len(load.kv_usage)
         config = GaugeMetricFamily(
             PREFIX + "cache_config_info",
@@ -216,6 +217,22 @@ class _EngineCollector(Collector):
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
         yield from self._pipeline_metrics(self._pipeline())
+
+    def _domain_metrics(self, load: EngineLoad) -> Iterator[Metric]:
+        """What each domain of the runtime has to do."""
+        for name, text, value in (
+            ("running", "Sequences of a domain that get steps.", lambda d: d.running),
+            ("waiting", "Requests that wait in a domain.", lambda d: d.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Used part of a domain's KV cache, 0 to 1.",
+                lambda d: sum(d.kv_usage) / max(1, len(d.kv_usage)),
+            ),
+        ):
+            family = GaugeMetricFamily(f"{PREFIX}domain_{name}", text, labels=[LABEL, "domain"])
+            for number, domain in enumerate(load.domains):
+                family.add_metric([self._model, str(number)], value(domain))
+            yield family
 
     def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:
         """Metrics of the steps measured last; without samples where there are no recent ones."""

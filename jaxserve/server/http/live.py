@@ -17,7 +17,7 @@ import msgspec
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.observe.timeline import AnyStage
-from jaxserve.observe.view import PipelineView, Transfers
+from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.service import Service
 
@@ -59,6 +59,8 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     """By start."""
     timeline_cut: bool
     """Whether the timeline has only the first stages of the window."""
+    domains: list[DomainShare]
+    """The part of each."""
     transfers: dict[AnyStage, Transfers]
     """Number and total seconds of the messages measured since the start."""
     expert_tokens: dict[int, list[int]]
@@ -76,6 +78,9 @@ class Pipeline(msgspec.Struct, kw_only=True):
     model: str
     mode: str
     lanes: int
+    """Of each domain."""
+    domains: int
+    """Attention workers; lane i of the timeline is one of domain i modulo their number."""
     attention: str
     """The axes of its mesh."""
     ffn: str
@@ -102,6 +107,7 @@ async def pipeline(service: Service, exchange: Exchange) -> None:
         model=str(info["model"]),
         mode=str(info["mode"]),
         lanes=info["lanes"],
+        domains=info.get("domains", 1),
         attention=str(info["attention"]),
         ffn=str(info["ffn"]),
         max_length=info["max_length"],
@@ -140,6 +146,7 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
         bubble=view.bubble,
         timeline=bars,
         timeline_cut=view.timeline_cut,
+        domains=view.domains,
         transfers=view.transfers,
         expert_tokens=view.expert_tokens,
         imbalance=view.imbalance,

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from jaxserve.engine.load import EngineLoad
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
@@ -37,8 +38,7 @@ class State(msgspec.Struct, kw_only=True):
     status: str
     live: list[str]
     """Requests that have not ended."""
-    load: dict[str, int | list[float]]
-    """The fields of `EngineLoad`."""
+    load: EngineLoad
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
@@ -56,7 +56,7 @@ async def state(service: Service, exchange: Exchange) -> None:
         State(
             status=requests.engine.status,
             live=requests.live_ids(),
-            load=msgspec.structs.asdict(requests.engine.load()),
+            load=requests.engine.load(),
         )
     )
 
