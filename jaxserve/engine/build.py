@@ -79,9 +79,9 @@ def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
     """Bytes that JAX may use of a device, the least of this process's devices of a role; None
     where there are none, or where they do not say (CPU)."""
     reported: dict[Role, int | None] = {}
-    meshes_of: dict[Role, Sequence[jax.sharding.Mesh]] = {
+    meshes_of: dict[Role, tuple[jax.sharding.Mesh, ...]] = {
         "attention": meshes.domains,
-        "ffn": [meshes.ffn],
+        "ffn": (meshes.ffn,),
     }
     for role, several in meshes_of.items():
         sizes = [memory_limit(device) for mesh in several for device in mesh.local_devices]

@@ -221,11 +221,12 @@ def generate(
 def idle(engine: Engine, seconds: float = 30.0) -> None:
     """Waits until nothing of any request is left in the engine, then checks its books."""
     end = time.monotonic() + seconds
-    while engine.scheduler.has_work:
+    while any(scheduler.has_work for scheduler in engine.schedulers):
         assert time.monotonic() < end, "work left"
         time.sleep(0.005)
-    engine.scheduler.check_integrity()
-    assert set(engine.scheduler.kv_usage) == {0.0}
+    for scheduler in engine.schedulers:
+        scheduler.check_integrity()
+        assert set(scheduler.kv_usage) == {0.0}
 
 
 class Reference(NamedTuple):

@@ -102,7 +102,7 @@ def test_preempted_requests_give_the_same_tokens(
     tokens = layouts.generate(engine)
     layouts.idle(engine)
     engine.close()
-    assert engine.scheduler.num_preemptions > 5
+    assert engine.schedulers[0].num_preemptions > 5
     check(tokens, reference, "preemption", record_property)
 
 

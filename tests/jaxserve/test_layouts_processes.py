@@ -47,11 +47,11 @@ def reference(tiny_model, colocated_runtime):
     return Reference.of(tiny_model, tokens)
 
 
-def run(model, case, processes, folder, *arguments):
+def run(model, overrides, processes, folder, *arguments):
     written = folder / "written.json"
     command = [sys.executable, str(REPOSITORY / "launch" / "local.py")]
     command += ["--processes", str(processes), "--module", "tests.jaxserve.layout_process"]
-    command += ["--model", str(model), "--overrides", json.dumps(case.overrides)]
+    command += ["--model", str(model), "--overrides", json.dumps(overrides)]
     command += ["--written", str(written), *arguments]
     result = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -75,13 +75,24 @@ def test_processes_give_the_colocated_tokens(
     """By default `SPANNING` and `MEASURED`: both exchanges and transports, 1 to 3 lanes, 2 devices
     that meet one and three that meet two, attention in one process and in two. `-m matrix`: every
     layout, number of lanes, exchange and transport over two processes."""
-    tokens = run(tiny_model, case, processes, tmp_path).tokens
+    tokens = run(tiny_model, case.overrides, processes, tmp_path).tokens
     check(tokens, reference, case, record_property)
+
+
+@pytest.mark.multihost
+def test_domains_over_processes_give_the_colocated_tokens(
+    tiny_model, reference, tmp_path, record_property
+):
+    """Both attention processes have their half of both domains."""
+    overrides = {"domains": 2, "lanes": 2, "attention.dp": 2, "attention.processes": 2}
+    overrides |= {"ffn.ep": 2, "ffn.processes": 1}
+    tokens = run(tiny_model, overrides, 3, tmp_path).tokens
+    check(tokens, reference, "2 domains", record_property)
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_model, tmp_path_factory):
-    return run(tiny_model, MEASURED, 2, tmp_path_factory.mktemp("measured"), "--figures")
+    return run(tiny_model, MEASURED.overrides, 2, tmp_path_factory.mktemp("measured"), "--figures")
 
 
 @pytest.mark.multihost
@@ -110,5 +121,5 @@ def test_figures_of_all_processes_come_together(measured):
 def test_every_layout_over_two_processes_gives_the_colocated_tokens(
     case, tiny_model, reference, tmp_path, record_property
 ):
-    tokens = run(tiny_model, case, 2, tmp_path).tokens
+    tokens = run(tiny_model, case.overrides, 2, tmp_path).tokens
     check(tokens, reference, case, record_property)

@@ -128,7 +128,7 @@ def fake_engine(
     driver = FakeDriver(deployment.lanes, deployment.attention.dp, limits.slots, pace)
     engine = Engine(
         deployment,
-        scheduler,
+        [scheduler],
         driver,
         vocab=VOCAB,
         eos_token_ids=frozenset(eos_token_ids),

@@ -519,7 +519,7 @@ class TestReceiverThatRaises:
             raise RuntimeError("the client is gone")
 
         engine.submit([1], SamplingParams(max_tokens=1), on_output)
-        until(lambda: not engine.scheduler.has_work)
+        until(lambda: not engine.schedulers[0].has_work)
         idle(engine)
         assert engine.status == "ready"
 
@@ -637,7 +637,7 @@ class TestFailure:
         def broken():
             raise RuntimeError("page pool of 12: lost pages [3]")
 
-        monkeypatch.setattr(engine.scheduler, "check_next_group", broken)
+        monkeypatch.setattr(engine.schedulers[0], "check_next_group", broken)
         engine.start()
         until(lambda: engine.status == "failed")
         assert "lost pages [3]" in str(engine.failure)

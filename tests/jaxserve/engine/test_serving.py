@@ -119,7 +119,7 @@ class TestSeeds:
                 collector.submit(engine, prompt, params)
             outputs.append(collector.wait())
             layouts.idle(engine)
-            preemptions = engine.scheduler.num_preemptions
+            preemptions = engine.schedulers[0].num_preemptions
             engine.close()
         assert preemptions > 5
         assert outputs[0] == outputs[1]
@@ -225,9 +225,9 @@ class TestManyCallers:
         layouts.idle(engine)
         engine.close()
         if prefix:
-            assert engine.scheduler.prompt_tokens_found > 100
+            assert engine.schedulers[0].prompt_tokens_found > 100
         else:
-            assert engine.scheduler.num_preemptions > 0
+            assert engine.schedulers[0].num_preemptions > 0
 
 
 class TestNoCompilationAfterReady:

@@ -143,8 +143,8 @@ class TestOneRole:
     """What a process that plays one of the two roles runs, and what it leaves to the other."""
 
     def worker(self, ran, name):
-        def stage(lane):
-            ran.append((name, lane))
+        def stage(*at):
+            ran.append((name, *at))
             return Passed(jnp.zeros(()))
 
         return Mock(stage=stage)
@@ -171,4 +171,4 @@ class TestOneRole:
         workers = Workers((self.worker(ran, "a"),), (self.worker(ran, "f"),))
         self.run(workers)
         # attend, dispatch (sent, received), ffn, combine (sent, received), …, leave
-        assert "".join(name for name, _ in ran) == "aaff" + "fa" + "aaff" + "fa" + "fa"
+        assert "".join(name for name, *_ in ran) == "aaff" + "fa" + "aaff" + "fa" + "fa"

@@ -1,0 +1,77 @@
+"""Several domains in one runtime: the colocated tokens, and who takes part in what.
+
+Over `pull`: `fleet/test_domains.py`.
+"""
+
+import contextlib
+
+import pytest
+
+from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.request import SamplingParams
+from tests.jaxserve import layouts
+
+pytestmark = pytest.mark.unoptimised
+
+PROMPTS = layouts.PROMPTS[:10]
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
+
+CASES = {
+    "2 domains, 1 lane": {"domains": 2},
+    "2 domains, 2 lanes, ppermute": {
+        "domains": 2,
+        "lanes": 2,
+        "attention.tp": 2,
+        "ffn.ep": 2,
+        "link.transport": "ppermute",
+    },
+    "3 domains, 1 lane, all-to-all": {
+        "domains": 3,
+        "attention.dp": 2,
+        "ffn.ep": 2,
+        "ffn.exchange": "alltoall",
+    },
+    "3 domains, 2 lanes": {"domains": 3, "lanes": 2},
+}
+
+
+@contextlib.contextmanager
+def running(model, overrides):
+    engine = build_engine(layouts.deployment(model, overrides))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(colocated_runtime):
+    """The colocated tokens, greedy and seeded."""
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_domains_give_the_colocated_tokens(case, tiny_model, expected):
+    with running(tiny_model, CASES[case]) as engine:
+        tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
+        layouts.idle(engine)
+        assert tokens == expected
+        assert engine.compilations_after_ready == 0
+        assert len(engine.load().domains) == len(engine.schedulers) == CASES[case]["domains"]
+        assert all(scheduler.prompt_tokens > 0 for scheduler in engine.schedulers)
+        if case == "3 domains, 2 lanes":
+            check_that_an_idle_domain_takes_no_part(engine, expected[0])
+
+
+def check_that_an_idle_domain_takes_no_part(engine, expected):
+    """One request at a time: one lane of one domain has steps, and the others none."""
+    before = list(engine._loop.issued)
+    for prompt, tokens in zip(PROMPTS[:2], expected, strict=False):
+        assert layouts.generate(engine, [prompt], GREEDY) == [tokens]
+    issued = [now - then for now, then in zip(engine._loop.issued, before, strict=True)]
+    assert sum(count > 0 for count in issued) <= 2, issued
