@@ -85,7 +85,7 @@ def test_domains_over_processes_give_the_colocated_tokens(
 ):
     """Both attention processes have their half of both domains."""
     overrides = {"domains": 2, "lanes": 2, "attention.dp": 2, "attention.processes": 2}
-    overrides |= {"ffn.ep": 2, "ffn.processes": 1}
+    overrides |= {"ffn.processes": 1}
     tokens = run(tiny_model, overrides, 3, tmp_path).tokens
     check(tokens, reference, "2 domains", record_property)
 
