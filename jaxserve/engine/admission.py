@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Sequence as Items
 
 from jaxserve.engine.dp_group import DPGroup
+from jaxserve.engine.fetches import Fetches
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import MAX_BANNED_IDS, Request
 from jaxserve.engine.sequence import Sequence, pages_for
@@ -110,10 +111,11 @@ class AdmissionQueue:
     Args:
       groups: where they are admitted to.
       page_size: tokens a page.
+      fetches: begun for sequences whose first pages are elsewhere.
     """
 
-    def __init__(self, groups: Items[DPGroup], page_size: int):
-        self._groups, self._page_size = groups, page_size
+    def __init__(self, groups: Items[DPGroup], page_size: int, fetches: Fetches):
+        self._groups, self._page_size, self._fetches = groups, page_size, fetches
         self.waiting: list[Sequence] = []
         self.prompt_tokens = 0
         """Prompt tokens that were looked up in the prefix cache, since the start."""
@@ -161,6 +163,7 @@ class AdmissionQueue:
                 self.prompt_tokens_found += len(prefix) * self._page_size
             group = load.group
             group.admit(sequence, group.lane_for(sequence), pages, prefix)
+            self._fetches.begin(sequence)
             load.refresh()
             if group.full:
                 loads.remove(load)

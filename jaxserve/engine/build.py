@@ -98,10 +98,12 @@ def build_engine(
     explain: Explain | None = None,
     meet: Callable[[], None] = lambda: None,
     collect: Collect | None = None,
+    prepare: Callable[[Engine], object] = lambda engine: None,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started.
 
-    `meet` is called before the first step, which takes all processes: it waits for them.
+    `meet` is called before the first step, which takes all processes: it waits for them. `prepare`
+    is called before the engine is started.
     """
     ends = read_special_tokens(deployment.model).eos
     runtime = build_runtime(deployment, observer=observer)
@@ -110,6 +112,7 @@ def build_engine(
     engine = make_engine(
         runtime, broadcast=broadcast, explain=explain, collect=collect, eos_token_ids=ends
     )
+    prepare(engine)
     if broadcast is None:
         engine.start()
     return engine

@@ -44,6 +44,8 @@ class DPGroup:
         """Sequences that hold a slot; counted, because every admission asks every group."""
         self.promised = 0
         """Pages that residents will still take if all come to their full length; counted, too."""
+        self.held: dict[str, list[PageNode]] = {}
+        """By request, pages in the prefix cache that are held for another worker to fetch."""
         self.stalled: set[Sequence] = set()
         """Residents that missed their last step for want of a page: pages go to them before those
         that are due later."""
@@ -165,6 +167,22 @@ class DPGroup:
             if not self.cache.extend(sequence.prefix, salt, tokens, sequence.page_ids[page]):
                 break  # another sequence published the same text first, and uses it
 
+    def hold(self, sequence: Sequence) -> None:
+        """Keeps the pages of the sequence's prompt in use, as far as the prefix cache has them."""
+        assert self.cache is not None
+        request = sequence.request
+        salt, prompt = request.params.cache_salt, request.prompt
+        path = self.cache.match(salt, prompt, len(prompt))
+        self.cache.acquire(path)
+        self.held[request.request_id] = path
+        self.changed = True
+
+    def let_go(self, request_id: str) -> None:
+        """Ends a hold."""
+        assert self.cache is not None
+        self.cache.release(self.held.pop(request_id))
+        self.changed = True
+
     def release(self, sequence: Sequence) -> None:
         """Takes the slot and the pages back; what the prefix cache does not have is lost."""
         lane, row = self._row(sequence)
@@ -193,7 +211,9 @@ class DPGroup:
         owned = [_own_pages(sequence) for sequence in residents]
         if self.cache is not None:
             owned.append(self.cache.page_ids())
-            self.cache.check_integrity(sequence.prefix for sequence in residents)
+            self.cache.check_integrity(
+                [*(sequence.prefix for sequence in residents), *self.held.values()]
+            )
         self.pool.check_integrity(owned)
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))

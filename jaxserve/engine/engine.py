@@ -16,10 +16,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex
 
+import msgspec
+
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import IdleCollection, thaw
+from jaxserve.engine.hand_off import PREFILL_PARAMS, HandOffs, OnHeld
 from jaxserve.engine.load import DomainLoad, EngineLoad
-from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
+from jaxserve.engine.loop import (
+    Await,
+    DropFetch,
+    Enqueue,
+    ExportPages,
+    Fetch,
+    Idle,
+    ImportPages,
+    Loop,
+)
 from jaxserve.engine.placement import choose_domain
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.request_checks import RequestChecks
@@ -29,13 +41,13 @@ from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
     InvalidRequestError,
-    JaxserveError,
     OverloadedError,
 )
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
+from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import lane_of_all
@@ -43,8 +55,6 @@ from jaxserve.roles.worker import lane_of_all
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
-OnHeld = Callable[[PagesSource | JaxserveError], None]
-"""Takes where the pages of a prompt are held, or why they are not; called once."""
 Broadcast = Callable[[list[StepPlan], bool], None]
 """Takes the plans of a boundary, and whether what follows it is measured."""
 Explain = Callable[[EngineFailedError], EngineFailedError]
@@ -67,6 +77,7 @@ class Driver(Protocol):
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...
+    def page_access(self, domain: int = 0, **options: Any) -> PageAccess: ...
 
 
 class Engine:
@@ -106,7 +117,7 @@ class Engine:
         self._info = info or {}
         self._watch = watch
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], list[TokenOutput]]] = deque()
+        self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
         self._grammars: dict[str, Grammar] = {}
         self._queued = 0
@@ -117,6 +128,8 @@ class Engine:
         self._results = ResultReader()
         self._garbage = IdleCollection()
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
+        self.hand_offs = HandOffs(self._loop, self._post)
+        """Links to prefill workers or decode domains, set up before the start."""
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -140,6 +153,16 @@ class Engine:
         """Programs that the step loop had to wait for since `start`: more than 0 is a flaw."""
         return self._compilations.count if self._compilations else 0
 
+    @property
+    def domains(self) -> int:
+        """Schedulers, each with pages of its own."""
+        return len(self._loop.schedulers)
+
+    @property
+    def _waiting(self) -> int:
+        """Requests that wait for a slot and pages, or to be given to a domain."""
+        return sum(scheduler.num_waiting for scheduler in self.schedulers) + self._queued
+
     def load(self) -> EngineLoad:
         """How much there is to do; from any thread."""
         cache = self.deployment.cache
@@ -148,6 +171,7 @@ class Engine:
             page_size=cache.page_size,
             pages=cache.pages,
             compilations=self.compilations_after_ready,
+            held=self.hand_offs.held,
             domains=[
                 DomainLoad(
                     running=scheduler.num_running,
@@ -222,22 +246,19 @@ class Engine:
           OverloadedError: the waiting queue is full.
           DrainingError, EngineFailedError: nothing new is taken.
         """
-        if source is not None:
-            raise InvalidRequestError("source", "this engine has no link to prefill workers")
         request = self._checks.request(
             prompt, params, request_id or uuid.uuid4().hex, deadline, emitted
         )
+        request = msgspec.structs.replace(request, source=source)
         with self._wake:
             self._raise_unless_ready()
-            if request.request_id in self._open:
-                raise InvalidRequestError(
-                    "request_id", f"{request.request_id!r} is running already"
-                )
+            self._raise_if_open(request.request_id)
             if any(params.grammar is other for other in self._grammars.values()):
                 raise InvalidRequestError("grammar", "is another running request's")
-            waiting = sum(each.num_waiting for each in self.schedulers) + self._queued
+            waiting = self._waiting
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
+            self.hand_offs.keep(request)
             self._open[request.request_id] = on_output
             if params.grammar is not None:
                 self._grammars[request.request_id] = params.grammar
@@ -271,7 +292,27 @@ class Engine:
           OverloadedError: too many prompts wait.
           DrainingError, EngineFailedError: nothing new is taken.
         """
-        raise InvalidRequestError("prefill", "this engine has no pages server")
+        if self.hand_offs.prefill is None:
+            raise InvalidRequestError("prefill", "this engine has no pages server")
+        params = msgspec.structs.replace(PREFILL_PARAMS, cache_salt=cache_salt, priority=priority)
+        request = self._checks.request(prompt, params, request_id or uuid.uuid4().hex, deadline)
+        held = self.hand_offs.whole_pages(request.prompt)
+        request = msgspec.structs.replace(request, prompt=held, hold=True)
+        with self._wake:
+            self._raise_unless_ready()
+            self._raise_if_open(request.request_id)
+            holds = self._loop.holds
+            waiting = self._waiting + (holds.waiting if holds else 0)
+            if waiting >= self.deployment.scheduler.max_waiting:
+                raise OverloadedError(f"{waiting} prompts wait already")
+            if held:
+                self._open[request.request_id] = self.hand_offs.told(request, on_held)
+                self._queued += 1
+                self._commands.append(lambda: self._add(request))
+            else:
+                self._commands.append(lambda: _tell_nothing_held(on_held))
+            self._wake.notify()
+        return request.request_id
 
     def release(self, request_id: str) -> None:
         """Gives the pages back that `prefill` holds for a request; unknown ones are fine."""
@@ -283,16 +324,21 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; unknown and ended ones are fine."""
-        with self._wake:
-            self._commands.append(lambda: self._loop.cancel(request_id))
-            self._wake.notify()
+        self._post(lambda: self._loop.cancel(request_id))
 
     def drain(self, timeout: float) -> bool:
         """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
+        end = time.monotonic() + timeout
         with self._wake:
             if self._status == "ready":
                 self._status = "draining"
-            return self._wake.wait_for(lambda: not self._open, timeout)
+            if not self._wake.wait_for(lambda: not self._open, timeout):
+                return False
+        while self.hand_offs.held and self._status == "draining":  # others still fetch them
+            if time.monotonic() >= end:
+                return False
+            time.sleep(min(0.05, timeout))
+        return True
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the loop and lets go of the devices; open requests end as cancelled.
@@ -310,6 +356,7 @@ class Engine:
             self._thread.join(self.deployment.cluster.step_seconds if timeout is None else timeout)
         for request_id in list(self._open):
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
+        self.hand_offs.close()
         # What a failed step would have given may never come.
         self._results.close(EXIT_SECONDS if self._failure is None else FAILED_SECONDS)
         if self._watch is not None:
@@ -344,6 +391,16 @@ class Engine:
             except Exception:
                 logger.exception("a failure callback failed")
 
+    def _post(self, command: Callable[[], Iterable[TokenOutput]]) -> None:
+        """Has something done on the engine's thread; from any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _raise_if_open(self, request_id: str) -> None:
+        if request_id in self._open:
+            raise InvalidRequestError("request_id", f"{request_id!r} is running already")
+
     def _raise_unless_ready(self) -> None:
         if self._failure is not None:
             # A new one for everybody: an error that is raised again and again keeps every stack.
@@ -357,7 +414,10 @@ class Engine:
         with self._wake:
             self._queued -= 1
         try:
-            self._loop.submit(request, choose_domain(self.schedulers, request))
+            if request.hold:
+                self._loop.prefill(request)
+            else:
+                self._loop.submit(request, choose_domain(self.schedulers, request))
         except (InvalidRequestError, OverloadedError) as error:
             return [
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
@@ -394,6 +454,8 @@ class Engine:
                 self._enqueue([step.plan for step in steps])
             case Await():
                 self._complete()
+            case Fetch() | DropFetch() | ImportPages() | ExportPages() as action:
+                self.hand_offs.carry_out(action)
             case Idle(until):
                 self._sleep(until)
 
@@ -420,6 +482,7 @@ class Engine:
     def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
             callback = self._open.get(output.request_id)
+            self.hand_offs.forget(output.request_id)
             if output.finish_reason is not None:
                 with self._wake:
                     callback = self._open.pop(output.request_id, None)
@@ -449,6 +512,11 @@ class Engine:
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):
                 self._wake.wait(max(0.0, seconds))
+
+
+def _tell_nothing_held(on_held: OnHeld) -> list[TokenOutput]:
+    on_held(NOTHING_HELD)
+    return []
 
 
 _running: "weakref.WeakSet[Engine]" = weakref.WeakSet()

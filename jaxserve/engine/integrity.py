@@ -30,6 +30,8 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
             problems: dict[str, object] = {
                 "is counted in the wrong number of steps": counted[row] != lane.in_flight[row],
                 "has the wrong number of tokens pending": pending[row] != lane.pending[row],
+                "waits for pages but was stopped, or has a step": lane.fetching[row]
+                and (not lane.running[row] or lane.in_flight[row]),
                 "keeps its slot, with nothing in flight": not lane.running[row]
                 and not lane.in_flight[row],
                 "has another status in its slot": (lane.running[row], lane.ended[row])

@@ -81,6 +81,8 @@ class LaneSlots:
         """Tokens that were in the KV cache when it took the slot."""
         self.fresh = flags()
         """Whether no step was issued since it took the slot."""
+        self.fetching = flags()
+        """Whether it waits for pages of a prefill worker, and gets no step until they are there."""
         self.grammar = flags()
         self.options = flags()
         """Whether it asks more of a step than a token."""
@@ -104,7 +106,7 @@ class LaneSlots:
         """
         self.sequences[row] = sequence
         self.running[row] = self.resident[row] = self.fresh[row] = True
-        self.ended[row] = self.told[row] = False
+        self.ended[row] = self.told[row] = self.fetching[row] = False
         self.length[row], self.longest[row] = len(sequence.tokens), sequence.longest
         self.cached[row] = self.found[row] = cached
         self.pending[row] = self.in_flight[row] = self.pages_told[row] = 0
@@ -139,7 +141,7 @@ class LaneSlots:
 
     def _wanting(self) -> np.ndarray:
         """Rows that have a token to feed. Not if the tokens in flight already reach the end."""
-        return self.running & (self.length < self.longest)
+        return self.running & ~self.fetching & (self.length < self.longest)
 
     def _decodes(self) -> np.ndarray:
         return (self.cached > 0) & (self.length - self.cached == 1)

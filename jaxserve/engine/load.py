@@ -93,6 +93,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         page_size: int,
         pages: int,
         compilations: int,
+        held: int = 0,
     ) -> "EngineLoad":
         """Of all domains together.
 
@@ -110,5 +111,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             prefix_hits=sum(domain.prefix_hits for domain in domains),
             invalid_logits=sum(domain.invalid_logits for domain in domains),
             compilations=compilations,
+            held=held,
             domains=list(domains),
         )

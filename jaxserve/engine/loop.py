@@ -6,19 +6,25 @@ of requests and the record of the steps in flight. It has no threads, locks or s
 JAX nor text, and has the time from a clock that it is given.
 
 The events are methods: `submit`, `cancel`, `tick` (time has passed), `enqueued`, `complete` and
-`lost`; what they return is to be delivered. `next` gives the action.
+`lost`; of a hand-off of pages `prefill`, `export`, `arrived`, `imported` and `fetch_failed`. What
+they return is to be delivered. `next` gives the action.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+
+from jaxserve.engine.fetches import FetchOrder
+from jaxserve.engine.holds import Holds
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError
+from jaxserve.roles.layout import PageRun
 from jaxserve.roles.step_plan import StepPlan
 
 
@@ -42,6 +48,42 @@ class Await(NamedTuple):
     step: ScheduledStep
 
 
+class Fetch(NamedTuple):
+    """Ask for KV entries that a prefill worker holds, without waiting; report `arrived` of every
+    piece in order, or `fetch_failed`."""
+
+    domain: int
+    order: FetchOrder
+
+
+class DropFetch(NamedTuple):
+    """Nobody wants what a fetch brings any more."""
+
+    domain: int
+    ticket: int
+
+
+class ImportPages(NamedTuple):
+    """Write a piece that has arrived into these pages, and report `imported`."""
+
+    domain: int
+    ticket: int
+    run: PageRun
+    tokens: int
+    piece: Any
+    """The arrays, as whoever fetched them made them."""
+
+
+class ExportPages(NamedTuple):
+    """Read held pages, and hand them to whoever wants them."""
+
+    run: PageRun
+    start: int
+    tokens: int
+    reply: Any
+    """Who wants them, as it was given to `export`."""
+
+
 class Idle(NamedTuple):
     """Nothing is to be done before another event."""
 
@@ -49,7 +91,23 @@ class Idle(NamedTuple):
     """The next deadline of a request, in seconds of the clock; None: there is none."""
 
 
-Action = Enqueue | Await | Idle
+Action = Enqueue | Await | Fetch | DropFetch | ImportPages | ExportPages | Idle
+
+
+class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of a request whose pages did not come.
+
+    Attributes:
+      recompute: whether it computes what it lacks, or fails.
+      most: tokens that it may lack then; 0: any number.
+    """
+
+    recompute: bool = True
+    most: int = 0
+
+    def recomputes(self, missing: int) -> bool:
+        """Whether a request computes so many tokens."""
+        return self.recompute and (not self.most or missing <= self.most)
 
 
 class Loop:
@@ -65,11 +123,16 @@ class Loop:
 
     Attributes:
       issued: steps that were planned so far, by lane.
+      holds: prompts that are held for others; None: this worker holds none.
+      fetch_policy: what becomes of a request whose pages did not come.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], lanes: int, clock: Callable[[], float]):
         self.schedulers = schedulers
         self.issued = [0] * lanes
+        self.holds: Holds | None = None
+        self.fetch_policy = FetchPolicy()
+        self._page_actions: deque[Action] = deque()
         self._clock = clock
         self._begun: dict[int, ScheduledStep] = {}  # by lane, not enqueued to the end yet
         self._in_flight: deque[ScheduledStep] = deque()  # enqueued, in this order
@@ -95,21 +158,78 @@ class Loop:
           OverloadedError: too many requests wait.
         """
         self.schedulers[domain].add(request)
-        if request.deadline is not None:
-            self._deadlines[request.request_id] = request.deadline
-            heapq.heappush(self._by_deadline, (request.deadline, request.request_id))
+        self._note_deadline(request)
 
     def cancel(self, request_id: str) -> list[TokenOutput]:
         """Ends a request; its last output, or nothing if it is unknown or has ended."""
         self._deadlines.pop(request_id, None)
         outputs = []
+        if self.holds is not None and self.holds.cancel(request_id):
+            outputs.append(TokenOutput(request_id=request_id, finish_reason="cancelled"))
         for scheduler in self.schedulers:
             outputs += scheduler.cancel(request_id)
+        if self.holds is not None:
+            self.holds.ended(request_id)
         return outputs
+
+    def prefill(self, request: Request) -> None:
+        """Takes a prompt of whole pages in, to be held; its last output says when it is.
+
+        Raises:
+          InvalidRequestError: it could never run.
+          OverloadedError: too many wait.
+        """
+        assert self.holds is not None
+        self.holds.add(request)
+        self._note_deadline(request)
+
+    def export(self, hand_off: str, start: int, stop: int, reply: Any) -> None:
+        """Somebody wants entries that are held; raises as `Holds.run`."""
+        if self.holds is None:
+            raise KeyError(hand_off)
+        run = self.holds.run(hand_off, start, stop)
+        self._page_actions.append(ExportPages(run, start, stop - start, reply))
+
+    def arrived(self, domain: int, ticket: int, first: int, tokens: int, piece: Any) -> None:
+        """The next piece of a fetch is there, complete; raises as `Fetches.run`."""
+        run = self.schedulers[domain].fetches.run(ticket, first, tokens)
+        if run is not None:
+            self._page_actions.append(ImportPages(domain, ticket, run, tokens, piece))
+
+    def imported(self, domain: int, ticket: int, tokens: int) -> None:
+        """The piece was enqueued to be written."""
+        self.schedulers[domain].fetches.written(ticket, tokens)
+
+    def fetch_failed(
+        self, domain: int, ticket: int, error: str, *, mismatch: bool = False
+    ) -> list[TokenOutput]:
+        """The rest of a fetch does not come.
+
+        Args:
+          error: why.
+          mismatch: whether what is held is not what the request stands for; that fails it in any
+            case.
+        """
+        scheduler = self.schedulers[domain]
+        failed = scheduler.fetches.failed(ticket)
+        if failed is None:
+            return []
+        sequence, missing = failed
+        if not mismatch and self.fetch_policy.recomputes(missing):
+            return []
+        request_id = sequence.request.request_id
+        self._deadlines.pop(request_id, None)
+        text = f"the prompt's KV pages did not come: {error}"
+        return [
+            msgspec.structs.replace(output, error=text)
+            for output in scheduler.cancel(request_id, "error")
+        ]
 
     def tick(self) -> list[TokenOutput]:
         """Ends the requests whose deadline has passed; their last outputs."""
         outputs: list[TokenOutput] = []
+        if self.holds is not None:
+            self.holds.tick()
         now = self._clock()
         while self._by_deadline and self._by_deadline[0][0] <= now:
             deadline, request_id = heapq.heappop(self._by_deadline)
@@ -125,6 +245,8 @@ class Loop:
           idle_lanes: lanes whose next step may begin; asked for one by one, each after the plan of
             the lane before it was made.
         """
+        if (action := self._page_action()) is not None:
+            return action
         if sum(step.lane == self._ahead for step in self._in_flight) > 1:
             return Await(self._in_flight[0])
         steps = []
@@ -138,11 +260,16 @@ class Loop:
         self._note_admitted()
         if self._begun:
             return Enqueue(steps)
+        if (action := self._page_action()) is not None:
+            return action
         if self._in_flight:
             return Await(self._in_flight[0])
         while self._by_deadline and self._by_deadline[0][1] not in self._deadlines:
             heapq.heappop(self._by_deadline)
-        return Idle(self._by_deadline[0][0] if self._by_deadline else None)
+        deadlines = [self._by_deadline[0][0]] if self._by_deadline else []
+        if self.holds is not None and self.holds.next_deadline is not None:
+            deadlines.append(self.holds.next_deadline)
+        return Idle(min(deadlines, default=None))
 
     def enqueued(self, lane: int) -> ScheduledStep:
         """The lane's step has been enqueued to its end; returns it."""
@@ -165,6 +292,9 @@ class Loop:
         if self._deadlines:
             for sequence in outputs.ended:
                 self._deadlines.pop(sequence.request.request_id, None)
+        if self.holds is not None:
+            for sequence in outputs.ended:
+                self.holds.ended(sequence.request.request_id)
         return outputs
 
     def lost(self, lane: int) -> None:
@@ -180,6 +310,26 @@ class Loop:
         self._in_flight = deque(step for step in self._in_flight if step.lane != lane)
         for step in reversed(steps):
             self.schedulers[lane % len(self.schedulers)].lost(step.plan)
+
+    def _note_deadline(self, request: Request) -> None:
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+            heapq.heappush(self._by_deadline, (request.deadline, request.request_id))
+
+    def _page_action(self) -> Action | None:
+        """The next thing to do for a hand-off; pages that nobody waits for are left out."""
+        for domain, scheduler in enumerate(self.schedulers):
+            for order in scheduler.fetches.take_new():
+                self._page_actions.append(Fetch(domain, order))
+            for ticket in scheduler.fetches.take_dropped():
+                self._page_actions.append(DropFetch(domain, ticket))
+        while self._page_actions:
+            action = self._page_actions.popleft()
+            if not isinstance(action, ImportPages):
+                return action
+            if self.schedulers[action.domain].fetches.wanted(action.ticket):
+                return action
+        return None
 
     def _note_admitted(self) -> None:
         """Sequences that were admitted have waited until now."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.link.pages import PagesSource
 from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -161,6 +162,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
       arrival: seconds of `time.monotonic` at which it was submitted.
       deadline: at which it is given up; None: never.
       emitted: what was generated of it elsewhere, before it came here.
+      source: where a prefill worker holds its first tokens' KV entries; None: nowhere.
+      hold: whether its pages are held in the prefix cache once its prompt is computed.
     """
 
     request_id: str
@@ -171,6 +174,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     deadline: float | None = None
     emitted: list[int] = []
+    source: PagesSource | None = None
+    hold: bool = False
 
     @property
     def end_ids(self) -> frozenset[int]:

@@ -41,6 +41,7 @@ import numpy as np
 from jaxserve.engine import grammar_wait, integrity
 from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due, rank
 from jaxserve.engine.dp_group import DPGroup
+from jaxserve.engine.fetches import Fetches
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs, append_tokens
@@ -97,10 +98,10 @@ class Scheduler:
             raise ValueError(f"token_buckets {token_buckets} do not end at {token_budget}")
         if page_buckets[-1] * page_size < max_length:
             raise ValueError(f"page_buckets {page_buckets} do not cover {max_length} tokens")
-        self._page_size = page_size
+        self.page_size = page_size
+        self.max_waiting = max_waiting
         self._token_budget = token_budget
         self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets))
-        self._max_waiting = max_waiting
         self._prefill_tokens = prefill_tokens or token_budget
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self._lanes = [
@@ -122,7 +123,9 @@ class Scheduler:
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
-        self._queue = AdmissionQueue(self._groups, page_size)
+        self.fetches = Fetches(self._groups, self._lanes)
+        """Of sequences whose first pages a prefill worker holds."""
+        self._queue = AdmissionQueue(self._groups, page_size, self.fetches)
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._grammars = 0  # of them, those that have one
         self._end_ids: Counter[int] = Counter()  # of them: id -> how many it would end
@@ -131,8 +134,12 @@ class Scheduler:
         self._invalid_logits = 0
         self._preemptions = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, due_at: float | None = None) -> None:
         """Queues a request.
+
+        Args:
+          request: checked here.
+          due_at: seconds of the clock of its arrival; None: by arrival, deadline and priority.
 
         Raises:
           InvalidRequestError: it could never run; the message has the numbers.
@@ -141,9 +148,9 @@ class Scheduler:
         self._limits.check(request)
         if request.request_id in self._live:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
-        if self.num_waiting >= self._max_waiting:
+        if self.num_waiting >= self.max_waiting:
             raise OverloadedError(f"{self.num_waiting} requests wait already")
-        params, sequence = request.params, self._sequence(request)
+        params, sequence = request.params, self._sequence(request, due_at)
         if params.penalises or params.logit_bias or params.min_tokens or params.grammar is not None:
             sequence.rules = RequestRules(request)
         if params.grammar is not None:
@@ -245,6 +252,9 @@ class Scheduler:
             self._end(sequence)
         if self._publishes:
             self._publish(slots, step)
+        for sequence in outputs.ended:
+            if sequence.request.hold and sequence.generated:
+                self._groups[_group_of(sequence)].hold(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
         return outputs
@@ -269,6 +279,26 @@ class Scheduler:
                 self._preempt(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
+
+    def held(self, request_id: str) -> tuple[int, list[int]] | None:
+        """The DP group and the pages that are held for a request that has ended."""
+        for group in self._groups:
+            if (path := group.held.get(request_id)) is not None:
+                return group.index, [node.page_id for node in path]
+        return None
+
+    def let_go(self, request_id: str) -> None:
+        """Ends what `held` says."""
+        for group in self._groups:
+            if request_id in group.held:
+                group.let_go(request_id)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of the request's prompt that a prefix cache has now."""
+        salt, prompt = request.params.cache_salt, request.prompt
+        caches = [group.cache for group in self._groups if group.cache is not None]
+        found = [len(cache.match(salt, prompt, len(prompt) - 1)) for cache in caches]
+        return max(found, default=0) * self.page_size
 
     def take_admitted(self) -> list[Sequence]:
         """The sequences that were admitted for the first time since this was called last."""
@@ -344,17 +374,19 @@ class Scheduler:
             self._check_sequences()
         return True
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequence(self, request: Request, due_at: float | None = None) -> Sequence:
         return Sequence(
             request,
-            (due(request), self._requests_seen),
+            (due(request) if due_at is None else due_at, self._requests_seen),
             self._limits.max_generated(request),
             [*request.prompt, *request.emitted],
+            source=request.source,
             scores=None if request.params.prompt_logprobs is None else [None],
         )
 
     def _check_sequences(self) -> None:
         integrity.check_lanes(self._lanes, self._in_flight)
+        self.fetches.check_integrity()
         integrity.check_queue(self._lanes, self._queue.waiting, self._live.values())
 
     def _others_are_late(self, lane: int) -> bool:
@@ -435,6 +467,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
         """A sequence gets no further step, for the time being or for ever."""
+        self.fetches.drop(sequence)
         sequence.status = status
         if sequence.home is not None:
             self._groups[sequence.home.group].stop(sequence, status)

@@ -13,6 +13,7 @@ from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import Request
 from jaxserve.engine.rules import RequestRules
+from jaxserve.link.pages import PagesSource
 from jaxserve.roles.step_plan import NewSequence, RowOptions
 
 
@@ -32,7 +33,7 @@ class Sequence:
     |---|---|---|
     | waiting | no | queued for pages and a slot |
     | waiting | yes | preempted; leaves its slot when its steps in flight are complete |
-    | running | yes | gets steps |
+    | running | yes | gets steps, once the pages have come that a prefill worker holds for it |
     | ended | yes | reported to the caller; leaves its slot when its steps in flight are complete |
     | ended | no | forgotten |
     """
@@ -58,6 +59,10 @@ class Sequence:
     """Prompt tokens that were in the prefix cache when it was first admitted."""
     queue_seconds: float = 0.0
     """From its arrival to its first admission; the engine says."""
+    source: PagesSource | None = None
+    """Where a prefill worker holds its first pages; None: nowhere, or what was there has come."""
+    ticket: int | None = None
+    """Of its fetch, while it waits for pages from there."""
     scores: list[TokenLogprobs | None] | None = None
     """Log-probabilities of its prompt's tokens so far, where wanted and not yet reported."""
 

@@ -3,6 +3,8 @@
 Called by `serve --role attention`. It goes on while ffn workers are stopped and started again.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -42,9 +44,14 @@ class PullEnd:
 
 
 def open_attention(
-    deployment: Deployment, token: str, *, observer: Observer | None = None
+    deployment: Deployment,
+    token: str,
+    *,
+    observer: Observer | None = None,
+    prepare: Callable[[Engine], object] = lambda engine: None,
 ) -> tuple[Engine, PullClient]:
-    """A warm, running engine over the attention worker of this runtime.
+    """A warm, running engine over the attention worker of this runtime; `prepare` is called before
+    it is started.
 
     Raises:
       ConfigError: every ffn worker refuses this one, naming what differs.
@@ -57,6 +64,7 @@ def open_attention(
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=ends)
+    prepare(engine)
     engine.start()
     return engine, client
 

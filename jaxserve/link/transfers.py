@@ -29,14 +29,15 @@ class Transfers:
     Args:
       device: one of the worker's; its runtime moves the arrays.
       host: address of this host as the peer reaches it.
+      sockets: data sockets of the connection.
     """
 
-    def __init__(self, device: jax.Device, host: str):
+    def __init__(self, device: jax.Device, host: str, sockets: int = SOCKETS):
         anywhere = join_address(host, 0)
         self._server = transfer.start_transfer_server(
             device.client,
             anywhere,
-            [anywhere] * SOCKETS,
+            [anywhere] * sockets,
             max_num_parallel_copies=PARALLEL_COPIES,
             transfer_size=TRANSFER_BYTES,
         )
@@ -84,9 +85,7 @@ def new_uuid() -> int:
     return secrets.randbits(63)
 
 
-def refuse_several_processes() -> None:
+def refuse_several_processes(link: str = "link.transport pull") -> None:
     """Raises ConfigError in a runtime of several processes: one process a worker, for now."""
     if jax.process_count() > 1:
-        raise ConfigError(
-            f"link.transport pull: this worker has {jax.process_count()} processes, expected 1"
-        )
+        raise ConfigError(f"{link}: this worker has {jax.process_count()} processes, expected 1")

@@ -22,7 +22,7 @@ from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.page_transfer import PIECE_TOKENS, PageAccess, PageTransfer
+from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Finished,
@@ -159,10 +159,11 @@ class AttentionWorker:
 
     def page_access(
         self,
+        domain: int = 0,
         *,
         exports: bool,
         imports: Sequence[WireFormat] = (),
-        pieces: Sequence[int] = PIECE_TOKENS,
+        pieces: Sequence[int],
     ) -> PageAccess:
         """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
         transfer = PageTransfer(

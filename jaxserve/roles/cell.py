@@ -21,6 +21,7 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.ffn import FFNWorker, build_ffn
+from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.weights import LeafSource
@@ -110,6 +111,10 @@ class Cell:
             return None
         step = self._steps[self.at.lane]
         return (*self.at, -1 if step is None else step.number)
+
+    def page_access(self, domain: int = 0, **options: Any) -> PageAccess:
+        """The pages of an attention worker, for hand-offs; see `AttentionWorker.page_access`."""
+        return self._workers.attention[domain].page_access(domain, **options)
 
     def begin(self, step: Step) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`.

@@ -4,7 +4,8 @@ Shared by the programs that read the array and by those who fill it (`step_array
 no JAX.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,16 @@ class Bucket(msgspec.Struct, frozen=True):
     """Tokens a DP group, padding included."""
     pages: int
     """Pages a sequence, padding included."""
+
+
+class PageRun(NamedTuple):
+    """Where the KV entries of tokens in a row lie in the pages of a DP group."""
+
+    group: int
+    page_ids: Sequence[int]
+    """Of the group; the first one holds the first token."""
+    offset: int = 0
+    """Place of the first token in the first page."""
 
 
 class BatchLayout(msgspec.Struct, frozen=True):

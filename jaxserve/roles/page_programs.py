@@ -7,6 +7,7 @@ converts it where the two caches have different formats. Both run on the whole a
 DP group that is meant takes part with its pages, the others with none.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -79,6 +80,12 @@ class PagePrograms:
             rows = WireArray((self.layers, tokens), jnp.dtype(jnp.float32))
             values += [rows] * len(self.widths)
         return tuple(values)
+
+    @property
+    def token_bytes(self) -> int:
+        """That a token's entries take on the wire, all heads together."""
+        arrays = self.wire(1, self.format)
+        return self.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of the pages of all layers, as programs take them."""

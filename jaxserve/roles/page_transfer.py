@@ -7,7 +7,6 @@ that are donated to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +18,11 @@ from jaxserve.link.copy import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
 from jaxserve.roles.program import PIECES, ROWS, Program, TokenPrograms
 
-PIECE_TOKENS = (128, 1024)
-"""Tokens that cross together; a range is cut into pieces of these sizes."""
-
 Pages = Sequence[jax.Array]
-
-
-class PageRun(NamedTuple):
-    """Where tokens in a row lie in the pages of a DP group."""
-
-    group: int
-    page_ids: Sequence[int]
-    """Of the group; the first one holds the first token."""
-    offset: int = 0
-    """Place of the first token in the first page."""
-
-
-class Landing(NamedTuple):
-    """As what the wire arrays of a hand-off arrive: one array each, in the order of the wire."""
-
-    shapes: list[jax.ShapeDtypeStruct]
-    """With shardings: every KV head once, on a device that holds it."""
 
 
 class PageTransfer:
@@ -66,7 +46,7 @@ class PageTransfer:
         stacked: bool,
         exports: bool,
         imports: Sequence[WireFormat] = (),
-        pieces: Sequence[int] = PIECE_TOKENS,
+        pieces: Sequence[int],
     ):
         self.programs = PagePrograms(programs, stacked=stacked)
         size = self.programs.page_size
@@ -101,8 +81,7 @@ class PageTransfer:
             if key.name == "scatter":
                 landing = self.landing(0, key.tokens, key.cache_format)
                 arrived = [
-                    jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-                    for shape in landing.shapes
+                    jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in landing
                 ]
                 pages = self.scatter(pages, nothing, key.tokens, key.cache_format, arrived)
         jax.block_until_ready(pages)
@@ -131,8 +110,11 @@ class PageTransfer:
             found += [each[first + rank] for each in shards[index * kinds : (index + 1) * kinds]]
         return found
 
-    def landing(self, group: int, tokens: int, cache_format: WireFormat) -> Landing:
-        """As what a piece has to arrive for `scatter`."""
+    def landing(
+        self, group: int, tokens: int, cache_format: WireFormat
+    ) -> list[jax.ShapeDtypeStruct]:
+        """As what a piece has to arrive for `scatter`, with shardings: every KV head once, on a
+        device that holds it."""
         wire = self.programs.wire(tokens, cache_format)
         shapes = []
         for head in range(self.programs.kv_heads):
@@ -140,7 +122,7 @@ class PageTransfer:
             shapes += [
                 jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in wire
             ]
-        return Landing(shapes)
+        return shapes
 
     def scatter(
         self,

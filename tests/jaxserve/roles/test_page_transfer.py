@@ -15,7 +15,8 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.page_transfer import PageRun, PageTransfer
+from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_transfer import PageTransfer
 from tests.reference.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.unoptimised
@@ -88,10 +89,10 @@ def carry(source: Holder, run: PageRun, target: Holder, into: PageRun) -> None:
     transfer, cache_format = target.transfer, source.transfer.programs.format
     read = source.transfer.gather(source.pages, run, PIECE)
     landing = transfer.landing(into.group, PIECE, cache_format)
-    assert [(a.shape, a.dtype) for a in read] == [(s.shape, s.dtype) for s in landing.shapes]
+    assert [(a.shape, a.dtype) for a in read] == [(s.shape, s.dtype) for s in landing]
     arrived = [
         jax.device_put(np.asarray(array), shape.sharding)
-        for array, shape in zip(read, landing.shapes, strict=True)
+        for array, shape in zip(read, landing, strict=True)
     ]
     target.pages = list(transfer.scatter(target.pages, into, PIECE, cache_format, arrived))
 

@@ -1,0 +1,258 @@
+"""The engine's side of KV hand-offs: carries out what the loop decides about pages.
+
+On the engine's thread, between steps: pages are read into pieces and written from pieces that have
+arrived. The network is never waited for there: a pages server asks from its threads (`export`), a
+pages client tells on its own what has arrived, and both only post events to the loop. A prefill
+worker has a server, a decode worker a client for each of its domains.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from jaxserve.engine.fetches import FetchOrder
+from jaxserve.engine.holds import Hold, HoldLimits, Holds
+from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPages, Loop
+from jaxserve.engine.loop import Fetch as FetchAction
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError
+from jaxserve.link.pages import PagesSource, pages_digest
+from jaxserve.link.pages_client import FetchJob, PagesClient
+from jaxserve.link.pages_frames import Fetch
+from jaxserve.link.pages_server import ExportError, PagesServer, Piece
+from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_transfer import PageAccess
+
+logger = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
+"""Has something done on the engine's thread, which delivers what it returns."""
+
+OnHeld = Callable[[PagesSource | JaxserveError], None]
+"""Takes where the pages of a prompt are held, or why they are not; called once."""
+
+PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class PrefillEnd(NamedTuple):
+    """What makes an engine a prefill worker's."""
+
+    server: PagesServer
+    access: PageAccess
+    limits: HoldLimits
+
+
+class DecodeEnd(NamedTuple):
+    """What lets one domain fetch pages."""
+
+    client: PagesClient
+    access: PageAccess
+
+
+class Export(NamedTuple):
+    """Who wants pages to be read."""
+
+    fetch: Fetch
+    reply: "Future[Sequence[Piece]]"
+
+
+class HandOffs:
+    """Of one engine.
+
+    Args:
+      loop: the engine's; used on its thread alone.
+      post: see `Post`.
+    """
+
+    def __init__(self, loop: Loop, post: Post):
+        self._loop, self._post = loop, post
+        self.prefill: PrefillEnd | None = None
+        """None: no prompts are held here."""
+        self.domains: Sequence[DecodeEnd] = ()
+        """One a domain; empty: nothing is fetched."""
+        self._sources: dict[str, tuple[PagesClient, PagesSource]] = {}  # of open requests
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ set-up, before the start
+    def serve(self, end: PrefillEnd) -> None:
+        """Makes this a prefill worker's engine; the server is started by whoever made it."""
+        self.prefill = end
+        self._loop.holds = Holds(
+            self._loop.schedulers[0], end.limits, time.monotonic, lambda: secrets.token_hex(8)
+        )
+
+    def fetch_with(self, domains: Sequence[DecodeEnd], policy: FetchPolicy) -> None:
+        """Lets the domains fetch pages of prefill workers."""
+        self.domains, self._loop.fetch_policy = domains, policy
+
+    @property
+    def held(self) -> int:
+        """Prompts whose pages are held."""
+        return self._loop.holds.held if self._loop.holds is not None else 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._loop.schedulers[0].page_size
+
+    # ---------------------------------------------------------------- requests, from any thread
+    def keep(self, request: Request, domain: int = 0) -> None:
+        """A request with a source was submitted: its lease is kept until its first output."""
+        source = request.source
+        if source is None or not source.tokens:
+            return
+        if domain >= len(self.domains):
+            raise InvalidRequestError("source", "this engine has no link to prefill workers")
+        tokens = len(request.prompt) + len(request.emitted)
+        if source.tokens > tokens:
+            raise InvalidRequestError(
+                "source", f"{source.tokens} tokens are held of a request of {tokens}"
+            )
+        client = self.domains[domain].client
+        with self._lock:
+            self._sources[request.request_id] = client, source
+        client.keep(source)
+
+    def forget(self, request_id: str) -> None:
+        """The request has its first output, or its end: what is held for it is not wanted."""
+        if not self._sources:
+            return
+        with self._lock:
+            client, source = self._sources.pop(request_id, (None, None))
+        if client is not None and source is not None:
+            client.release(source)
+
+    def whole_pages(self, prompt: Sequence[int]) -> list[int]:
+        """The tokens of a prompt whose entries are held: the last one is always fed elsewhere."""
+        size = self.page_size
+        return list(prompt[: (len(prompt) - 1) // size * size])
+
+    def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
+        """What becomes of a prompt's outputs: its last one says whether it is held."""
+
+        def on_output(output: TokenOutput) -> None:
+            if output.finish_reason is None:
+                return
+            hold = self._loop.holds.of_request(request.request_id) if self._loop.holds else None
+            if output.finish_reason == "length" and hold is not None:
+                on_held(self._source(hold))
+                return
+            text = output.error or "the prefill was cancelled, or its deadline passed"
+            on_held(EngineFailedError(text))
+
+        return on_output
+
+    def _source(self, hold: Hold) -> PagesSource:
+        assert self.prefill is not None
+        server = self.prefill.server
+        hold.digest = pages_digest(hold.request.prompt, server.hello.digest, server.cache_format)
+        return PagesSource(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch)
+
+    # -------------------------------------------------- what the server asks for, on its threads
+    def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:
+        """Has a range of held pages read (`pages_server.Holder`)."""
+
+        def ask() -> list[TokenOutput]:
+            try:
+                holds = self._loop.holds
+                hold = holds.of_hand_off(fetch.hand_off) if holds is not None else None
+                if hold is None:
+                    raise ExportError("the lease is unknown here, or is over")
+                if hold.digest != fetch.digest:
+                    raise ExportError(
+                        f"digest {fetch.digest} was asked for, {hold.digest} is held",
+                        mismatch=True,
+                    )
+                job = Export(fetch, reply)
+                self._loop.export(fetch.hand_off, fetch.start, fetch.stop, job)
+            except (ExportError, ValueError) as error:
+                mismatch = getattr(error, "mismatch", True)
+                reply.set_exception(ExportError(str(error), mismatch=mismatch))
+            return []
+
+        self._post(ask)
+
+    def renew(self, hand_offs: Sequence[str]) -> None:
+        """Begins leases anew (`pages_server.Holder`)."""
+
+        def renew() -> list[TokenOutput]:
+            for hand_off in hand_offs:
+                if self._loop.holds is not None:
+                    self._loop.holds.renew(hand_off)
+            return []
+
+        self._post(renew)
+
+    def release_hand_off(self, hand_off: str) -> None:
+        """Ends a lease (`pages_server.Holder`)."""
+
+        def release() -> list[TokenOutput]:
+            if self._loop.holds is not None:
+                self._loop.holds.release(hand_off)
+            return []
+
+        self._post(release)
+
+    # ----------------------------------------------------- the loop's actions, engine's thread
+    def carry_out(self, action: FetchAction | DropFetch | ImportPages | ExportPages) -> None:
+        """Does what the loop has decided; never waits."""
+        match action:
+            case FetchAction(domain, order):
+                self._fetch(domain, order)
+            case DropFetch(domain, ticket):
+                self.domains[domain].client.cancel((domain, ticket))
+            case ImportPages(domain, ticket, run, tokens, piece):
+                access = self.domains[domain].access
+                access.write(run, piece.tokens, piece.cache_format, piece.arrays)
+                self._loop.imported(domain, ticket, tokens)
+            case ExportPages(run, start, _, Export(fetch, reply)):
+                reply.set_result([*self._read(run, start, fetch)])
+
+    def close(self) -> None:
+        """Ends the links."""
+        if self.prefill is not None:
+            self.prefill.server.close()
+        for end in self.domains:
+            end.client.close()
+
+    def _fetch(self, domain: int, order: FetchOrder) -> None:
+        loop, ticket = self._loop, order.ticket
+
+        def arrived(first: int, tokens: int, piece: object) -> None:
+            def tell() -> list[TokenOutput]:
+                loop.arrived(domain, ticket, first, tokens, piece)
+                return []
+
+            self._post(tell)
+
+        def failed(text: str, mismatch: bool) -> None:
+            self._post(lambda: loop.fetch_failed(domain, ticket, text, mismatch=mismatch))
+
+        source = order.source
+        job = FetchJob(
+            (domain, ticket),
+            source,
+            order.token_ids,
+            order.start,
+            order.stop,
+            order.group,
+            on_piece=arrived,
+            on_failure=failed,
+        )
+        self.domains[domain].client.fetch(job)
+
+    def _read(self, run: PageRun, start: int, fetch: Fetch) -> Iterable[Piece]:
+        """The pieces of a range, being computed."""
+        assert self.prefill is not None
+        access = self.prefill.access
+        size, done = self.page_size, run.offset
+        for tokens in fetch.pieces:
+            pages = access.transfer.programs.gather_pages(tokens)
+            first = done // size
+            part = PageRun(run.group, run.page_ids[first : first + pages], done % size)
+            yield access.read(part, tokens)
+            done += tokens

@@ -1,0 +1,162 @@
+"""Gives an engine its end of the pages link: a prefill worker its server, a domain its client.
+
+Called between the making of an engine and its start. The two ends refuse each other unless they
+have the same model and cut ranges into the same pieces; tp, page size, cache format and mode may
+differ.
+"""
+
+import math
+from typing import cast
+
+import jax
+
+from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.hand_off import DecodeEnd, PrefillEnd
+from jaxserve.engine.holds import HoldLimits
+from jaxserve.engine.loop import FetchPolicy
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.membership import deployment_facts
+from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines
+from jaxserve.link.hello import Hello, make_hello
+from jaxserve.link.pages_client import PagesClient
+from jaxserve.link.pages_connection import Landing
+from jaxserve.link.pages_server import PagesServer
+from jaxserve.link.transfers import refuse_several_processes
+from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+
+HELD_SHARE = 0.75
+"""Part of a prefill worker's pages that running and held prompts may take together."""
+PIECE_TOKENS = (128, 1024)
+"""Tokens that cross together, where the page sizes divide them."""
+
+
+def serve_pages(
+    engine: Engine,
+    token: str,
+    address: str = "127.0.0.1:0",
+    *,
+    pieces: tuple[int, ...] = (),
+    deadlines: Deadlines = DEFAULT_DEADLINES,
+) -> PagesServer:
+    """Makes an engine that of a prefill worker; it is not started yet.
+
+    Args:
+      token: the secret of the deployment.
+      address: to listen on; port 0 takes a free one.
+      pieces: tokens that cross together, ascending; empty: `PIECE_TOKENS`.
+
+    Raises:
+      ConfigError: no prefix cache, several processes, or an address that cannot be listened on.
+    """
+    deployment = engine.deployment
+    _check(deployment)
+    pieces = pieces or piece_tokens(deployment)
+    access: PageAccess = engine.driver.page_access(exports=True, pieces=pieces)
+    limits = HoldLimits(
+        requests=deployment.pages.held,
+        pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
+        lease_seconds=deployment.pages.lease_seconds,
+        quadratic_tokens=deployment.prefill.quadratic_tokens,
+    )
+    transfer = access.transfer
+    server = PagesServer(
+        address,
+        pages_hello(deployment, transfer, "prefill"),
+        token,
+        engine.hand_offs,
+        cache_format=transfer.programs.format,
+        device=_device(transfer),
+        token_bytes=transfer.programs.token_bytes,
+        sockets=deployment.pages.streams,
+        deadlines=deadlines,
+    )
+    engine.hand_offs.serve(PrefillEnd(server, access, limits))
+    server.start()
+    return server
+
+
+def fetch_pages(
+    engine: Engine,
+    token: str,
+    *,
+    pieces: tuple[int, ...] = (),
+    deadlines: Deadlines = DEFAULT_DEADLINES,
+) -> list[PagesClient]:
+    """Lets an engine's domains fetch pages of prefill workers; the engine is not started yet.
+
+    Args: as of `serve_pages`.
+
+    Returns:
+      a client a domain.
+
+    Raises:
+      ConfigError: no prefix cache, several processes, or a page size that does not divide pieces.
+    """
+    deployment = engine.deployment
+    _check(deployment)
+    pieces = pieces or piece_tokens(deployment)
+    formats = {deployment.cache_format: None}
+    if deployment.prefill.workers:
+        formats[deployment_of(deployment, "prefill").cache_format] = None
+    ends = []
+    policy = FetchPolicy(
+        recompute=deployment.pages.on_failure == "recompute",
+        most=deployment.pages.recompute_tokens,
+    )
+    for domain in range(engine.domains):
+        access: PageAccess = engine.driver.page_access(
+            domain, exports=False, imports=[*formats], pieces=pieces
+        )
+        transfer = access.transfer
+        client = PagesClient(
+            pages_hello(deployment, transfer, "decode"),
+            token,
+            device=_device(transfer),
+            landing=cast(Landing, transfer),
+            lease_seconds=deployment.pages.lease_seconds,
+            sockets=deployment.pages.streams,
+            deadlines=deadlines,
+        )
+        ends.append(DecodeEnd(client, access))
+    engine.hand_offs.fetch_with(ends, policy)
+    return [end.client for end in ends]
+
+
+def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> Hello:
+    """What an end of the pages link says of itself."""
+    programs = transfer.programs
+    facts = {
+        "model": deployment_facts(deployment)["model"],
+        "layers": str(programs.layers),
+        "kv_heads": str(programs.kv_heads),
+        "widths": str(list(programs.widths)),
+        "pieces": str(list(transfer.pieces)),
+    }
+    versions = {
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "cache.format": programs.format,
+        "cache.page_size": str(programs.page_size),
+        "attention.tp": str(programs.tp),
+    }
+    return make_hello(role, facts, versions=versions)
+
+
+def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
+    """Tokens that cross together: `PIECE_TOKENS`, or multiples that both page sizes divide."""
+    sizes = [deployment.cache.page_size]
+    if deployment.prefill.workers:
+        sizes.append(deployment_of(deployment, "prefill").cache.page_size)
+    unit = math.lcm(*sizes)
+    return tuple(sorted({-(-tokens // unit) * unit for tokens in PIECE_TOKENS}))
+
+
+def _check(deployment: Deployment) -> None:
+    refuse_several_processes("pages link")
+    if not deployment.cache.prefix:
+        raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
+
+
+def _device(transfer: PageTransfer) -> jax.Device:
+    return transfer.programs.mesh.devices.flat[0]

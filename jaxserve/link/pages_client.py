@@ -1,0 +1,403 @@
+"""The decode worker's end of a pages link: fetches held pages from prefill workers.
+
+The engine's thread hands fetches in and gets their pieces back on threads of this module; nothing
+that it calls waits. For every prefill worker there are a few streams, each a thread with a
+connection of its own (`pages_connection.py`), which it keeps from fetch to fetch. While a request
+waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost goes on
+once over a new one; after that its request is told. `pages_server.py` is the other end. Knows
+nothing of requests and pages.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
+from jaxserve.link.hello import Hello
+from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages_connection import Connection, FetchError, Landing
+from jaxserve.link.peer import Refusal
+from jaxserve.link.transfers import refuse_several_processes
+
+logger = logging.getLogger(__name__)
+
+STREAMS = 2
+"""Fetches from one prefill worker at a time."""
+IDLE_SECONDS = 60.0
+"""After which a stream that nobody needs closes its connection and ends."""
+ATTEMPTS = 2
+"""Connections over which a fetch is tried."""
+
+
+class FetchedPiece(msgspec.Struct, frozen=True):
+    """What has arrived: as `Landing` asked for it, complete and without error."""
+
+    tokens: int
+    """Of the piece, padding included."""
+    cache_format: str
+    arrays: list[jax.Array]
+
+
+@dataclass(eq=False)
+class FetchJob:
+    """One fetch.
+
+    Attributes:
+      key: names it for `cancel`.
+      source: of the pages.
+      token_ids: all that the source says it holds, to be compared.
+      start, stop: the tokens that are wanted.
+      group: DP group for which they land.
+      on_piece: takes the first token of a piece, how many it has (without padding) and the piece.
+      on_failure: takes why the rest does not come, and whether that is because the source holds
+        something else. After the last piece, or after it, nothing is called any more.
+    """
+
+    key: Hashable
+    source: PagesSource
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+    group: int
+    on_piece: Callable[[int, int, FetchedPiece], None]
+    on_failure: Callable[[str, bool], None]
+    cancelled: bool = False
+    attempts: int = 0
+    queued: float = field(default_factory=time.monotonic)
+
+
+class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pages client has done since it was opened, and has in hand.
+
+    Attributes:
+      transfers: fetches that came whole.
+      bytes: that came, padding included.
+      failures: fetches that did not come whole, those cancelled not counted.
+      queued: fetches that have not ended.
+      wait_seconds: from the order to the last piece, summed over `transfers`.
+      connections: open now.
+    """
+
+    transfers: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queued: int = 0
+    wait_seconds: float = 0.0
+    connections: int = 0
+
+
+class PagesClient:
+    """Fetches from any number of prefill workers.
+
+    Args:
+      hello: what this worker is; prefill workers that differ are refused.
+      token: the secret of the deployment.
+      device: one of the worker's.
+      landing: where pieces are to arrive.
+      lease_seconds: of the prefill workers; leases are renewed every third of it.
+      sockets: data sockets a connection.
+      deadlines: of every wait.
+
+    Raises:
+      ConfigError: a runtime of several processes.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        token: str,
+        *,
+        device: jax.Device,
+        landing: Landing,
+        lease_seconds: float = 30.0,
+        sockets: int = 1,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        refuse_several_processes("pages link")
+        self.lease_seconds, self.landing, self.deadlines = lease_seconds, landing, deadlines
+        self._hello, self._token, self._device, self._sockets = hello, token, device, sockets
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._jobs: dict[Hashable, FetchJob] = {}
+        self._transfers = self._bytes = self._failures = 0
+        self._wait_seconds = 0.0
+        self._closed = False
+
+    def keep(self, source: PagesSource) -> None:
+        """Connects to the prefill worker and renews the lease until `release`."""
+        with self._lock:
+            if not self._closed:
+                self._peer(source.address).keep(source.hand_off)
+
+    def release(self, source: PagesSource) -> None:
+        """The lease is not wanted any more."""
+        with self._lock:
+            if not self._closed:
+                self._peer(source.address).release(source.hand_off)
+
+    def fetch(self, job: FetchJob) -> None:
+        """Queues a fetch; one of its callbacks says how it went on."""
+        with self._lock:
+            if not self._closed:
+                self._jobs[job.key] = job
+                self._peer(job.source.address).put(job)
+                return
+        job.on_failure("the pages link was closed", False)
+
+    def cancel(self, key: Hashable) -> None:
+        """Nobody wants a fetch any more; nothing of it is called back after what is under way."""
+        with self._lock:
+            job = self._jobs.pop(key, None)
+        if job is not None:
+            job.cancelled = True
+
+    @property
+    def counters(self) -> FetchCounters:
+        """What it has done so far; from any thread."""
+        with self._lock:
+            return FetchCounters(
+                transfers=self._transfers,
+                bytes=self._bytes,
+                failures=self._failures,
+                queued=len(self._jobs),
+                wait_seconds=self._wait_seconds,
+                connections=sum(peer.connections for peer in self._peers.values()),
+            )
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections and threads; fetches under way fail."""
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
+        end = time.monotonic() + seconds
+        for peer in peers:
+            peer.join(max(0.0, end - time.monotonic()))
+
+    def connect(self, address: str, peer: "_Peer") -> Connection:
+        """A connection that is up; for streams. Raises as `Connection.open`."""
+        return Connection.open(
+            address,
+            self._hello,
+            self._token,
+            device=self._device,
+            sockets=self._sockets,
+            deadlines=self.deadlines,
+            on_tick=peer.tick,
+        )
+
+    def arrived(self, job: FetchJob, size: int) -> None:
+        """Counts a piece."""
+        with self._lock:
+            self._bytes += size
+
+    def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
+        """Counts the end of a fetch and tells of a failure."""
+        with self._lock:
+            wanted = self._jobs.pop(job.key, None) is job
+            if wanted and failure is None:
+                self._transfers += 1
+                self._wait_seconds += time.monotonic() - job.queued
+            elif wanted:
+                self._failures += 1
+        if wanted and failure is not None:
+            logger.warning("pages of %s: %s", job.source.address, failure[0])
+            job.on_failure(*failure)
+
+    def _peer(self, address: str) -> "_Peer":
+        peer = self._peers.get(address)
+        if peer is None or not peer.alive:
+            peer = self._peers[address] = _Peer(self, address)
+            for known, other in list(self._peers.items()):
+                if not other.alive:
+                    del self._peers[known]
+        return peer
+
+
+class _Peer:
+    """One prefill worker: its queue, its leases and its streams."""
+
+    def __init__(self, client: PagesClient, address: str):
+        self._client, self._address = client, address
+        self._changed = threading.Condition()
+        self._queue: deque[FetchJob] = deque()
+        self._kept: set[str] = set()
+        self._released: deque[str] = deque()
+        self._streams: list[threading.Thread] = []
+        self._connections: set[Connection] = set()
+        self._idle = 0
+        self._renewed = time.monotonic()
+        self._closing = False
+        self._last = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is in use; otherwise nothing of it is left."""
+        with self._changed:
+            used = self._queue or self._kept or self._streams
+            return bool(used) or time.monotonic() - self._last < IDLE_SECONDS
+
+    @property
+    def connections(self) -> int:
+        """Open now."""
+        return len(self._connections)
+
+    def keep(self, hand_off: str) -> None:
+        """Renews a lease from now on."""
+        with self._changed:
+            self._kept.add(hand_off)
+            self._used()
+
+    def release(self, hand_off: str) -> None:
+        """Says as soon as possible that a lease is over."""
+        with self._changed:
+            self._kept.discard(hand_off)
+            self._released.append(hand_off)
+            self._used()
+
+    def put(self, job: FetchJob) -> None:
+        """Queues a fetch."""
+        with self._changed:
+            self._queue.append(job)
+            self._used()
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for connection in list(self._connections):
+            connection.fail("closed here")
+
+    def join(self, seconds: float) -> None:
+        """Waits for the threads."""
+        end = time.monotonic() + seconds
+        for stream in list(self._streams):
+            stream.join(max(0.0, end - time.monotonic()))
+
+    def tick(self, connection: Connection) -> None:
+        """Sends what is due over a connection; on its reader's thread."""
+        with self._changed:
+            released = [*self._released]
+            self._released.clear()
+            due = time.monotonic() - self._renewed > self._client.lease_seconds / 3
+            kept = sorted(self._kept) if due else []
+            if due:
+                self._renewed = time.monotonic()
+        for hand_off in released:
+            connection.release(hand_off)
+        if kept:
+            connection.renew(kept)
+
+    def _used(self) -> None:
+        """Something is to be done: by a stream that waits, or by a new one."""
+        self._last = time.monotonic()
+        if not self._streams or (not self._idle and len(self._streams) < STREAMS):
+            thread = threading.Thread(
+                target=self._stream, name=f"pages of {self._address}", daemon=True
+            )
+            self._streams.append(thread)
+            thread.start()
+        self._changed.notify()
+
+    def _stream(self) -> None:
+        """Serves fetches, one at a time, over one connection after the other."""
+        connection: Connection | None = None
+        try:
+            while self._wait():
+                connection = self._live(connection)
+        finally:
+            self._drop(connection)
+            with self._changed:
+                self._streams.remove(threading.current_thread())
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False at the end."""
+        with self._changed:
+            self._idle += 1
+            try:
+                while not self._closing:
+                    connected = any(each.failure is None for each in self._connections)
+                    if self._queue or (self._kept and not connected):
+                        return True
+                    if time.monotonic() - self._last > IDLE_SECONDS and not self._kept:
+                        return False
+                    self._changed.wait(1.0)
+                return bool(self._queue)
+            finally:
+                self._idle -= 1
+
+    def _live(self, connection: Connection | None) -> Connection | None:
+        """Serves the next fetch, if there is one; the connection to go on with."""
+        with self._changed:
+            job = self._queue.popleft() if self._queue else None
+            self._last = time.monotonic()
+        if job is not None and job.cancelled:
+            return connection
+        try:
+            if self._closing:
+                raise FetchError("the pages link was closed")
+            if connection is None or connection.failure is not None:
+                self._drop(connection)
+                connection = None
+                connection = self._client.connect(self._address, self)
+                self._connections.add(connection)
+            if job is not None:
+                self._serve(connection, job)
+                self._client.ended(job, None)
+        except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
+            mismatch = isinstance(error, Refusal) or getattr(error, "mismatch", False)
+            self._failed(job, str(error), mismatch)
+        except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
+            text = str(error) or type(error).__name__
+            if connection is not None:
+                connection.fail(text)
+                text = connection.failure or text
+            self._lost(job, f"{self._address}: {text}", connection is not None)
+        except Exception as error:  # A defect; but without this thread nobody would notice.
+            logger.exception("pages of %s", self._address)
+            self._failed(job, f"{type(error).__name__}: {error}", False)
+        return connection
+
+    def _serve(self, connection: Connection, job: FetchJob) -> None:
+        """Fetches what is missing of a job, piece by piece."""
+        job.attempts += 1
+        landing = self._client.landing
+        pieces = connection.fetch(
+            job.source, job.token_ids, job.start, job.stop, job.group, landing,
+            lambda: job.cancelled,
+        )  # fmt: skip
+        for first, tokens, size, arrays in pieces:
+            job.start = first + tokens
+            nbytes = sum(array.nbytes for array in arrays)
+            self._client.arrived(job, nbytes)
+            if not job.cancelled:
+                job.on_piece(first, tokens, FetchedPiece(size, connection.cache_format, arrays))
+
+    def _lost(self, job: FetchJob | None, text: str, connected: bool) -> None:
+        """The connection of a fetch was lost; it goes on over another one, once."""
+        if job is not None and connected and job.attempts < ATTEMPTS and not self._closing:
+            with self._changed:
+                self._queue.appendleft(job)
+            return
+        self._failed(job, text, False)
+
+    def _failed(self, job: FetchJob | None, text: str, mismatch: bool) -> None:
+        if job is not None:
+            self._client.ended(job, (text, mismatch))
+        else:  # It was only to connect: whoever fetches will be told.
+            with self._changed:
+                self._kept.clear()
+
+    def _drop(self, connection: Connection | None) -> None:
+        if connection is not None:
+            connection.close()
+            self._connections.discard(connection)

@@ -1,0 +1,417 @@
+"""The prefill worker's end of a pages link: hands out pages that its engine holds.
+
+Decode workers connect, ask for token ranges of leases and pull them. For each there are two
+threads: one reads frames, so that a decode worker hears an echo and renews its leases while the
+other waits for the engine and for room. What is registered to be pulled is a copy of pages in the
+wire form; its bytes are bounded over all connections, and are free again when the pieces are taken
+or the connection ends. `pages_client.py` is the other end. Knows nothing of requests and pages.
+"""
+
+import contextlib
+import functools
+import logging
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import jax
+import msgspec
+
+from jaxserve.clock import AwakeClock
+from jaxserve.link.channel import (
+    DEFAULT_DEADLINES,
+    AuthenticationError,
+    Channel,
+    Deadlines,
+    accept,
+    cut_off,
+    join_address,
+    listen,
+)
+from jaxserve.link.frames import Echo, Refused
+from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.pages_frames import (
+    Failed,
+    Fetch,
+    Join,
+    Ready,
+    Release,
+    Renew,
+    Taken,
+    Welcome,
+    decode_from_decode,
+    encode,
+)
+from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS
+from jaxserve.link.transfers import Transfers, new_uuid, refuse_several_processes
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 256
+REGISTERED_BYTES = 1 << 30
+"""Of pieces that wait to be pulled, over all connections; one fetch always may."""
+
+Piece = Sequence[jax.Array]
+"""The wire arrays of a piece, each on one device."""
+
+
+class ExportError(Exception):
+    """Held pages cannot be handed out.
+
+    Args:
+      text: why.
+      mismatch: whether the lease is of something else than what was asked for.
+    """
+
+    def __init__(self, text: str, *, mismatch: bool = False):
+        super().__init__(text)
+        self.mismatch = mismatch
+
+
+class Holder(Protocol):
+    """Who holds the pages: the engine. Called by any thread; none of these waits."""
+
+    def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:
+        """Reads a range in pieces; the future gets them, computed or not, or an ExportError."""
+        ...
+
+    def renew(self, hand_offs: Sequence[str]) -> None:
+        """These leases begin anew."""
+        ...
+
+    def release_hand_off(self, hand_off: str) -> None:
+        """This lease is over."""
+        ...
+
+
+class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pages server has done since it was started, and has in hand.
+
+    Attributes:
+      transfers: fetches whose pieces were taken.
+      bytes: of them, padding included.
+      failures: fetches that were refused or lost.
+      queued: fetches that wait for the engine or for room.
+      registered_bytes: of pieces that wait to be pulled.
+      connections: open now.
+    """
+
+    transfers: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queued: int = 0
+    registered_bytes: int = 0
+    connections: int = 0
+
+
+class PagesServer:
+    """Serves any number of decode workers.
+
+    Args:
+      address: to listen on; port 0 takes a free one.
+      hello: what this worker is; decode workers that differ are refused.
+      token: the secret of the deployment.
+      holder: of the pages.
+      cache_format: of the pages, as they cross.
+      device: one of the worker's.
+      token_bytes: that a token's entries take on the wire.
+      sockets: data sockets a connection.
+      registered_bytes: most bytes that wait to be pulled.
+      deadlines: of every wait.
+
+    Raises:
+      ConfigError: a runtime of several processes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        holder: Holder,
+        *,
+        cache_format: str,
+        device: jax.Device,
+        token_bytes: int,
+        sockets: int = 1,
+        registered_bytes: int = REGISTERED_BYTES,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        refuse_several_processes("pages link")
+        self.hello, self.cache_format, self.holder = hello, cache_format, holder
+        self.device, self.sockets, self.deadlines = device, sockets, deadlines
+        self.epoch = secrets.randbits(63)
+        """Of this server's life: leases of another one are over."""
+        self.address = ""
+        """Once it is started."""
+        self.room = _Room(registered_bytes)
+        self._address, self._token = address, token
+        self._token_bytes = token_bytes
+        self._counting = threading.Lock()
+        self._transfers = self._bytes = self._failures = 0
+        self._queued = 0
+        self._socket: socket.socket | None = None
+        self._pullers: set[_Puller] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="pages server", daemon=True)
+
+    def start(self) -> str:
+        """Begins to serve and returns the address; raises ConfigError as `listen` does."""
+        self._socket = listen(self._address, self._token)
+        self.address = join_address(*self._socket.getsockname()[:2])
+        self._thread.start()
+        return self.address
+
+    @property
+    def counters(self) -> ExportCounters:
+        """What it has done so far; from any thread."""
+        return ExportCounters(
+            transfers=self._transfers,
+            bytes=self._bytes,
+            failures=self._failures,
+            queued=self._queued,
+            registered_bytes=self.room.taken,
+            connections=len(self._pullers),
+        )
+
+    def piece_bytes(self, pieces: Sequence[int]) -> int:
+        """That pieces of so many tokens take."""
+        return self._token_bytes * sum(pieces)
+
+    def count(
+        self, *, transfers: int = 0, size: int = 0, failures: int = 0, queued: int = 0
+    ) -> None:
+        """Adds to the counters."""
+        with self._counting:
+            self._transfers += transfers
+            self._bytes += size
+            self._failures += failures
+            self._queued += queued
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections."""
+        self._closing = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(seconds)
+            self._socket.close()
+        for puller in list(self._pullers):
+            puller.fail("the prefill worker ends")
+        for puller in list(self._pullers):
+            puller.thread.join(seconds)
+
+    def forget(self, puller: "_Puller") -> None:
+        """The connection's threads have ended."""
+        self._pullers.discard(puller)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        while not self._closing:
+            try:
+                sock, address = self._socket.accept()
+            except OSError as error:
+                if not self._closing:
+                    logger.warning("pages: a connection could not be accepted: %s", error)
+                    threading.Event().wait(TICK_SECONDS)
+                continue
+            if len(self._pullers) >= MOST_CONNECTIONS:
+                logger.warning("pages: %s turned away: %d connections", address, MOST_CONNECTIONS)
+                sock.close()
+                continue
+            puller = _Puller(self, sock, self._token)
+            self._pullers.add(puller)
+            puller.thread.start()
+
+
+class _Room:
+    """Bytes that may be taken, first come first served."""
+
+    def __init__(self, most: int):
+        self.taken = 0
+        self._most = most
+        self._changed = threading.Condition()
+
+    def take(self, size: int, given_up: Callable[[], bool]) -> bool:
+        """Waits until there is room for so many bytes, or nothing else is taken; False if
+        `given_up` meanwhile."""
+        with self._changed:
+            while self.taken and self.taken + size > self._most:
+                if given_up():
+                    return False
+                self._changed.wait(TICK_SECONDS)
+            self.taken += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """The bytes are free again."""
+        with self._changed:
+            self.taken -= size
+            self._changed.notify_all()
+
+
+class _Puller:
+    """One connected decode worker."""
+
+    def __init__(self, server: PagesServer, sock: socket.socket, token: str):
+        self.failure: str | None = None
+        self.thread = threading.Thread(target=self._live, name="pages reader", daemon=True)
+        self._server, self._sock, self._token = server, sock, token
+        self._failing = threading.Lock()
+        self._channel: Channel | None = None
+        self._transfers: Transfers | None = None
+        self._wanted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._registered: dict[int, int] = {}  # number of a fetch → bytes
+
+    def fail(self, reason: str) -> None:
+        """Gives the connection up; the first reason counts."""
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = reason
+        if self._transfers is not None:
+            self._transfers.cancel()
+        if self._channel is not None:
+            self._channel.shutdown()
+
+    def _live(self) -> None:
+        """From the accepted socket to the connection's loss."""
+        worker = None
+        deadlines = self._server.deadlines
+        try:
+            self._channel = channel = accept(self._sock, self._token, deadlines.handshake)
+            with cut_off(
+                functools.partial(self.fail, "the handshake was late"), deadlines.handshake
+            ):
+                if not self._welcome(channel):
+                    return
+            worker = threading.Thread(target=self._work, name="pages worker", daemon=True)
+            worker.start()
+            self._read(channel)
+        except AuthenticationError:
+            logger.warning("pages: refused a worker with another token")
+        except (EOFError, OSError) as error:
+            self.fail(f"the connection closed ({error or 'end of file'})")
+        except (RuntimeError, msgspec.DecodeError) as error:
+            self.fail(str(error))
+        finally:
+            self.fail("closed here")
+            if worker is not None:
+                self._wanted.put(None)
+                worker.join()
+                logger.info("pages: a decode worker has left: %s", self.failure)
+            for number in list(self._registered):
+                self._taken(number, lost=True)
+            self._transfers = None
+            if self._channel is not None:
+                self._channel.close()
+            self._server.forget(self)
+
+    def _welcome(self, channel: Channel) -> bool:
+        """Takes the decode worker in, or tells it why not."""
+        frame = decode_from_decode(channel.receive())
+        if not isinstance(frame, Join):
+            channel.send(encode(Refused(f"unexpected {type(frame).__name__} instead of a join")))
+            return False
+        server = self._server
+        if reason := refusal(server.hello, frame.hello):
+            logger.warning("pages: refused %s: %s", channel.peer, reason)
+            channel.send(encode(Refused(reason)))
+            return False
+        self._transfers = Transfers(server.device, channel.local_host, sockets=server.sockets)
+        self._transfers.connect(frame.transfer_address)
+        channel.send(encode(Welcome(server.hello, self._transfers.address, server.cache_format)))
+        logger.info("pages: %s joins from %s", frame.hello.worker, channel.peer)
+        return True
+
+    def _read(self, channel: Channel) -> None:
+        clock = AwakeClock(LONGEST_TICK_SECONDS)
+        heard = clock.now
+        while self.failure is None:
+            if not channel.wait(TICK_SECONDS):
+                silent = clock.tick() - heard
+                if silent > self._server.deadlines.down:
+                    self.fail(f"silent for {silent:.1f} s")
+                continue
+            frame = decode_from_decode(channel.receive())
+            heard = clock.tick()
+            match frame:
+                case Fetch():
+                    self._server.count(queued=1)
+                    self._wanted.put(frame)
+                case Taken(number=number):
+                    self._taken(number)
+                case Renew(hand_offs=hand_offs):
+                    self._server.holder.renew(hand_offs)
+                case Release(hand_off=hand_off):
+                    self._server.holder.release_hand_off(hand_off)
+                case Echo():
+                    channel.send(encode(frame))
+                case Join():
+                    self.fail("joined twice")
+
+    def _work(self) -> None:
+        """Serves fetches in their order."""
+        while (fetch := self._wanted.get()) is not None:
+            try:
+                if self.failure is None:
+                    self._serve(fetch)
+            except ExportError as error:
+                self._server.count(failures=1)
+                self._send(Failed(fetch.number, str(error), error.mismatch))
+            except Exception as error:
+                logger.exception("pages: fetch of %s", fetch.hand_off)
+                self.fail(f"{type(error).__name__}: {error}")
+            finally:
+                self._server.count(queued=-1)
+
+    def _serve(self, fetch: Fetch) -> None:
+        server, transfers = self._server, self._transfers
+        assert transfers is not None
+        if fetch.epoch != server.epoch:
+            raise ExportError("the lease is of an earlier life of this prefill worker")
+        size = server.piece_bytes(fetch.pieces)
+        if not server.room.take(size, lambda: self.failure is not None):
+            return
+        self._registered[fetch.number] = size
+        try:
+            pieces = self._exported(fetch)
+        except ExportError:
+            self._taken(fetch.number, lost=True)
+            raise
+        uuids = []
+        for piece in pieces:
+            uuids.append(new_uuid())
+            transfers.register(uuids[-1], piece)
+        self._send(Ready(fetch.number, uuids))
+
+    def _exported(self, fetch: Fetch) -> Sequence[Piece]:
+        """What the engine reads, once it has got to it."""
+        reply: Future[Sequence[Piece]] = Future()
+        self._server.holder.export(fetch, reply)
+        clock = AwakeClock(LONGEST_TICK_SECONDS)
+        while True:
+            try:
+                return reply.result(TICK_SECONDS)
+            except TimeoutError:
+                if self.failure is not None or clock.tick() > self._server.deadlines.answer:
+                    raise ExportError("the engine did not answer") from None
+
+    def _taken(self, number: int, *, lost: bool = False) -> None:
+        """The pieces of a fetch are pulled, or lost."""
+        size = self._registered.pop(number, None)
+        if size is not None:
+            self._server.room.give_back(size)
+            if not lost:
+                self._server.count(transfers=1, size=size)
+
+    def _send(self, frame: msgspec.Struct) -> None:
+        assert self._channel is not None
+        try:
+            self._channel.send(encode(frame))
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")

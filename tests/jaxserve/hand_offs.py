@@ -1,0 +1,143 @@
+"""Two engines with a pages link between them, in one process; and what is asked of them.
+
+Used by the tests of the hand-off. The two share the process's devices, not their arrays.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.build import build_runtime, make_engine, warm_up
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import JaxserveError
+from jaxserve.fleet.pages_link import fetch_pages, serve_pages
+from jaxserve.link.channel import Deadlines
+from jaxserve.link.pages import PagesSource
+from tests.jaxserve.layouts import Collector
+
+PIECES = (32, 64)
+TOKEN = "a secret"
+
+LIMITS: dict[str, Any] = {
+    "mode": "colocated",
+    "dtype": "float32",
+    "cache.page_size": 16,
+    "cache.pages": 32,
+    "scheduler.slots": 4,
+    "scheduler.max_length": 192,
+    "scheduler.token_budget": 32,
+    "scheduler.token_buckets": [32],
+    "scheduler.page_buckets": [],
+}
+"""One bucket of tokens: prompts longer than 32 are chunked."""
+
+
+def limits(folder: Path, overrides: dict[str, Any]) -> Deployment:
+    """A deployment of the model; page buckets follow from the page size."""
+    merged = LIMITS | overrides
+    longest = -(-merged["scheduler.max_length"] // merged["cache.page_size"])
+    return load_deployment(folder, merged | {"scheduler.page_buckets": [longest]})
+
+
+def open_worker(
+    folder: Path, role: str, overrides: dict[str, Any], deadlines: Deadlines | None = None
+) -> Engine:
+    """A running engine with its end of the pages link."""
+    runtime = build_runtime(limits(folder, overrides))
+    warm_up(runtime)
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    attach(engine, role, deadlines)
+    engine.start()
+    return engine
+
+
+def attach(engine: Engine, role: str, deadlines: Deadlines | None = None) -> None:
+    """Gives an engine its end, with small pieces."""
+    options: dict[str, Any] = {"pieces": PIECES}
+    if deadlines is not None:
+        options["deadlines"] = deadlines
+    if role == "prefill":
+        serve_pages(engine, TOKEN, **options)
+    else:
+        fetch_pages(engine, TOKEN, **options)
+
+
+@contextlib.contextmanager
+def workers(folder: Path, **overrides: dict[str, Any]) -> Iterator[list[Engine]]:
+    """Engines by name, which begins with their role: `prefill={…}, decode={…}`."""
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for name, own in overrides.items():
+            engine = open_worker(folder, name.rstrip("0123456789"), own)
+            stack.callback(engine.close)
+            engines.append(engine)
+        yield engines
+
+
+class Held:
+    """Waits for what `Engine.prefill` says."""
+
+    def __init__(self) -> None:
+        self._there = threading.Event()
+        self._news: PagesSource | JaxserveError | None = None
+
+    def __call__(self, news: PagesSource | JaxserveError) -> None:
+        assert self._news is None, "told twice"
+        self._news = news
+        self._there.set()
+
+    def wait(self, seconds: float = 60.0) -> PagesSource:
+        """Where the pages are held; raises what went wrong."""
+        assert self._there.wait(seconds), f"not held within {seconds} s"
+        if isinstance(self._news, Exception):
+            raise self._news
+        assert self._news is not None
+        return self._news
+
+
+def prefill(engine: Engine, prompt: list[int], **options: Any) -> PagesSource:
+    """Runs a prompt and says where its pages are held."""
+    held = Held()
+    engine.prefill(prompt, held, **options)
+    return held.wait()
+
+
+def hand_over(
+    source_engine: Engine,
+    engine: Engine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    change: Callable[[PagesSource], PagesSource] = lambda source: source,
+) -> list[list[int]]:
+    """The tokens after the prompts, all prefilled by one engine and decoded by another."""
+    waiting = []
+    for prompt in prompts:
+        held = Held()
+        source_engine.prefill(prompt, held)
+        waiting.append(held)
+    collector = Collector()
+    for prompt, held in zip(prompts, waiting, strict=True):
+        collector.submit(engine, prompt, params, source=change(held.wait()))
+    return [output.token_ids for output in collector.wait(120).values()]
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Waits for something that happens on other threads."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.01)
+
+
+def at_rest(engine: Engine) -> None:
+    """Waits until nothing of any request is left, then checks the books."""
+    scheduler, loop = engine.scheduler, engine._loop
+    until(lambda: not scheduler.has_work and not engine.hand_offs.held)
+    until(lambda: not loop._page_actions and not len(scheduler.fetches))
+    scheduler.check_integrity()
+    assert set(scheduler.kv_usage) == {0.0}
