@@ -1,18 +1,19 @@
-"""Conversations to prompts: the chat templates of a model folder, and checks of their inputs.
+"""Conversations to prompts: the chat templates of a model folder.
 
 Called by `llm.py` and the network faces, which pass messages as their clients wrote them: JSON
-data in the format of OpenAI's API, which Hugging Face templates read.
+data in the format of OpenAI's API, which `messages.py` checks
+and brings into the form that the template reads.
 Knows nothing of engines, networks or token ids.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
 from jaxserve.errors import CheckpointError, InvalidRequestError
-from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+from jaxserve.text.messages import MessageForm, checked_tools, plain_field
+from jaxserve.text.template import Template, TemplateError, TemplateRefusal
 
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Where templates are looked for; the first file that has one wins."""
@@ -20,18 +21,10 @@ FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
 """Template variables that clients send to any model; other templates ignore them."""
 
-MAX_PARTS = 4096
-"""Of one message's content."""
-
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", *(f"{kind}_token" for kind in KINDS)}
 )
 """Template variables that requests cannot set."""
-
-# A template with such a loop handles lists of parts itself; others expect text.
-_READS_PARTS = re.compile(
-    r"\bfor\s+\w+\s+in\s+(?:\w+\.)?content\b|\bfor\s+\w+\s+in\s+\w+\[['\"]content['\"]\]"
-)
 
 
 class ChatTemplate:
@@ -60,10 +53,11 @@ class ChatTemplate:
                 problems.append(f"{name}: {error}")
         if problems:
             raise CheckpointError("chat template: " + "; ".join(problems))
-        self._reads_parts = {
-            name: _READS_PARTS.search(source) is not None for name, source in sources.items()
-        }
         self._special_tokens = dict(special_tokens or {})
+        self._forms = {
+            name: MessageForm.of(template, self._special_tokens)
+            for name, template in self._templates.items()
+        }
         self._sources = dict(sources)
         read = frozenset().union(*(template.variables for template in self._templates.values()))
         self.switches = (SWITCHES | read) - RESERVED
@@ -116,8 +110,8 @@ class ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         values = {
             **self._special_tokens,
-            "messages": _checked_messages(messages, field, self._reads_parts[name]),
-            "tools": _checked_tools(tools),
+            "messages": self._forms[name].written(messages, field),
+            "tools": checked_tools(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **switches,
@@ -136,7 +130,7 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     f"chat_template_kwargs.{name}", f"is no switch of the template; known: {known}"
                 )
-        return _plain(given, "chat_template_kwargs")
+        return plain_field(given, "chat_template_kwargs")
 
 
 def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:
@@ -169,90 +163,3 @@ def _named_sources(found: Any, file: str, problems: list[str]) -> dict[str, str]
         problems.append(f"chat_template of {file}: expected a text, or names and templates")
         return {}
     return found
-
-
-def _plain(value: Any, name: str) -> Any:
-    """A copy for the template; errors name the part of `value`, which is called `name`."""
-    try:
-        return plain(value, name=name)
-    except ValueError as error:
-        field, _, message = str(error).partition(": ")
-        raise InvalidRequestError(field, message) from None
-
-
-def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise InvalidRequestError("tools", f"expected a list, got {type(tools).__name__}")
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, Mapping):
-            raise InvalidRequestError(
-                f"tools[{index}]", f"expected an object, got {type(tool).__name__}"
-            )
-    return _plain(tools, "tools")
-
-
-def _checked_messages(messages: Any, field: str, reads_parts: bool) -> list[dict[str, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise InvalidRequestError(field, f"expected a list, got {type(messages).__name__}")
-    if not messages:
-        raise InvalidRequestError(field, "is empty")
-    checked = []
-    for index, message in enumerate(messages):
-        place = f"{field}[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(place, f"expected an object, got {type(message).__name__}")
-        _check_message(message, place)
-        copy = _plain(message, place)
-        if isinstance(copy.get("content"), list):
-            texts = [
-                _part_text(part, f"{place}.content[{i}]") for i, part in enumerate(copy["content"])
-            ]
-            if not reads_parts:
-                copy["content"] = "\n".join(texts)
-        checked.append(copy)
-    return checked
-
-
-def _check_message(message: Mapping[str, Any], place: str) -> None:
-    """Raises for a message that no template can read."""
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        wrong = "is missing" if role is None else f"expected a text, got {role!r}"
-        raise InvalidRequestError(f"{place}.role", wrong)
-    content = message.get("content")
-    if content is None and role != "assistant":
-        raise InvalidRequestError(f"{place}.content", "is missing")
-    if not (content is None or isinstance(content, str | list | tuple)):
-        raise InvalidRequestError(
-            f"{place}.content", f"expected a text or a list, got {type(content).__name__}"
-        )
-    if isinstance(content, list | tuple) and len(content) > MAX_PARTS:
-        raise InvalidRequestError(
-            f"{place}.content", f"{len(content)} parts, at most {MAX_PARTS} are allowed"
-        )
-    calls = message.get("tool_calls")
-    if calls is None:
-        return
-    if not isinstance(calls, list | tuple):
-        raise InvalidRequestError(
-            f"{place}.tool_calls", f"expected a list, got {type(calls).__name__}"
-        )
-    for index, call in enumerate(calls):
-        if not isinstance(call, Mapping):
-            raise InvalidRequestError(
-                f"{place}.tool_calls[{index}]", f"expected an object, got {type(call).__name__}"
-            )
-
-
-def _part_text(part: Any, place: str) -> str:
-    """The text of one part of a message's content."""
-    if not isinstance(part, dict):
-        raise InvalidRequestError(place, f"expected an object, got {type(part).__name__}")
-    if part.get("type") != "text":
-        kind = part.get("type")
-        raise InvalidRequestError(f"{place}.type", f"{kind!r} is not supported: only 'text' is")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequestError(f"{place}.text", "expected a text")
-    return part["text"]

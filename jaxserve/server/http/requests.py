@@ -19,7 +19,7 @@ from jaxserve.engine.request import (
     MAX_STOP_TOKEN_IDS,
     MAX_UINT32,
 )
-from jaxserve.text.chat import MAX_PARTS
+from jaxserve.text.messages import MAX_PARTS
 
 MAX_CHOICES = 128
 """The most choices of one request, `n` times its prompts."""

@@ -1,5 +1,6 @@
 """Conversations of every shape that chat templates distinguish, and tools to call in them."""
 
+import json
 from typing import Any
 
 TOOLS: list[dict[str, Any]] = [
@@ -72,3 +73,65 @@ OBJECT_CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "a call with thoughts": [QUESTION, {**OBJECT_CALL, "reasoning_content": "Let me see.\n"}],
 }
 """For templates that write arguments themselves (DeepSeek's joins texts)."""
+
+
+def sent_call(*cities: str, **more: Any) -> dict[str, Any]:
+    """A message that calls, as clients send it back: no content, arguments as text."""
+    calls = []
+    for number, city in enumerate(cities):
+        arguments = json.dumps({"city": city, "days": 2}, ensure_ascii=False)
+        function = {"name": "weather", "arguments": arguments}
+        calls.append({"id": f"call0000{number}", "type": "function", "function": function})
+    return {"role": "assistant", "content": None, "tool_calls": calls, **more}
+
+
+def result(content: Any, number: int = 0) -> dict[str, Any]:
+    """A tool's answer, as clients send it."""
+    return {"role": "tool", "content": content, "tool_call_id": f"call0000{number}"}
+
+
+_PARTS = [{"type": "text", "text": "First."}, {"type": "text", "text": "Second."}]
+
+SENT: dict[str, list[dict[str, Any]]] = {
+    "one question": [QUESTION],
+    "system and question": [SYSTEM, QUESTION],
+    "turns": [SYSTEM, QUESTION, {"role": "assistant", "content": "Sunny."}, THANKS],
+    "a call": [QUESTION, sent_call("Łódź")],
+    "a call and its answer": [QUESTION, sent_call("Łódź"), result("12 °C")],
+    "a call, its answer and thanks": [
+        *(SYSTEM, QUESTION, sent_call("Łódź"), result('{"degrees": 12}')),
+        *({"role": "assistant", "content": "12 °C."}, THANKS),
+    ],
+    "two calls at once": [QUESTION, sent_call("Łódź", "Łódź 2"), result("a"), result("b", 1)],
+    "calls one after the other": [
+        *(QUESTION, sent_call("Łódź"), result("a"), sent_call("Łódź 2"), result("b")),
+    ],
+    "a call with text": [QUESTION, sent_call("Łódź", content="I look."), result("a")],
+    "a call with an empty text": [QUESTION, sent_call("Łódź", content=""), result("a")],
+    "a call with thoughts": [
+        *(QUESTION, sent_call("Łódź", reasoning_content="Where?"), result("a")),
+    ],
+    "thoughts": [QUESTION, REASONED, THANKS],
+    "parts": [{"role": "user", "content": _PARTS}],
+    "a late system message": [QUESTION, {"role": "assistant", "content": "x"}, SYSTEM, THANKS],
+}
+"""What OpenAI's clients send, turn by turn."""
+
+DESCRIBED_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "How is it in a city?",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Its name."},
+                    "days": {"type": "integer", "description": "How many."},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+]
+"""Without anything left out, as some released templates need them."""

@@ -63,7 +63,7 @@ def test_special_tokens_come_from_the_tokenizer_configuration(tmp_path: Path, te
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("chat_template.jinja", "a\n{% if x %}", "default: line 2: unexpected end of input"),
+        ("chat_template.jinja", "a\n{% if x %}", "default: line 2: Unexpected end of template"),
         (
             "chat_template.json",
             '{"chat_template": ',
@@ -74,7 +74,7 @@ def test_special_tokens_come_from_the_tokenizer_configuration(tmp_path: Path, te
         (
             "tokenizer_config.json",
             {"chat_template": {"rag": "{{ a b }}"}},
-            "there is no default one; rag: line 1: unexpected identifier",
+            "there is no default one; rag: line 1: expected token",
         ),
     ],
 )

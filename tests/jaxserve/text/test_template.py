@@ -1,10 +1,9 @@
-"""Templates rendered by minijinja give what sandboxed Jinja2 gives."""
+"""Templates rendered in the worker give what Jinja2 gives as transformers sets it up."""
 
 import contextlib
 import copy
 import functools
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -132,64 +131,20 @@ VALUES: dict[str, Any] = {
 }
 
 ALIKE = [
-    "{{ s.strip().split(',') }}{{ s.split() }}{{ s.split(',', 1) }}",
-    "{{ s.split(sep=',', maxsplit=2) }}",
-    "{{ s.rsplit(',', 1)[-1] }}{{ s.partition(',') }}{{ s.splitlines() }}{{ s.title() }}",
-    "{{ t.removeprefix('X').removesuffix( 'z' ) }}{{ t . upper ( ) . lower ( ) }}",
-    "{{ t.split('</think>')[0].split('<think>')[-1].strip('\\n')[::-1] }}",
-    "{{ (s ~ t).strip().find('b') }}{{ ('a' if n else s).strip() }}{{ 'a' 'b'.upper() }}",
-    "{{ d['a'].c[0] }}{{ d.get('q', 'x').upper() }}{{ d.get('a', {}).get('c') | length }}",
-    "{{ ([s.strip(), t.upper()] | join(', ')).lower() }}{{ ', '.join([s.strip(), t]) }}",
-    "{{ {'k': s.strip()}['k'].upper() }}{{ {'k': 'v'}.k.upper() }}",
-    "{{ not s.strip().startswith(' a') }}",
-    "{{ s.strip() in s and t.endswith(('z', 'q')) }}{{ -1 if s.count(',') > 2 else l.index(1) }}",
-    "{% for x in s.strip().split(',') if x.strip() %}{{ loop.index }}{{ x.upper() }}{% endfor %}",
-    "{% set u = s.strip().upper() %}{{ u.lower() }}",
-    "{% if t.isupper() %}1{% elif t.islower() %}2{% endif %}",
-    "{% macro m(x) %}{{ x.strip() }}{% endmacro %}{{ m(s).upper() }}{{ m(x=t.lower()) | upper }}",
-    "{{ '\x1f\u00a0a \x85'.strip() }}|{{ 'a\x1cb\u2028c'.split() }}",
-    "{{ 'a\x0bb\u2028c'.splitlines() }}",
-    "{{ '\\U0001F642\\x41\\u00e9\\t\\'\\\"\\\\' }}{{ \"it's\" }}{{ 'say \"x\"' }}",
-    "{{ f }}{{ g }}{{ f | tojson }}{{ [f, g] | tojson }}{{ {'x': f} | tojson }}{{ d | tojson }}",
-    "{% for k, v in d.items() %}{{ k }}={{ v | tojson }};{% endfor %}",
-    "{{ f is number }}{{ f is float }}{{ g is float }}{{ d.b is number }}{{ d.b is float }}",
-    "{{ n | default('x') }}{{ n | default('x', boolean=true) }}{{ q | default('y', true) }}",
-    "{{ s is sequence }}{{ d is sequence }}{{ n is sequence }}{{ n is iterable }}",
-    "{{ q is sequence }}{{ d.q is iterable }}{{ d.q is not iterable }}{{ 3 is not sequence }}",
-    "{{ '{\n'|indent(4, first=True) }}{{ s | indent }}",
-    "{{ 'a\n\nb\n' | indent(2, blank=true) }}",
-    "{{ 'a\nb' | indent(width='> ') }}{{ l | tojson | length }}{{ not q is iterable }}",
-    "a\r\n{% if true %}\r\nb\r\n{% endif %}\rc",
-    "{{ ''[::-1] }}{{ [][::-1] }}{{ l[::-1][0] }}{% for x in l [ : : -1 ] %}{{ x }}{% endfor %}",
-    "{{ s.strip()[::-1].upper() }}{{ s[::2] }}{{ s[1:3][::-1] }}{{ (l + [4])[::-1] | length }}",
-    "{% raw %}\n {{ x }} \n{% endraw %}\n{%- raw -%} {% y %} {%- endraw %}.",
-    "{# {{ x }} #}{{ '{# no comment #}' }}{{ '}}' }}{{ {'a': {'b': 1}} }}{{ '{% raw %}' }}",
+    "{{ '\\x1f\\u00a0a \\x85'.strip() }}{{ f }}{{ f | tojson }}{{ d | tojson }}{{ n }}",
     "  {%- generation -%}  x{% set q = 1 %}  {%- endgeneration %} {{ q is defined }}",
     "{% for i in l %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
     "{% for i in l %}{% if i == 1 %}{% break %}{% endif %}{{ i }}{% else %}none{% endfor %}",
-    "{% set n = namespace(a=[]) %}{% for i in l %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}",
     "{%- if l -%}\n\n x\n {%- endif -%}\n\n y\n  {# c #}\n  {% if l %}\n   z\n  {% endif %}\n\n",
     "{{ undefined_one }}{{ d.q }}{{ undefined_one is defined }}{{ undefined_one or 'x' }}",
     "{{ l | tojson(indent=2) }}{{ d | tojson(separators=(',', ':'), sort_keys=true) }}",
-    "{{ 'é' | tojson(ensure_ascii=true) }}{{ 'é' | tojson }}",
-    "{{ l[-1] }}{{ l[1:] }}{{ l[::-1] }}{{ l | sort | first }}{{ l | length }}{{ l + [4] }}",
-    "{{ true }}{{ none }}{{ True }}{{ 1.0 }}{{ 'a' ~ 1 ~ none ~ 1.5 }}",
-    "{{ [1, 'a', none, {'k': (1, 2)}] }}",
+    "{{ 'é<&>' | tojson(ensure_ascii=true) }}{{ 'é<&>' | tojson }}{{ '<b>' }}",
 ]
 
 
 @pytest.mark.parametrize("source", ALIKE)
 def test_alike(source: str) -> None:
     same(source, **VALUES)
-
-
-@given(strategies.text(), strategies.text(max_size=2), strategies.sampled_from(["strip", "split"]))
-def test_string_methods_of_any_text(text: str, argument: str, method: str) -> None:
-    calls = [f"{{{{ s.{method}() | tojson }}}}"]
-    if argument:
-        calls += [f"{{{{ s.{side}{method}(a) | tojson }}}}" for side in ("", "r")]
-    for source in calls:
-        same(source, s=text, a=argument)
 
 
 JSON = strategies.recursive(
@@ -218,59 +173,51 @@ def test_any_text_is_a_template_or_a_clear_error(source: str) -> None:
 
 # ----------------------------------------------------------------------------------- limits
 
-HOSTILE = {
-    "loops": "{% for a in r %}" * 3 + "x" + "{% endfor %}" * 3,
-    "filters": "{% for a in r %}" * 3 + "{{ r | tojson }}" + "{% endfor %}" * 3,
-    "methods": "{% for a in r %}" * 3 + "{{ 'a b'.split() }}" + "{% endfor %}" * 3,
-}
+LOOPS = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_nested_loops_end_quickly(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "STEPS", 200_000)
-    parsed.cache_clear()
-    start = time.monotonic()
-    with pytest.raises(TemplateError, match="line 1: it took more than 200000 steps"):
-        render(source, r=list(range(100)))
-    assert time.monotonic() - start < 20
+def test_an_endless_rendering_ends_and_the_next_one_works() -> None:
+    with pytest.raises(TemplateError, match=r"^it took more than 2 s$"):
+        render(LOOPS)
+    assert render("{{ 1 + 1 }}") == "2"
+
+
+def test_a_worker_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ANSWER_SECONDS", 0.2)
+    worker = template._Worker()
+    with pytest.raises(TemplateError, match=r"^it took too much time or memory$"):
+        worker.ask(LOOPS, {})
+    monkeypatch.setattr(template, "ANSWER_SECONDS", 60.0)
+    assert worker.ask("{{ x }}", {"x": 5}) == {"text": "5"}
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion limit exceeded"),
-        ("{{ range(10 ** 12) | list }}", "range has too many elements"),
-        ("{{ 'a' * 10 ** 12 }}", "repeated string is too large"),
-        ("{{ (" * 1 + "(" * 9999 + "1" + ")" * 10000 + " }}", "recursion limits"),
-        ("a\n{% include '/etc/passwd' %}", "line 2: tried to include non-existing template"),
-        ("{% extends '../x' %}", "does not exist"),
-        ("{% import 'x' as y %}", "non-existing template|does not exist"),
-        ("\n{% if x %}", "unexpected end of input"),
-        ("{{ a b }}", "line 1: unexpected identifier"),
-        ("{{ 'x'.encode() }}", "has no method named encode"),
-        ("{{ 'x'.ljust(10 ** 12) }}", "has no method named ljust"),
-        ("{{ none.strip() }}", "NoneType has no method strip"),
-        ("{{ s.split('') }}", "empty separator"),
-        ("{{ q | tojson }}", "tojson: the value is undefined"),
-        ("{{ s | wordcount }}", "filter wordcount is unknown"),
-        ("{{ '%s' % s }}", "tried to use % operator"),
+        ("{{ 'a' * 10 ** 12 }}", "it took more than 512 MiB"),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x * 2 %}"
+            "{% endfor %}",
+            "it took more than 512 MiB",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself too deeply"),
+        ("{{ range(10 ** 12) | list }}", "Range too big"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "it calls itself too deeply"),
+        ("a\n{% include '/etc/passwd' %}", "line 2: no loader"),
+        ("{% extends '../x' %}", "no loader"),
+        ("\n{% if x %}", "line 2: Unexpected end of template"),
+        ("{{ a b }}", "line 1: expected token"),
+        ("{{ none.strip() }}", "'None' has no attribute 'strip'"),
+        ("{{ q | tojson }}", "Undefined is not JSON serializable"),
+        ("{{ s | unheard_of }}", "No filter named 'unheard_of'"),
+        ("{{ d.__class__.__mro__ }}", "access to attribute '__class__' of 'dict' object is unsafe"),
+        ("{{ raise_exception.__globals__.x }}", "access to attribute '__globals__'"),
+        ("{{ cycler.__init__.__globals__.os.x }}", "access to attribute '__init__'"),
     ],
 )
 def test_what_does_not_work_is_a_clear_error(source: str, message: str) -> None:
     with pytest.raises(TemplateError, match=message):
-        render(source, s="a")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ d.__class__ }}{{ s.__class__ }}{{ l.__class__ }}{{ d['__class__'] }}",
-        "{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}{{ d.items.__self__ }}",
-        "{{ d | attr('__class__') }}",
-    ],
-)
-def test_nothing_of_python_is_within_reach(source: str) -> None:
-    assert render(source, d={}, s="", l=[]) == ""
+        render(source, s="a", d={})
 
 
 def test_a_template_cannot_change_what_it_is_given() -> None:
@@ -280,6 +227,10 @@ def test_a_template_cannot_change_what_it_is_given() -> None:
         "{{ m.append(1) }}{{ m[0].update({'role': 'x'}) }}{{ m[0].content.clear() }}", m=messages
     )
     assert messages == before
+
+
+def test_json_becomes_an_object() -> None:
+    assert render("{{ (s | from_json).a[1] }}", s='{"a": [1, 2]}') == "2"
 
 
 def test_a_refusal_is_the_templates_own() -> None:

@@ -1,0 +1,128 @@
+"""What chat templates expect of messages: small templates with the constructs of released ones."""
+
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.messages import MessageForm
+from jaxserve.text.template import Template
+
+QUESTION = {"role": "user", "content": "Now?"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "refusal": None,
+    "function_call": None,
+    "tool_calls": [
+        {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "clock", "arguments": '{"city":"Łódź", "n": 2.0}'},
+        }
+    ],
+}
+
+
+def calls(body: str) -> str:
+    """A template that writes every message's content and its calls by `body`."""
+    return (
+        "{% for m in messages %}{% if m.content is string and 'x' in m.content %}!{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        f"{{{{ f.name }}}} {body}{{% endfor %}}{{% endfor %}}"
+    )
+
+
+COPIES = calls("{{ f.arguments if f.arguments is string else f.arguments | tojson }}")
+ENCODES = calls("{{ f.arguments | tojson }}")
+ITERATES = calls("{% for k, v in f.arguments | items %}<{{ k }}={{ v }}>{% endfor %}")
+JOINS = calls("{{ 'json ' + f.arguments }}")
+READS = calls("{% set a = f.arguments | from_json %}{{ a.keys() | list | join }}{{ a | tojson }}")
+CONTAINS = "{% for m in messages %}{% if '</think>' in m.content %}{% endif %}{% endfor %}" + COPIES
+NULL_ALONE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+WRITTEN = '{"city":"Łódź", "n": 2.0}'
+ENCODED = '{"city": "Łódź", "n": 2.0}'
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (COPIES, f"<user>Now?<assistant>clock {WRITTEN}"),
+        (ENCODES, f"<user>Now?<assistant>clock {ENCODED}"),
+        (ITERATES, "<user>Now?<assistant>clock <city=Łódź><n=2.0>"),
+        (JOINS, f"<user>Now?<assistant>clock json {WRITTEN}"),
+        (READS, f"<user>Now?<assistant>clock cityn{ENCODED}"),
+        (CONTAINS, f"<user>Now?<assistant>clock {WRITTEN}"),
+        (NULL_ALONE, f"<user>Now?clock {WRITTEN}"),
+    ],
+    ids=["copies", "encodes", "iterates", "joins", "reads", "contains", "null alone"],
+)
+def test_a_call_without_content(source: str, expected: str) -> None:
+    template = ChatTemplate({"default": source})
+    assert template.render([QUESTION, CALL]) == expected
+    assert template.render([QUESTION, {**CALL, "content": ""}]) == expected
+    without = {key: value for key, value in CALL.items() if key != "content"}
+    assert template.render([QUESTION, without]) == expected
+
+
+def test_arguments_that_are_objects_already() -> None:
+    function = {"name": "clock", "arguments": {"city": "Łódź"}}
+    message = {**CALL, "tool_calls": [{"function": function}]}
+    for source, expected in ((JOINS, 'json {"city": "Łódź"}'), (ITERATES, "<city=Łódź>")):
+        text = ChatTemplate({"default": source}).render([QUESTION, message])
+        assert text == f"<user>Now?<assistant>clock {expected}"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Łó', "[1]", "5"])
+def test_arguments_that_are_no_object(arguments: str) -> None:
+    function = {"name": "clock", "arguments": arguments}
+    message = {**CALL, "tool_calls": [{"function": function}]}
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments: is no JSON object$",
+    ):
+        ChatTemplate({"default": ITERATES}).render([QUESTION, message])
+    assert arguments in ChatTemplate({"default": COPIES}).render([QUESTION, message])
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ()),
+        (
+            "{% macro w(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}{{ p.text }}"
+            "{% endfor %}{% endif %}{% endmacro %}{% for m in messages %}{{ w(m.content) }}"
+            "{% endfor %}",
+            ("system", "user", "assistant", "tool"),
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' and m.content is not string %}"
+            "{% for p in m.content %}{{ p['text'] }}{% endfor %}{% else %}{{ m.content }}"
+            "{% endif %}{% endfor %}",
+            ("user",),
+        ),
+    ],
+)
+def test_whose_parts_are_read(source: str, roles: tuple[str, ...]) -> None:
+    assert MessageForm.of(Template(source), {}).part_roles == set(roles)
+
+
+def test_the_developer_is_the_system_where_a_template_does_not_know_it() -> None:
+    source = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert ChatTemplate({"default": source}).render(messages) == "system"
+    assert ChatTemplate({"default": source + "{# developer #}"}).render(messages) == "developer"
+
+
+def test_both_names_of_the_reasoning() -> None:
+    source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}{% endfor %}"
+    template = ChatTemplate({"default": source})
+    for given in ("reasoning", "reasoning_content"):
+        message: dict[str, Any] = {"role": "assistant", "content": "x", given: "Hm."}
+        assert template.render([message]) == "Hm.Hm."
