@@ -110,8 +110,9 @@ class Holds:
         known = request.request_id in self._running or request.request_id in self._held
         if known or any(request.request_id == other.request_id for *_, other in self._waiting):
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
-        if self.waiting + self._scheduler.num_waiting >= self._scheduler.max_waiting:
-            raise OverloadedError(f"{self.waiting} prompts wait already")
+        waiting = self.waiting + self._scheduler.num_waiting
+        if waiting >= self._scheduler.max_waiting:
+            raise OverloadedError(f"{waiting} prompts wait already")
         self._seen += 1
         bisect.insort(self._waiting, (self._due(request), self._seen, request), key=_rank)
         self.admit()

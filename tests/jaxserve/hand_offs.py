@@ -84,20 +84,20 @@ class Held:
 
     def __init__(self) -> None:
         self._there = threading.Event()
-        self._news: PagesSource | JaxserveError | None = None
+        self.news: PagesSource | JaxserveError | None = None
 
     def __call__(self, news: PagesSource | JaxserveError) -> None:
-        assert self._news is None, "told twice"
-        self._news = news
+        assert self.news is None, "told twice"
+        self.news = news
         self._there.set()
 
     def wait(self, seconds: float = 60.0) -> PagesSource:
         """Where the pages are held; raises what went wrong."""
         assert self._there.wait(seconds), f"not held within {seconds} s"
-        if isinstance(self._news, Exception):
-            raise self._news
-        assert self._news is not None
-        return self._news
+        if isinstance(self.news, Exception):
+            raise self.news
+        assert self.news is not None
+        return self.news
 
 
 def prefill(engine: Engine, prompt: list[int], **options: Any) -> PagesSource:

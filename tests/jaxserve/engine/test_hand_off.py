@@ -1,0 +1,392 @@
+"""Hand-offs between two engines: the tokens of one engine, and nothing left behind by either.
+
+The domain is its own reference: it computes the same prompts under another cache salt.
+"""
+
+import random
+import threading
+
+import msgspec
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
+from tests.jaxserve.hand_offs import (
+    Held,
+    at_rest,
+    hand_over,
+    prefill,
+    until,
+    workers,
+)
+from tests.jaxserve.layouts import Collector
+from tests.reference.catalogue import CATALOGUE
+from tests.reference.tiny_sizes import VOCAB
+
+pytestmark = pytest.mark.unoptimised
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+_LENGTHS = (1, 16, 17, 33, 64, 65, 97, 150)
+"""Around the edges of pages (16, 32), of chunks (32) and of pieces (32, 64)."""
+
+
+def draw_prompts(seed: int, lengths=_LENGTHS) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def alone(engine, prompts, params=GREEDY) -> list[list[int]]:
+    """What the engine gives without anybody's help."""
+    own = msgspec.structs.replace(params, cache_salt=f"alone {random.random()}")
+    collector = Collector()
+    for prompt in prompts:
+        collector.submit(engine, prompt, own)
+    return [output.token_ids for output in collector.wait(120).values()]
+
+
+PAIRS = {
+    "GQA, tp 1 to 2, pages of 32 to 16, fp8": (
+        "qwen3",
+        {"cache.page_size": 32, "cache.pages": 16, "cache.format": "fp8"},
+        {"cache.format": "fp8", "mode": "afd"},
+    ),
+    "GQA, two groups each, bfloat16": (
+        "qwen3_moe",
+        {"attention.dp": 2, "cache.page_size": 8, "cache.pages": 48, "cache.format": "bfloat16"},
+        {"attention.dp": 2, "cache.format": "bfloat16", "lanes": 2},
+    ),
+    "MLA, tp 1 to 2, pages of 16 to 32": (
+        "deepseek_v3",
+        {},
+        {"attention.tp": 2, "cache.page_size": 32, "cache.pages": 16},
+    ),
+    "MLA, int8, pages of 32 to 16, prefill by two roles": (
+        "deepseek_v3",
+        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16, "cache.format": "int8"},
+        {"cache.format": "int8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
+    name, first, second = PAIRS[pair]
+    CATALOGUE[name].write(tmp_path)
+    prompts = draw_prompts(0)
+    with workers(tmp_path, prefill=first, decode=second) as (source, domain):
+        for params in (GREEDY, SEEDED):
+            expected = alone(domain, prompts, params)
+            salted = [[*prompt[:-1], (prompt[-1] + 1) % VOCAB] for prompt in prompts]
+            assert hand_over(source, domain, prompts, params) == expected
+            assert hand_over(source, domain, salted, params) == alone(domain, salted, params)
+        counters = domain.hand_offs.domains[0].client.counters
+        assert counters.transfers > 0
+        assert (counters.failures, counters.queued) == (0, 0)
+        for engine in (source, domain):
+            at_rest(engine)
+            assert engine.compilations_after_ready == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """tp 2 to 1, pages of 16 to 32."""
+    folder = tmp_path_factory.mktemp("model")
+    CATALOGUE["qwen3_moe"].write(folder)
+    limits = {"cache.page_size": 32, "cache.pages": 16, "scheduler.max_waiting": 400}
+    first = {"attention.tp": 2, "scheduler.max_waiting": 400, "pages.held": 6}
+    with workers(folder, prefill=first, decode=limits) as (source, domain):
+        yield source, domain
+        for engine in (source, domain):
+            at_rest(engine)
+
+
+def counters(domain):
+    return domain.hand_offs.domains[0].client.counters
+
+
+class TestTokens:
+    @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+    def test_every_length(self, pair, params):
+        source, domain = pair
+        prompts = draw_prompts(1 + params.max_tokens)
+        assert hand_over(source, domain, prompts, params) == alone(domain, prompts, params)
+
+    def test_a_domain_that_holds_a_prefix_pulls_the_rest(self, pair):
+        source, domain = pair
+        (prompt,) = draw_prompts(3, [150])
+        expected = alone(domain, [prompt])
+        known = Collector()
+        known.submit(domain, prompt[:97], GREEDY)
+        known.wait()
+        before = counters(domain).bytes
+        assert hand_over(source, domain, [prompt], GREEDY) == expected
+        first = counters(domain).bytes - before
+        assert hand_over(source, domain, [prompt], GREEDY) == expected  # nothing is pulled
+        assert counters(domain).bytes - before == first
+        token = source.hand_offs.prefill.access.transfer.programs.token_bytes
+        assert first == 32 * token  # 96 of 128 tokens are there
+
+    def test_a_prefill_worker_that_holds_a_prefix_computes_the_rest(self, pair):
+        source, domain = pair
+        (prompt,) = draw_prompts(4, [150])
+        prefill(source, prompt[:97], request_id="first")
+        source.release("first")
+        found = source.scheduler.prompt_tokens_found
+        expected = alone(domain, [prompt])
+        assert hand_over(source, domain, [prompt], GREEDY) == expected
+        assert source.scheduler.prompt_tokens_found - found == 96
+
+    def test_what_was_emitted_elsewhere_is_held_too(self, pair):
+        source, domain = pair
+        (prompt,) = draw_prompts(5, [60])
+        (expected,) = alone(domain, [prompt])
+        emitted = expected[:6]
+        held = prefill(source, prompt + emitted)
+        assert held.tokens == 64
+        collector = Collector()
+        collector.submit(domain, prompt, GREEDY, emitted=emitted, source=held)
+        assert collector.wait()["request 0"].token_ids == expected[6:]
+
+    def test_prompts_whose_log_probabilities_are_wanted_are_computed(self, pair):
+        source, domain = pair
+        (prompt,) = draw_prompts(6, [70])
+        held = prefill(source, prompt)
+        before = counters(domain).transfers
+        collector = Collector()
+        params = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+        collector.submit(domain, prompt, params, source=held)
+        collector.wait()
+        (scores,) = {
+            len(news.prompt_logprobs)
+            for news in collector.outputs("request 0")
+            if news.prompt_logprobs is not None
+        }
+        assert scores == 70
+        assert counters(domain).transfers == before
+
+
+class TestHolds:
+    def test_a_prompt_without_a_full_page(self, pair):
+        source, _ = pair
+        assert prefill(source, [5] * 16) == NOTHING_HELD
+
+    def test_what_is_held(self, pair):
+        source, _ = pair
+        held = prefill(source, [5] * 50, request_id="x")
+        server = source.hand_offs.prefill.server
+        assert held.tokens == 48
+        assert (held.address, held.epoch) == (server.address, server.epoch)
+        assert held.digest == pages_digest([5] * 48, server.hello.digest, "float32")
+        assert source.load().held == 1
+        assert source.scheduler.kv_usage == [pytest.approx(3 / 32)]
+        source.scheduler.check_integrity()
+        source.release("x")
+        until(lambda: not source.load().held)
+        source.release("x")
+        at_rest(source)
+
+    def test_one_that_is_cancelled(self, pair):
+        source, _ = pair
+        waiting = [Held() for _ in range(8)]
+        for number, held in enumerate(waiting):  # the last ones wait until others are released
+            source.prefill([number] * 40, held, request_id=f"c{number}")
+        for number in (1, 7, 0, 2, 3, 4, 5, 6):
+            source.cancel(f"c{number}")
+        until(lambda: all(held.news is not None for held in waiting))
+        at_rest(source)
+        for news in [held.news for held in waiting]:
+            assert isinstance(news, PagesSource) or "was cancelled" in str(news)
+
+    def test_what_is_held_is_bounded(self, pair):
+        source, _ = pair
+        waiting = [Held() for _ in range(9)]
+        for number, held in enumerate(waiting):
+            source.prefill([number] * 40, held, request_id=f"b{number}")
+        for held in waiting[:6]:
+            held.wait()
+        assert source._loop.holds.waiting == 3
+        for number in range(9):
+            waiting[number].wait()
+            source.release(f"b{number}")
+        at_rest(source)
+
+    def test_bad_requests(self, pair):
+        source, domain = pair
+        with pytest.raises(InvalidRequestError, match="no pages server"):
+            domain.prefill([1, 2], Held())
+        held = prefill(source, [5] * 50, request_id="y")
+        with pytest.raises(InvalidRequestError, match="no link to prefill workers"):
+            source.submit([5] * 50, GREEDY, Collector(), source=held)
+        with pytest.raises(InvalidRequestError, match="48 tokens are held of a request of 20"):
+            domain.submit([5] * 20, GREEDY, Collector(), source=held)
+        source.release("y")
+
+
+class TestIntegrity:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"digest": "0" * 16}, "digest 0000000000000000 of 48 held tokens"),
+            ({"tokens": 32}, "of 32 held tokens is not that of the prompt's first 32"),
+        ],
+    )
+    def test_what_is_held_is_not_the_prompt_s(self, pair, change, message):
+        source, domain = pair
+        held = msgspec.structs.replace(prefill(source, [9] * 50, request_id="z"), **change)
+        assert message in self._error(domain, [9] * 50, held)
+        source.release("z")
+
+    def test_another_prompt(self, pair):
+        source, domain = pair
+        held = prefill(source, [9] * 50, request_id="z")
+        assert "is not that of the prompt's first 48" in self._error(domain, [8] * 50, held)
+        source.release("z")
+
+    def test_another_lease(self, pair):
+        source, domain = pair
+        first = prefill(source, [9] * 50, request_id="z1")
+        second = prefill(source, [8] * 50, request_id="z2")
+        mixed = msgspec.structs.replace(first, hand_off=second.hand_off)
+        error = self._error(domain, [9] * 50, mixed)
+        assert f"digest {first.digest} was asked for, {second.digest} is held" in error
+        for name in ("z1", "z2"):
+            source.release(name)
+
+    @staticmethod
+    def _error(domain, prompt, held) -> str:
+        collector = Collector()
+        params = msgspec.structs.replace(GREEDY, cache_salt=f"{random.random()}")
+        collector.submit(domain, prompt, params, source=held)
+        output = collector.wait()["request 0"]
+        assert output.finish_reason == "error"
+        assert not output.token_ids
+        return output.error
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        "change", [{"hand_off": "gone"}, {"epoch": 5}, {"address": "127.0.0.1:9"}]
+    )
+    def test_a_lost_lease_or_worker_is_a_cache_miss(self, pair, change):
+        source, domain = pair
+        (prompt,) = draw_prompts(8, [70])
+        expected = alone(domain, [prompt])
+        held = prefill(source, prompt, request_id="l")
+        collector = Collector()
+        salt = msgspec.structs.replace(GREEDY, cache_salt=str(change))
+        collector.submit(domain, prompt, salt, source=msgspec.structs.replace(held, **change))
+        assert collector.wait()["request 0"].token_ids == expected[0]
+        source.release("l")
+
+    def test_a_request_that_would_recompute_too_much_fails(self, pair):
+        source, domain = pair
+        loop = domain._loop
+        policy = loop.fetch_policy
+        held = prefill(source, [4] * 70, request_id="r")
+        gone = msgspec.structs.replace(held, hand_off="gone")
+        try:
+            for changed in ({"most": 63}, {"recompute": False}):
+                loop.fetch_policy = msgspec.structs.replace(policy, **changed)
+                collector = Collector()
+                collector.submit(domain, [4] * 70, GREEDY, source=gone)
+                output = collector.wait()["request 0"]
+                assert output.finish_reason == "error"
+                assert "the lease is unknown here, or is over" in output.error
+            loop.fetch_policy = msgspec.structs.replace(policy, most=64)
+            collector = Collector()
+            collector.submit(domain, [4] * 70, GREEDY, source=gone)
+            assert collector.wait()["request 0"].finish_reason == "length"
+        finally:
+            loop.fetch_policy = policy
+        source.release("r")
+
+
+class TestPressure:
+    def test_many_requests_through_four_slots(self, pair):
+        """More than the domain takes wait there, and beyond that at the prefill worker."""
+        source, domain = pair
+        prompts = draw_prompts(9, [random.Random(n).randrange(20, 150) for n in range(40)])
+        expected = alone(domain, prompts)
+        collector = Collector()
+        started = []
+
+        def go_on(number):
+            def held(news):
+                started.append(number)
+                collector.submit(
+                    domain, prompts[number], GREEDY, request_id=f"p{number}", source=news
+                )
+
+            return held
+
+        for number, prompt in enumerate(prompts):
+            source.prefill(prompt, go_on(number), request_id=f"p{number}")
+            collector._outputs[f"p{number}"] = []
+        most = 0
+        while len(started) < len(prompts):
+            most = max(most, source.load().held)
+            threading.Event().wait(0.002)
+        outputs = collector.wait()
+        assert [outputs[f"p{n}"].token_ids for n in range(len(prompts))] == expected
+        assert most <= 6
+
+    def test_cancelled_at_random_moments(self, pair):
+        source, domain = pair
+        threads = threading.active_count()
+        draw = random.Random(10)
+        prompts = draw_prompts(11, [draw.randrange(1, 150) for _ in range(60)])
+        collector = Collector()
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+        def go_on(number):
+            def held(news):
+                if not isinstance(news, Exception):
+                    collector.submit(
+                        domain, prompts[number], params, request_id=f"q{number}", source=news
+                    )
+
+            return held
+
+        for number, prompt in enumerate(prompts):
+            collector._outputs[f"q{number}"] = []
+            source.prefill(prompt, go_on(number), request_id=f"q{number}")
+        for _ in range(80):
+            threading.Event().wait(draw.random() * 0.02)
+            name = f"q{draw.randrange(60)}"
+            draw.choice([source, domain]).cancel(name)
+        until(lambda: not source._open)
+        collector.wait()
+        # A lease whose request was cancelled on its way between the two is for the router to end.
+        for number in range(60):
+            source.release(f"q{number}")
+        for engine in (source, domain):
+            at_rest(engine)
+        until(lambda: counters(domain).queued == 0)
+        assert source.hand_offs.prefill.server.counters.registered_bytes == 0
+        assert threading.active_count() <= threads + 4  # the streams to one prefill worker
+
+    def test_a_domain_that_has_too_many(self, pair):
+        source, domain = pair
+        held = prefill(source, [3] * 40, request_id="o")
+        scheduler = domain.scheduler
+        limit, domain.deployment = domain.deployment, _with_waiting(domain.deployment, 1)
+        collector = Collector()
+        params = msgspec.structs.replace(GREEDY, max_tokens=60)
+        try:
+            for _ in range(5):
+                collector.submit(domain, [2] * 40, params)
+                until(lambda: not domain._queued)
+            until(lambda: scheduler.num_waiting == 1)
+            with pytest.raises(OverloadedError):
+                collector.submit(domain, [3] * 40, GREEDY, source=held)
+        finally:
+            domain.deployment = limit
+        collector.wait()
+        source.release("o")
+
+
+def _with_waiting(deployment, waiting):
+    limits = msgspec.structs.replace(deployment.scheduler, max_waiting=waiting)
+    return msgspec.structs.replace(deployment, scheduler=limits)

@@ -1,0 +1,220 @@
+"""What a prefill worker may run and hold, and until when; without devices."""
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.holds import HoldLimits, Holds
+from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.loop import Await, Enqueue, ExportPages, Idle, Loop
+from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.roles.layout import NO_TOKEN, PageRun
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(requests: int = 8, pages: int = 12, max_waiting: int = 4) -> tuple[Loop, Clock]:
+    clock = Clock()
+    scheduler = Scheduler(
+        groups=1,
+        lanes=1,
+        slots=4,
+        pages=16,
+        page_size=4,
+        max_length=64,
+        token_budget=8,
+        token_buckets=[8],
+        page_buckets=[16],
+        max_waiting=max_waiting,
+        prefix_cache=True,
+    )
+    loop = Loop([scheduler], 1, clock)
+    limits = HoldLimits(requests=requests, pages=pages, lease_seconds=30.0)
+    names = (f"lease {number}" for number in range(1000))
+    loop.holds = Holds(scheduler, limits, clock, lambda: next(names))
+    return loop, clock
+
+
+def prompt(name: str, tokens: int = 8, arrival: float = 100.0, **fields) -> Request:
+    first = sum(map(ord, name))
+    return Request(
+        request_id=name,
+        prompt=[first, *range(1, tokens)],
+        params=PARAMS,
+        hold=True,
+        arrival=arrival,
+        **fields,
+    )
+
+
+def run(loop: Loop, sampled: int = 7) -> list[tuple[str, str | None]]:
+    """Until nothing is to be done: who ended, and why."""
+    ended = []
+    while not isinstance(action := loop.next([0]), Idle):
+        match action:
+            case Enqueue():
+                loop.enqueued(0)
+            case Await(step):
+                result = StepResult(np.full((1, 4), sampled, np.int32), {}, {})
+                outputs = loop.complete(step.lane, step.plan, result)
+                ended += [(output.request_id, output.finish_reason) for output in outputs]
+    loop.schedulers[0].check_integrity()
+    return ended
+
+
+def test_the_pages_of_a_prompt_are_held():
+    loop, _ = make()
+    loop.prefill(prompt("a"))
+    assert run(loop) == [("a", "length")]
+    hold = loop.holds.of_request("a")
+    assert hold is loop.holds.of_hand_off("lease 0")
+    assert (hold.tokens, hold.group, len(hold.page_ids), hold.until) == (8, 0, 2, 130.0)
+    assert loop.schedulers[0].kv_usage == [2 / 16]
+    loop.cancel("a")
+    assert loop.holds.of_request("a") is None
+    assert loop.schedulers[0].kv_usage == [0.0]
+    loop.schedulers[0].check_integrity()
+
+
+def test_two_that_begin_alike_hold_the_same_pages():
+    loop, _ = make()
+    for name in "ab":
+        request = prompt("same", 8 if name == "a" else 12)
+        loop.prefill(Request(**{**vars_of(request), "request_id": name}))
+        run(loop)
+    first, second = (loop.holds.of_request(name).page_ids for name in "ab")
+    assert second[:2] == first
+    loop.holds.release("lease 0")
+    loop.schedulers[0].check_integrity()
+    assert loop.schedulers[0].kv_usage == [3 / 16]
+
+
+def vars_of(request: Request) -> dict:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+def test_a_lease_ends_unless_it_is_renewed():
+    loop, clock = make()
+    for name in "ab":
+        loop.prefill(prompt(name))
+    run(loop)
+    assert loop.next([0]) == Idle(130.0)
+    clock.now = 120.0
+    assert loop.holds.renew("lease 0")
+    clock.now = 130.0
+    loop.tick()
+    assert (loop.holds.held, loop.holds.expired) == (1, 1)
+    assert loop.next([0]) == Idle(150.0)
+    assert not loop.holds.renew("lease 1")
+    loop.holds.release("lease 1")
+    clock.now = 150.0
+    loop.tick()
+    assert loop.holds.held == 0
+    assert loop.schedulers[0].kv_usage == [0.0]
+
+
+def test_prompts_wait_for_room():
+    loop, _ = make(pages=5)
+    for name in "abc":
+        loop.prefill(prompt(name))
+    assert run(loop) == [("a", "length"), ("b", "length")]
+    assert (loop.holds.held, loop.holds.waiting) == (2, 1)
+    loop.holds.release(loop.holds.of_request("a").hand_off)
+    assert run(loop) == [("c", "length")]
+
+
+def test_the_number_of_requests_is_bounded_too():
+    loop, _ = make(requests=1)
+    for name in "ab":
+        loop.prefill(prompt(name))
+    assert run(loop) == [("a", "length")]
+    loop.cancel("a")
+    assert run(loop) == [("b", "length")]
+
+
+def test_one_prompt_may_take_more_than_the_bound():
+    loop, _ = make(pages=5)
+    loop.prefill(prompt("long", 48))
+    assert run(loop) == [("long", "length")]
+
+
+def test_too_many_wait():
+    loop, _ = make(requests=1, max_waiting=3)
+    for name in "abcd":
+        loop.prefill(prompt(name))
+        run(loop)
+    with pytest.raises(OverloadedError, match="3 prompts wait already"):
+        loop.prefill(prompt("e"))
+
+
+@pytest.mark.parametrize("stage", ["waiting", "running", "held"])
+def test_a_name_is_used_once(stage):
+    loop, _ = make(requests=1)
+    loop.prefill(prompt("first"))
+    if stage == "waiting":
+        loop.prefill(prompt("second"))
+    if stage == "held":
+        run(loop)
+    name = "second" if stage == "waiting" else "first"
+    with pytest.raises(InvalidRequestError, match="is already running"):
+        loop.prefill(prompt(name))
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_came_just_before():
+    loop, _ = make(requests=1, pages=99, max_waiting=9)
+    loop.prefill(prompt("first"))
+    limits = loop.holds.limits
+    long_seconds = (60 + 60 * 60 / limits.quadratic_tokens) / limits.tokens_per_second
+    loop.prefill(prompt("long", 60, arrival=100.0))
+    loop.prefill(prompt("short", 4, arrival=100.0 + long_seconds / 2))
+    loop.prefill(prompt("late", 4, arrival=100.0 + long_seconds))
+    order = []
+    for _ in range(4):
+        order += [name for name, _ in run(loop)]
+        loop.cancel(order[-1])
+    assert order == ["first", "short", "long", "late"]
+
+
+def test_one_that_is_cancelled_or_late():
+    loop, clock = make(requests=1)
+    loop.prefill(prompt("a"))
+    loop.prefill(prompt("b"))
+    loop.prefill(prompt("c", deadline=101.0))
+    assert [output.finish_reason for output in loop.cancel("b")] == ["cancelled"]
+    clock.now = 102.0
+    assert [output.request_id for output in loop.tick()] == ["c"]
+    assert [output.finish_reason for output in loop.cancel("a")] == ["cancelled"]
+    assert run(loop) == []
+    assert (loop.holds.held, loop.holds.waiting) == (0, 0)
+    loop.prefill(prompt("d"))
+    assert run(loop) == [("d", "length")]
+
+
+def test_what_is_not_a_number_is_not_held():
+    loop, _ = make()
+    loop.prefill(prompt("a"))
+    assert run(loop, sampled=NO_TOKEN) == [("a", "error")]
+    assert loop.holds.held == 0
+
+
+def test_pages_of_a_range():
+    loop, _ = make()
+    loop.prefill(prompt("a", 12))
+    run(loop)
+    pages = loop.holds.of_request("a").page_ids
+    assert loop.holds.run("lease 0", 0, 12) == PageRun(0, pages)
+    assert loop.holds.run("lease 0", 5, 8) == PageRun(0, pages[1:2], 1)
+    loop.export("lease 0", 4, 12, "whom")
+    assert loop.next([0]) == ExportPages(PageRun(0, pages[1:]), 4, 8, "whom")
+    with pytest.raises(ValueError, match="tokens 4 to 13 wanted, 12 are held"):
+        loop.export("lease 0", 4, 13, None)
+    with pytest.raises(KeyError):
+        loop.export("lease 9", 0, 4, None)
