@@ -57,7 +57,7 @@ class Weight:
       dimensions: names of its axes for the sharding rules.
     """
 
-    def __init__(self, value: Any, dimensions: tuple[str | None, ...]):
+    def __init__(self, value: Any, dimensions: tuple[str | None, ...] = ()):
         self.value, self.dimensions = value, dimensions
 
     def __getitem__(self, key: EllipsisType) -> Array:
