@@ -17,14 +17,13 @@ import tests.typechecker  # noqa: F401  (the import hook finds it by its name, a
 SIMULATED_DEVICES = 8
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# JAX writes a cache entry in place, so a second process could read half of one: every xdist
-# worker has a cache of its own. Processes that tests start inherit both settings.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+# All workers, and the processes that tests start, share a compile cache: its entries are whole
+# (`pytest_sessionstart`).
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / "build" / "jax_cache" / _WORKER)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / "build" / "jax_cache")
 # Tests start processes from one in which gRPC runs; its handlers would revive it in the child.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax  # noqa: E402  (after the platform is chosen)
 import pytest  # noqa: E402
@@ -69,6 +68,13 @@ gc.unfreeze = _note_and_unfreeze
 
 _UNOPTIMISED = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
+
+
+def pytest_sessionstart() -> None:
+    """Not earlier: the import hook is there now."""
+    from jaxserve.roles.program_cache import keep_entries_whole
+
+    keep_entries_whole()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,10 +16,10 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.cell import Cell, Workers, build_cell
-from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
 from jaxserve.roles.weights import AttentionWeights, FFNWeights, RandomLeaves

@@ -26,8 +26,8 @@ from jaxserve.observe.watch import Collect, Watch
 from jaxserve.roles.capacity import check_capacity, deployment_buckets, memory_of
 from jaxserve.roles.cell import Cell, build_cell
 from jaxserve.roles.colocated import ColocatedWorker, build_colocated
-from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.step_plan import SequenceRow, SlotRules, StepPlan, plan_of_rows
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer

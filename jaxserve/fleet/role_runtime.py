@@ -19,7 +19,7 @@ from jaxserve.link.hello import Hello, make_hello
 from jaxserve.mesh import AbstractSubmeshes, Role, memory_limit, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import check_capacity, memory_of
-from jaxserve.roles.compilation import use_compilation_cache
+from jaxserve.roles.program_cache import use_compilation_cache
 
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""

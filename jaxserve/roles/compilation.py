@@ -1,10 +1,7 @@
-"""Compiles the programs of a worker ahead of time, each once, and keeps them on disk."""
+"""Compiles the programs of a worker ahead of time, each once."""
 
 import concurrent.futures
-import logging
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
@@ -13,8 +10,6 @@ from jaxserve.config.model import FFNKind, LayerKind
 from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-
-logger = logging.getLogger(__name__)
 
 
 class ProgramKey(NamedTuple):
@@ -44,24 +39,3 @@ def compile_all[Key](
             done[key] = future.result()
             progress.advance(note=programs[key].name)
     return done
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
-
-    One folder a process, because JAX writes entries in place and another might read half of one.
-    """
-    given = jax.config.jax_compilation_cache_dir
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"
-    if jax.process_count() > 1 and not folder.name.startswith("process-"):
-        folder /= f"process-{jax.process_index()}-of-{jax.process_count()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("no compilation cache: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    if not given:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -13,7 +13,7 @@ from jaxserve.roles.attention import attention_executables, attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import colocated_executables, colocated_programs
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import compile_all, use_compilation_cache
+from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.ffn import ffn_executables, ffn_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
@@ -105,42 +105,3 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
     programs = attention_of(tmp_path)
     with pytest.raises(RuntimeError, match="cannot compile"):
         compile_all(attention_programs(programs, BUCKETS[:1]))
-
-
-class TestCompilationCache:
-    OPTIONS = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-
-    @pytest.fixture(autouse=True)
-    def options(self):
-        before = {name: getattr(jax.config, name) for name in self.OPTIONS}
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-
-    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
-        use_compilation_cache()
-        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
-
-    def test_or_where_jax_was_told(self, tmp_path):
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
-
-    def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
-        (tmp_path / "jaxserve").write_text("a file where the folder should be")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir is None
-        assert "no compilation cache" in caplog.text

@@ -1,0 +1,88 @@
+"""Compiled programs on disk: an entry is whole, or it is not there.
+
+Called before the first compilation. Processes of a host share the folder.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache, lru_cache
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = "compilation cache: %s cannot be read (%s) and is made again"
+
+
+class WholeEntries(lru_cache.LRUCache):
+    """JAX's cache, which writes entries in place and never replaces one: another process could read
+    half of one, and where a process died in the middle, every later start would warn of it and
+    compile again. Here entries appear at once, and an unreadable one goes."""
+
+    def get(self, key: str) -> bytes | None:
+        """The entry; None: there is none that can be read."""
+        value = super().get(key)
+        if value is None:
+            return None
+        try:
+            if not compilation_cache.decompress_executable(value):
+                raise ValueError("empty")
+        except Exception as error:  # zlib's, or one of two packages'
+            logger.warning(UNREADABLE, key, error)
+            self._file(key).unlink(missing_ok=True)
+            return None
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry, unless it is there."""
+        if self.eviction_enabled:  # under a lock of all processes
+            super().put(key, value)
+            return
+        file = self._file(key)
+        if file.exists():
+            return
+        part = file.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            part.write_bytes(value)
+            part.replace(file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+    def _file(self, key: str) -> Path:
+        return Path(str(self.path)) / f"{key}-cache"
+
+
+def keep_entries_whole() -> None:
+    """Makes every cache that JAX opens from now on one of `WholeEntries`. JAX has no interface for
+    it; where its parts have other names, its own cache stays."""
+    if hasattr(compilation_cache, "get_file_cache"):
+        compilation_cache.get_file_cache = _open
+
+
+def _open(path: str) -> tuple[lru_cache.LRUCache, str]:
+    return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
+
+    Of the processes of one runtime the first alone writes, and all read.
+    """
+    keep_entries_whole()
+    given = jax.config.jax_compilation_cache_dir
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not given:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,109 @@
+"""Where compiled programs are kept, and that an entry is whole or not there."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.roles.program_cache import WholeEntries, use_compilation_cache
+
+
+class TestPlace:
+    OPTIONS = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+
+    @pytest.fixture(autouse=True)
+    def options(self):
+        before = {name: getattr(jax.config, name) for name in self.OPTIONS}
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+
+    def test_or_where_jax_was_told(self, tmp_path):
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+
+    def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
+        (tmp_path / "jaxserve").write_text("a file where the folder should be")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        assert "no compilation cache" in caplog.text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A cache of its own, for every program, with which JAX starts afresh."""
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    use_compilation_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, -1], ids=["nothing", "a byte", "100", "all but one"])
+def test_a_truncated_entry_is_replaced(folder, left, caplog):
+    def compile_once():
+        jax.clear_caches()
+        return jax.jit(lambda x: 3 * x + left).lower(jnp.ones(3)).compile()
+
+    compile_once()
+    files = list(folder.glob("*-cache"))
+    whole = {file: file.read_bytes() for file in files}
+    assert whole
+    for file in files:
+        file.write_bytes(whole[file][:left])
+    assert compile_once()(jnp.ones(3)).tolist() == [3.0 + left] * 3
+    assert caplog.text.count("cannot be read") == len(files)
+    assert {file.name: len(file.read_bytes()) > 100 for file in folder.iterdir()} == {
+        file.name: True for file in files
+    }, "all were made again, and nothing else is left"
+    caplog.clear()
+    compile_once()
+    assert caplog.text == ""
+
+
+def test_a_writer_that_dies_leaves_no_entry(tmp_path):
+    """SIGKILL in the middle of a write."""
+    code = """
+import os, pathlib, sys
+from jaxserve.roles.program_cache import WholeEntries
+write = pathlib.Path.write_bytes
+def die(path, value):
+    write(path, value[:10])
+    os.kill(os.getpid(), 9)
+pathlib.Path.write_bytes = die
+WholeEntries(sys.argv[1], max_size=-1).put("key", b"x" * 1000)
+"""
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=120)
+    assert died.returncode == -9
+    assert WholeEntries(str(tmp_path), max_size=-1).get("key") is None
+    assert len(list(tmp_path.iterdir())) == 1
