@@ -37,17 +37,17 @@ ATTENTION_RULES: Rules = {
 V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
 
 FFN_RULES: Rules = {
-    "experts": "ep",
+    "slots": "ep",
     "expert_d_ff": "tp",
     "d_ff": ("ep", "tp"),
     "shared_d_ff": "tp",
 }
-"""ffn mesh. Routed experts over ep, every expert's d_ff over tp; dense FFN over all devices, and
-the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows (`shared_d_ff`, with
-`ffn.exchange` = alltoall)."""
+"""ffn mesh. Slots of routed experts over ep, every expert's d_ff over tp; dense FFN over all
+devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows
+(`shared_d_ff`, with `ffn.exchange` = alltoall)."""
 
 COLOCATED_FFN_RULES: Rules = {
-    "experts": "dp",
+    "slots": "dp",
     "expert_d_ff": "tp",
     "d_ff": ("dp", "tp"),
     "shared_d_ff": "tp",

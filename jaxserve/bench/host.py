@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.bench.random_model import RandomModel, build, decode_plan, deployment_of
+from jaxserve.bench.random_model import (
+    RandomModel,
+    build,
+    decode_plan,
+    deployment_of,
+    idle_experts,
+)
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, run_worker, writing
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
@@ -136,12 +142,30 @@ def _fed_unpacked(model: RandomModel, program: Program) -> Program:
         jax.ShapeDtypeStruct((rows, top_k), np.float32),
     )
     pieces, *specs = program.in_specs
-    return program._replace(body=body, arguments=(*four, *leaves), in_specs=(*[pieces] * 4, *specs))
+    return program._replace(
+        body=body,
+        arguments=(*four, *leaves),
+        in_specs=(*[pieces] * 4, *specs),
+        donated=tuple(place + 3 for place in program.donated),
+    )
 
 
 Pages = list[Sequence[jax.Array]]
 Step = Callable[[Pages, jax.Array, jax.Array, jax.Array], Any]
 """(pages, last tokens, batch, page table) → (last tokens, sampled, logits)."""
+
+
+def experts_of(model: RandomModel, ffn: Any) -> Callable[..., jax.Array]:
+    """(layer, message…) → answer, by the call that is given, with counts of its own."""
+    leaves, mesh = model.ffn_weights.layers, model.ffn.mesh
+    state = [idle_experts(model.ffn.slots, mesh) for _ in leaves]
+    tables, counts = map(list, zip(*state, strict=True))
+
+    def call(layer: int, *message: jax.Array) -> jax.Array:
+        answer, counts[layer] = ffn(*message, tables[layer], counts[layer], *leaves[layer])
+        return answer
+
+    return call
 
 
 Wrap = Callable[[str, Any], Any]
@@ -158,23 +182,24 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     enter, leave = executables.enter, executables.leave
     tokens, link = model.bucket.tokens, model.link.attention
     attend = wrap("attend", executables.attend[KIND])
-    ffn = wrap("ffn", model.ffn_executables["moe", model.ffn.contract.size(tokens)])
+    size = model.ffn.contract.size(tokens)
+    ffn = experts_of(model, wrap("ffn", model.ffn_executables["moe", size]))
     dispatch = wrap("dispatch", link.dispatch(0, tokens).copy)
     combine = wrap("combine", link.combine(tokens).copy)
-    attention, experts = weights.layers, model.ffn_weights.layers
+    attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
         x, message, k, v = enter(last, batch, table, k, v, *weights.embedding, *attention[0])
         pages[0] = k, v
         (arrived,) = dispatch((message,))
-        (combined,) = combine(ffn(arrived, *experts[0]))
+        (combined,) = combine((ffn(0, arrived),))
         for layer in range(1, LAYERS):
             k, v = pages[layer]
             x, message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
             pages[layer] = k, v
             (arrived,) = dispatch((message,))
-            (combined,) = combine(ffn(arrived, *experts[layer]))
+            (combined,) = combine((ffn(layer, arrived),))
         return leave(x, last, batch, combined, *weights.head)
 
     return step
@@ -183,26 +208,24 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
 def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is) -> Step:
     """The loop that one would write first."""
     weights, leave = model.weights, model.executables.leave
-    attend, ffn = wrap("attend", naive.attend), wrap("ffn", naive.ffn)
+    attend, ffn = wrap("attend", naive.attend), experts_of(model, wrap("ffn", naive.ffn))
     tokens, link = model.bucket.tokens, model.link.attention
     here = link.combine(tokens).destination_sharding
     there = link.dispatch(0, tokens).destination_sharding
     dispatch = wrap("dispatch", lambda message: jax.device_put(message, there))
     combine = wrap("combine", lambda result: jax.device_put(result, here))
-    attention, experts = weights.layers, model.ffn_weights.layers
+    attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
         x, *message, k, v = naive.enter(last, batch, table, k, v, *weights.embedding, *attention[0])
         pages[0] = k, v
-        (result,) = ffn(*dispatch(message), *experts[0])
-        combined = combine(result)
+        combined = combine(ffn(0, *dispatch(message)))
         for layer in range(1, LAYERS):
             k, v = pages[layer]
             x, *message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
             pages[layer] = k, v
-            (result,) = ffn(*dispatch(message), *experts[layer])
-            combined = combine(result)
+            combined = combine(ffn(layer, *dispatch(message)))
         return leave(x, last, batch, combined, *weights.head)
 
     return step

@@ -26,6 +26,7 @@ from jaxserve.bench.random_model import (
     build_local_cell,
     decode_plan,
     deployment_of,
+    idle_experts,
     templates_of,
 )
 from jaxserve.bench.report import Measure, Part
@@ -219,7 +220,14 @@ def time_ffn(width: int, message: jax.Array, calls: int) -> float:
         jax.device_put(leaf, cached_sharding(mesh, spec))
         for leaf, spec in zip(template.random(0), template.specs(FFN_RULES), strict=True)
     ]
-    return _milliseconds(lambda: compiled(message, *leaves), calls)
+    table, counts = idle_experts(templates.slots, mesh)
+
+    def call() -> Any:
+        nonlocal counts
+        answer, counts = compiled(message, table, counts, *leaves)
+        return answer
+
+    return _milliseconds(call, calls)
 
 
 def _milliseconds(call: Callable[[], Any], calls: int) -> float:

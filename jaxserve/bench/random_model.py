@@ -6,19 +6,27 @@ that calls it.
 
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import Submeshes
+from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.cell import Cell, Workers, build_cell
+from jaxserve.roles.expert_programs import BankShape
+from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
@@ -37,6 +45,7 @@ class RandomModel(NamedTuple):
     ffn_executables: FFNExecutables
     weights: AttentionWeights
     ffn_weights: FFNWeights
+    slots: ExpertSlots | None
     link: RuntimeLink
 
     def cell(
@@ -49,7 +58,7 @@ class RandomModel(NamedTuple):
         link = link or self.link
         bound = {self.bucket: executables or self.executables}
         worker = AttentionWorker(self.attention, bound, self.weights, link.attention)
-        ffn_worker = FFNWorker(self.ffn, ffn or self.ffn_executables, self.ffn_weights)
+        ffn_worker = FFNWorker(self.ffn, ffn or self.ffn_executables, self.ffn_weights, self.slots)
         ffn_worker.attach(link.ffn, [self.bucket.tokens])
         lanes = self.deployment.lanes
         workers = Workers((worker,), (ffn_worker,))
@@ -110,6 +119,19 @@ def templates_of(
     return ModelTemplates(config, deployment, meshes), deployment, meshes
 
 
+def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """Table and counts of a layer of the ffn role whose experts are at home."""
+    bank = BankShape(1, sizes)
+    table = replica_table(home_slots(sizes), sizes)[None]
+    return (
+        jax.device_put(table, cached_sharding(mesh, REPLICATED)),
+        jax.device_put(
+            np.zeros(bank.counts.shape, bank.counts.dtype),
+            cached_sharding(mesh, bank.counts_spec(FFN_AXES[0])),
+        ),
+    )
+
+
 def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     """Compiles and fills both roles on the devices of this process."""
     use_compilation_cache()
@@ -118,7 +140,9 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     attention, executables, weights = build_attention(
         templates, deployment, meshes.attention, source, names
     )
-    ffn, ffn_executables, ffn_weights = build_ffn(templates, deployment, meshes.ffn, source, names)
+    ffn, ffn_executables, ffn_weights, slots = build_ffn(
+        templates, deployment, meshes.ffn, source, names
+    )
     return RandomModel(
         deployment,
         config,
@@ -129,6 +153,7 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
         ffn_executables,
         weights,
         ffn_weights,
+        slots,
         RuntimeLink(
             deployment.link.transport,
             Contract.of(config, deployment),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import sharded_zeros
@@ -31,6 +32,9 @@ class Leaf(NamedTuple):
     """Sharding of the whole array, stacking axis included."""
     layers: int | None = None
     """Length of the stacking axis; None: one block, without such an axis."""
+    entries: tuple[int, ...] | None = None
+    """Which entry of the stored array each entry of the block's first axis is; negative: none, it
+    is padding. None: they are the same."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -51,9 +55,11 @@ def wanted_leaves(
 ) -> dict[str, Leaf]:
     """The template's leaves by name."""
     leaves = {}
-    for name, leaf, sharding in zip(template.names, template.leaves, shardings, strict=True):
+    parts = zip(template.names, template.leaves, template.dimensions, shardings, strict=True)
+    for name, leaf, dimensions, sharding in parts:
         assert isinstance(sharding, NamedSharding)
-        leaves[name] = Leaf(leaf.shape, leaf.dtype, sharding, layers)
+        entries = template.entries.get(dimensions[0] or "") if dimensions else None
+        leaves[name] = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
     return leaves
 
 
@@ -82,12 +88,15 @@ def make_leaves(
         yield ready.pop(name)
 
 
-def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> jax.Array:
+def make_array(
+    leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]], *, empty: float = 0.0
+) -> jax.Array:
     """Makes the addressable shards of an array.
 
     Args:
-      make: called with the distinct ranges of the shards, returns their values. These must not be
-        changed afterwards: CPU devices use the same memory.
+      make: called with the distinct ranges of the shards in the stored array, returns their values.
+        These must not be changed afterwards: CPU devices use the same memory.
+      empty: value of entries that are none of the stored array's.
     """
     shape = leaf.full_shape
     ranges: dict[jax.Device, Ranges] = {
@@ -95,11 +104,56 @@ def make_array(leaf: Leaf, make: Callable[[list[Ranges]], list[np.ndarray]]) -> 
         for device, index in leaf.sharding.addressable_devices_indices_map(shape).items()
     }
     unique = list(dict.fromkeys(ranges.values()))
-    parts = dict(zip(unique, make(unique), strict=True))
+    values = make(unique) if leaf.entries is None else _of_entries(leaf, unique, make, empty)
+    parts = dict(zip(unique, values, strict=True))
     arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
     array = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
     # Without waiting, shards of later leaves would pile up in host memory until copied.
     return jax.block_until_ready(array)
+
+
+def _of_entries(
+    leaf: Leaf,
+    parts: Sequence[Ranges],
+    make: Callable[[list[Ranges]], list[np.ndarray]],
+    empty: float,
+) -> list[np.ndarray]:
+    """The parts' values, each made of runs of consecutive entries of the stored array."""
+    assert leaf.entries is not None
+    axis = 0 if leaf.layers is None else 1
+    runs = [_runs(leaf.entries[slice(*part[axis])]) for part in parts]
+    wanted = [
+        (*part[:axis], (first, first + length), *part[axis + 1 :])
+        for part, own in zip(parts, runs, strict=True)
+        for first, length in own
+        if first >= 0
+    ]
+    made = iter(make(wanted))
+    values = []
+    for part, own in zip(parts, runs, strict=True):
+        if len(own) == 1 and own[0][0] >= 0:
+            values.append(next(made))
+            continue
+        target = aligned_empty([stop - start for start, stop in part], np.dtype(leaf.dtype))
+        moved, at = np.moveaxis(target, axis, 0), 0
+        for first, length in own:
+            moved[at : at + length] = np.moveaxis(next(made), axis, 0) if first >= 0 else empty
+            at += length
+        values.append(target)
+    return values
+
+
+def _runs(entries: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, length) of the runs of consecutive entries; a first below 0 stands for none."""
+    runs: list[tuple[int, int]] = []
+    for entry in entries:
+        first, length = runs[-1] if runs else (0, 0)
+        joins = first < 0 if entry < 0 else first >= 0 and entry == first + length
+        if length and joins:
+            runs[-1] = first, length + 1
+        else:
+            runs.append((max(entry, -1), 1))
+    return runs
 
 
 def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
@@ -133,6 +187,11 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
     return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding))
 
 
+def _quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """`quantiser`, whatever the entries."""
+    return quantiser(values._replace(entries=None), scales._replace(entries=None))
+
+
 def quantised_here(
     values: Leaf, scales: Leaf, floats: DTypeLike, plain: Callable[[int | None, Leaf], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
@@ -144,8 +203,8 @@ def quantised_here(
       plain: makes the float matrix of this layer of a stack, or (None) of the only block.
     """
     if values.layers is None:
-        return quantiser(values, scales)(plain(None, values.of(floats)))
-    quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
+        return _quantiser(values, scales)(plain(None, values.of(floats)))
+    quantise = _quantiser(values.of_one_layer(), scales.of_one_layer())
     of_values, of_scales = zeroed(values), zeroed(scales)
     for index in range(values.layers):
         layer = quantise(plain(index, values.of(floats).of_one_layer()))

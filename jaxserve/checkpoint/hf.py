@@ -218,7 +218,7 @@ class HFCheckpoint:
                 targets.append(target)
             return targets
 
-        return make_array(leaf, make)
+        return make_array(leaf, make, empty=1.0)
 
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
         """The FP32 scales of the source's FP8 tensors, read whole because they are small."""

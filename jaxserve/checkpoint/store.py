@@ -140,10 +140,9 @@ class StoreCheckpoint:
         *outer, d_out, d_in = leaf.shape
         columns = -(-d_in // sizes[1]) if sizes[1] else 1
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-        of_scales = Leaf(
-            (*outer, -(-d_out // sizes[0]), columns), jnp.dtype(np.float32), everywhere
-        )
-        multiply = _multiplier(leaf, sizes)
+        grid = (*outer, -(-d_out // sizes[0]), columns)
+        of_scales = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
+        multiply = _multiplier(leaf._replace(entries=None), sizes)
         return multiply(
             self._array([values], leaf.of(values.dtype)), self._array([scales], of_scales)
         )
@@ -188,6 +187,8 @@ class StoreCheckpoint:
         full = np.stack(grids) if leaf.layers is not None else grids[0]
         full = full[..., rows[:, None], columns]
         padding = [(0, n - have) for n, have in zip(leaf.full_shape, full.shape, strict=True)]
+        if leaf.entries is not None:
+            padding[0 if leaf.layers is None else 1] = 0, 0
         full = np.pad(full, padding, constant_values=1.0)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
@@ -198,7 +199,7 @@ class StoreCheckpoint:
                 targets.append(target)
             return targets
 
-        return make_array(leaf, make)
+        return make_array(leaf, make, empty=1.0)
 
 
 def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -68,6 +68,9 @@ class FFNRole(Section, frozen=True):
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
     that hold one of its experts, which need the whole shared expert, and one result from each
     back; `auto`: `alltoall` where it moves half the bytes or less."""
+    redundant_slots: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Slots of every ep rank (colocated: DP group) beyond those that its share of the routed
+    experts takes: for replicas of busy experts, which `experts` moves there."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
     report. In colocated mode `attention.memory_gb` counts."""

@@ -25,6 +25,7 @@ from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import (
     FFNExecutables,
     FFNWorker,
@@ -103,12 +104,13 @@ class FFNMessages:
         programs: FFNPrograms,
         executables: FFNExecutables,
         weights: FFNWeights,
+        slots: ExpertSlots | None,
     ):
         self._role, self._deployment = role, deployment
         self._formats = message_formats(role.contract)
         self._landings = {role.contract.attention_devices: Landing(programs.route, role.mesh)}
         self._programs: dict[int, FFNPrograms] = {}
-        self._worker = FFNWorker(programs, executables, weights)
+        self._worker = FFNWorker(programs, executables, weights, slots)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

@@ -5,12 +5,14 @@ and gate weights, all as unsigned words of the values' width, side by side: a co
 per array, not per byte. Knows nothing of attention and ffn.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import msgspec
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, UInt
+from jaxtyping import Array, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
@@ -86,6 +88,28 @@ class MessageFormat(msgspec.Struct, frozen=True):
             return Message(tokens, None, None)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
         return Message(tokens, _as(experts, jnp.int32), _as(gates, jnp.float32))
+
+
+class PackedRows(NamedTuple):
+    """Rows of a message as the exchange handles them (`model.ffn.exchange.Packing`)."""
+
+    format: MessageFormat
+    dtype: jnp.dtype
+    """That rows are computed in."""
+
+    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
+        """What is in them."""
+        return self.format.unpack(packed, self.dtype)
+
+    def addressed(
+        self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
+    ) -> UInt[Array, "rows words"]:
+        """The same rows with other ids."""
+        form = self.format
+        first = form.d_model + has_scales(form.rows) * 4 // form.word.itemsize
+        return jax.lax.dynamic_update_slice_in_dim(
+            packed, _to_words(slots, form.word), first, axis=1
+        )
 
 
 def _as(x: Array, dtype: DTypeLike) -> Array:

@@ -20,6 +20,7 @@ from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.dense import DenseFFN
 from jaxserve.model.ffn.experts import Experts
+from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.message import Message
@@ -100,13 +101,16 @@ class FFNBlock(Module):
         exchange: ExchangeKind,
         formats: Formats,
         rngs: Rngs,
+        *,
+        redundant: int = 0,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         own_rows = kind == "moe" and exchange == "alltoall"
         shards = tensor_ranks if own_rows else expert_ranks * tensor_ranks
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
-        self.experts = Experts(config, ranks, formats, rngs) if kind == "moe" else None
+        moe = kind == "moe"
+        self.experts = Experts(config, ranks, formats, rngs, redundant=redundant) if moe else None
         split: Literal["d_ff", "shared_d_ff"] = "shared_d_ff" if own_rows else "d_ff"
         self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if d_ff else None
 
@@ -116,7 +120,7 @@ class FFNBlock(Module):
         """This device's share of the layer's output, FP32.
 
         Args:
-          message: the rows and routing that the attention role sent.
+          message: the rows and routing that the attention role sent, with slots for experts.
           rank: this device's ep coordinate.
           layer: index into stacked expert weights; see `Experts`.
         """
@@ -125,8 +129,7 @@ class FFNBlock(Module):
     def with_load(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
     ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"] | None]:
-        """The same, and the tokens that each of this device's routed experts got; None: it has
-        none."""
+        """The same, and the tokens that each of this device's slots got; None: it has none."""
         load = None
         share = jnp.zeros(message.tokens.shape, jnp.float32)
         if self.dense is not None:
@@ -207,12 +210,29 @@ class ModelTemplates:
             for kind in config.kinds()
         }
         self.exchange = exchange_of(config, deployment)
+        self.slots = slot_sizes(config, deployment)
         self.ffn = {
             kind.ffn: Template(
-                functools.partial(FFNBlock, config, kind.ffn, self.ranks, self.exchange, ffn)
+                functools.partial(
+                    FFNBlock,
+                    config,
+                    kind.ffn,
+                    self.ranks,
+                    self.exchange,
+                    ffn,
+                    redundant=self.slots.redundant,
+                ),
+                entries={"slots": home_slots(self.slots)},
             )
             for kind in config.kinds()
         }
+
+
+def slot_sizes(config: ModelConfig, deployment: Deployment) -> SlotSizes:
+    """The slots of a layer's routed experts; in colocated mode DP groups are the ranks."""
+    afd = deployment.mode == "afd"
+    ranks = deployment.ffn.ep if afd else deployment.attention.dp
+    return SlotSizes(config.experts, ranks, deployment.ffn.redundant_slots)
 
 
 def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
@@ -277,8 +297,11 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
         )
     afd = deployment.mode == "afd"
     field, ep = ("ffn.ep", deployment.ffn.ep) if afd else ("attention.dp", deployment.attention.dp)
-    if config.experts and ep > config.experts:
-        raise ConfigError(f"{field} = {ep} is more than the model's {config.experts} experts")
+    if deployment.ffn.redundant_slots and not config.experts:
+        raise ConfigError(
+            f"ffn.redundant_slots = {deployment.ffn.redundant_slots}, but the model has no routed "
+            "experts"
+        )
     if deployment.ffn.exchange != "alltoall":
         return
     if not config.experts:

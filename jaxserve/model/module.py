@@ -222,10 +222,17 @@ class Template:
       names: dotted path of each leaf.
       leaves: shape and dtype of each leaf, global.
       dimensions: the axis names of each leaf.
+      entries: of a first axis, by its name: which entry of the checkpoint's each of its own is at
+        first; negative: none.
     """
 
-    def __init__(self, build: Callable[[Rngs], Module]):
+    def __init__(
+        self,
+        build: Callable[[Rngs], Module],
+        entries: Mapping[str, tuple[int, ...]] | None = None,
+    ):
         self._build = build
+        self.entries = entries or {}
         made: list[Module] = []
 
         def values() -> list[Array]:

@@ -81,8 +81,8 @@ def _activated(template: Template, config: ModelConfig) -> int:
     leaves = zip(template.leaves, template.dimensions, strict=True)
     return sum(
         math.prod(leaf.shape)
-        * (config.top_k if names[0] == "experts" else 1)
-        // (config.experts if names[0] == "experts" else 1)
+        * (config.top_k if names[0] == "slots" else 1)
+        // (config.experts if names[0] == "slots" else 1)
         for leaf, names in leaves
     )
 

@@ -20,6 +20,7 @@ from jaxserve.mesh import Submeshes, has_local_devices
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import token_sizes
+from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
@@ -104,6 +105,11 @@ class Cell:
     def on_load(self, on_load: OnLoad | None) -> None:
         for worker in self._workers.attention:
             worker.on_load = on_load
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """Where the experts of this process's part of the ffn mesh are; None: it has none."""
+        return next((worker.slots for worker in self._workers.ffn), None)
 
     def position(self) -> tuple[str, int, int, int] | None:
         """Stage, lane, layer and step number of what was enqueued last; from any thread."""

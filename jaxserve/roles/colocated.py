@@ -13,6 +13,7 @@ from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
@@ -62,25 +63,35 @@ def build_colocated(
     mesh: Mesh,
     source: LeafSource,
     names: CheckpointNames,
-) -> tuple[ColocatedPrograms, dict[Bucket, ColocatedExecutables], ColocatedWeights]:
+) -> tuple[
+    ColocatedPrograms, dict[Bucket, ColocatedExecutables], ColocatedWeights, ExpertSlots | None
+]:
     """Loads and compiles: what `ColocatedWorker` takes."""
     programs = ColocatedPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + 2 * templates.config.layers) as counted:
         weights = ColocatedWeights(counted, names, programs)
-    compiled = compile_all(colocated_programs(programs, buckets))
-    return programs, colocated_executables(programs, buckets, compiled), weights
+    moving = slot_programs(programs.experts, programs.banks)
+    compiled = compile_all(colocated_programs(programs, buckets) | moving)
+    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    return programs, colocated_executables(programs, buckets, compiled), weights, slots
 
 
 class ColocatedWorker:
-    """Runs whole steps on one mesh; `advance` finishes the step that waited longest."""
+    """Runs whole steps on one mesh; `advance` finishes the step that waited longest.
+
+    Args:
+      slots: where its experts are; None: it has none.
+    """
 
     def __init__(
         self,
         programs: ColocatedPrograms,
         executables: dict[Bucket, ColocatedExecutables],
         weights: ColocatedWeights,
+        slots: ExpertSlots | None,
     ):
+        self.slots = slots
         self._programs = programs
         self._executables = executables
         self._weights = weights
@@ -137,10 +148,15 @@ class ColocatedWorker:
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
         step, sampling = self._executables[plan.bucket]
-        before = self._last_tokens[plan.lane]
-        last, sampled, logits, x, load, *self._pages = step(
-            before, batch, table, *self._pages, *self._weights.flat
+        before, slots = self._last_tokens[plan.lane], self.slots
+        experts = [] if slots is None else [*slots.counts, *slots.tables]
+        last, sampled, logits, x, load, *state = step(
+            before, batch, table, *self._pages, *experts, *self._weights.flat
         )
+        pages = len(self._pages)
+        self._pages = state[:pages]
+        if slots is not None:
+            slots.counts = state[pages:]
         self._last_tokens[plan.lane], finished = self._sampling.finish(
             plan, sampling, batch, before, (last, sampled, logits), (x,)
         )

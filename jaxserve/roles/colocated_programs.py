@@ -7,18 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
-from jaxserve.link.message import message_formats
+from jaxserve.link.message import PackedRows, message_formats
 from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, make_exchanges
 from jaxserve.model.quant import as_bits
+from jaxserve.roles.expert_programs import ExpertPrograms, add_load
+from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms, cut
 
@@ -31,6 +33,21 @@ class ColocatedPrograms(TokenPrograms):
         self.formats = message_formats(Contract.of(templates.config, deployment))
         axes = Axes(*ATTENTION_AXES, rows=("dp",))
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype)
+        self.banks = tuple(
+            Bank(tuple(range(start, stop)), templates.slots)
+            for kind, start, stop in self.stacked()
+            if kind.ffn == "moe"
+        )
+        self.experts: ExpertPrograms | None = None
+        if self.banks:
+            self.experts = ExpertPrograms(
+                templates.ffn["moe"],
+                templates.slots,
+                mesh,
+                COLOCATED_FFN_RULES,
+                ATTENTION_AXES[0],
+                stacked=True,
+            )
 
     @property
     def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -47,32 +64,38 @@ class ColocatedPrograms(TokenPrograms):
         return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
-        """(last_tokens, batch, page_table, pages…, embedding…, head…, stacked runs…) →
-        (last_tokens, sampled, logits, x, load, pages…); x is the residual stream after the last
-        layer, load the tokens that the experts got, `[dp, moe layers, experts]` with zeros where
-        another device has the expert, and the pages are a DP group's of all layers, layer after
-        layer: `[dp * layers * pages, …]`."""
+        """(last_tokens, batch, page_table, pages…, counts…, tables…, embedding…, head…, stacked
+        runs…) → (last_tokens, sampled, logits, x, load, pages…, counts…); counts and tables are
+        those of the banks of experts, x is the residual stream after the last layer, load the
+        tokens that the experts got on each device, `[dp, moe layers, experts]`, and the pages are a
+        DP group's of all layers, layer after layer: `[dp * layers * pages, …]`."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
-        parts = [len(pages_spec), len(templates.embedding.leaves), len(templates.head.leaves)]
+        banks = [bank.shape for bank in self.banks]
+        counts_spec = [bank.counts_spec(ATTENTION_AXES[0]) for bank in banks]
+        parts = [len(pages_spec), len(banks), len(banks)]
+        parts += [len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
             parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
 
         def body(last: Array, batch: Array, table: Array, *others: Array) -> tuple[Array, ...]:
             context = self.step_context(bucket, batch, table)
-            pages, embedding, head, *stacks = cut(others, parts)
+            pages, counts, tables, embedding, head, *stacks = cut(others, parts)
             x = self.embed(context, last, embedding)
-            loads = [jnp.zeros((0, self.sentinel), jnp.int32)]
+            loads: list[Array] = []
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 # The scan slices what it goes through, and bits are cheaper to slice.
                 attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
                 experts, rest = self._part_experts(kind, ffn)
-                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest)
+                of_layers = tables[len(loads)] if kind.ffn == "moe" else None
+                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest, of_layers)
                 layer = functools.partial(self._layer, kind, start, context.batch, experts)
                 (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
                 if load is not None:
-                    loads.append(self._in_place(load))
+                    loads.append(load)
             last, sampled, logits = self.sample_step(x, last, context.fields, head)
-            return last, sampled, logits, x, jnp.concatenate(loads)[None], *pages
+            counted = map(add_load, counts, loads)
+            load = jnp.concatenate([jnp.zeros((0, self.config.experts), jnp.int32), *loads])
+            return last, sampled, logits, x, load[None], *pages, *counted
 
         arguments = [*templates.embedding.leaves, *templates.head.leaves]
         specs = [
@@ -93,10 +116,16 @@ class ColocatedPrograms(TokenPrograms):
             "step",
             body,
             self.mesh,
-            (*self.step_shapes(bucket), *self.all_pages, *arguments),
-            (ROWS, ROWS, ROWS, *pages_spec, *specs),
-            (ROWS, REPLICATED, ROWS, ROWS, ROWS, *pages_spec),
-            donated=tuple(range(3, 3 + len(pages_spec))),
+            (
+                *self.step_shapes(bucket),
+                *self.all_pages,
+                *(bank.counts for bank in banks),
+                *(bank.table for bank in banks),
+                *arguments,
+            ),
+            (ROWS, ROWS, ROWS, *pages_spec, *counts_spec, *[REPLICATED] * len(banks), *specs),
+            (ROWS, REPLICATED, ROWS, ROWS, ROWS, *pages_spec, *counts_spec),
+            donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -112,13 +141,6 @@ class ColocatedPrograms(TokenPrograms):
         """x itself."""
         return parts[0]
 
-    def _in_place(self, load: Int[Array, "layers local"]) -> Int[Array, "layers experts"]:
-        """This device's experts' tokens where all experts' have their place."""
-        layers, local = load.shape
-        first = jax.lax.axis_index(ATTENTION_AXES[0]) * local
-        everybody = jnp.zeros((layers, self.sentinel), load.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(everybody, load, first, axis=1)
-
     def _part_experts(
         self, kind: LayerKind, stacks: Sequence[Array]
     ) -> tuple[dict[int, Array], dict[int, Array]]:
@@ -129,7 +151,7 @@ class ColocatedPrograms(TokenPrograms):
         """
         experts, rest = {}, {}
         for place, names in enumerate(self.templates.ffn[kind.ffn].dimensions):
-            if names[0] == "experts":
+            if names[0] == "slots":
                 experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
             else:
                 rest[place] = stacks[place]
@@ -145,7 +167,7 @@ class ColocatedPrograms(TokenPrograms):
         scanned: Any,
     ) -> tuple[Any, Array | None]:
         """One layer of a run that begins at layer `start`."""
-        (x, pages), (layer, attention, rest) = carry, scanned
+        (x, pages), (layer, attention, rest, table) = carry, scanned
         first_page = (start + layer) * self.deployment.cache.pages
         shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
@@ -154,6 +176,6 @@ class ColocatedPrograms(TokenPrograms):
         ffn_block = self.templates.ffn[kind.ffn].merge(
             [leaves[place] for place in range(len(leaves))]
         )
-        unpack = functools.partial(formats.unpack, dtype=self.dtype)
-        rows, load = self.exchanges[kind.ffn](formats.pack(message), ffn_block, unpack, layer)
+        packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
+        rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
         return (x + rows.astype(x.dtype), pages), load

@@ -11,11 +11,17 @@ from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 
+ProgramName = (
+    Literal["enter", "attend", "leave", "ffn", "step"]
+    | Literal["load", "move", "count"]
+    | Literal["choose", "score", "logprobs"]
+)
+
 
 class ProgramKey(NamedTuple):
     """One program of a deployment."""
 
-    name: Literal["enter", "attend", "leave", "ffn", "load", "step", "choose", "score", "logprobs"]
+    name: ProgramName
     kind: LayerKind | FFNKind | None
     bucket: Bucket
     """What does not depend on its pages has 1 of them; if not on its tokens, 1 of those, too."""

@@ -1,10 +1,12 @@
-"""The ffn worker: dense FFN, shared and routed experts. Stateless but for its weights.
+"""The ffn worker: dense FFN, shared and routed experts. Stateless but for its weights, and for
+where experts are and what they got (`expert_slots.py`).
 
 Inside one runtime its runner has it take part in every lane's step, in the total order of stages
 (`cell.py`); for attention workers of other runtimes it answers messages as they come (`answer`). It
 knows a step's lane and size, never its sequences, pages or plans.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,10 +22,11 @@ from jaxserve.link.transport import Arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-from jaxserve.roles.weights import FFNWeights, LeafSource, Leaves, load_progress
+from jaxserve.roles.weights import FFNWeights, LeafSource, load_progress
 from jaxserve.roles.worker import Passed, Step
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
@@ -56,29 +59,42 @@ def build_ffn(
     mesh: Mesh,
     source: LeafSource,
     names: CheckpointNames,
-) -> tuple[FFNPrograms, FFNExecutables, FFNWeights]:
+) -> tuple[FFNPrograms, FFNExecutables, FFNWeights, ExpertSlots | None]:
     """Loads and compiles: what `FFNWorker` takes."""
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
     with load_progress(source, templates.config.layers) as counted:
         weights = FFNWeights(counted, names, programs)
-    compiled = compile_all(ffn_programs(programs, sizes))
-    return programs, ffn_executables(programs, sizes, compiled), weights
+    moving = slot_programs(programs.experts, programs.banks)
+    compiled = compile_all(ffn_programs(programs, sizes) | moving)
+    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    return programs, ffn_executables(programs, sizes, compiled), weights, slots
 
 
 class _Layer(NamedTuple):
     """What the stages of one layer run, looked up once."""
 
     receive: Callable[[], Arrays]
-    ffn: jax.stages.Compiled
-    leaves: Leaves
+    run: Callable[[Arrays], Arrays]
 
 
 class FFNWorker:
-    """Runs the ffn stages of all lanes, or answers messages."""
+    """Runs the ffn stages of all lanes, or answers messages.
 
-    def __init__(self, programs: FFNPrograms, executables: FFNExecutables, weights: FFNWeights):
+    Args:
+      slots: where its experts are; None: it has none.
+    """
+
+    def __init__(
+        self,
+        programs: FFNPrograms,
+        executables: FFNExecutables,
+        weights: FFNWeights,
+        slots: ExpertSlots | None,
+    ):
+        self.slots = slots
         self._contract = programs.contract
         self._executables, self._weights = dict(executables), weights
+        self._bank = {bank.layers[0]: number for number, bank in enumerate(programs.banks)}
         self._layers: dict[tuple[int, int], list[_Layer]] = {}
         self._send: dict[tuple[int, int], Callable[[Arrays], None]] = {}
         self._steps: dict[tuple[int, int], Iterator[jax.Array | Passed | None]] = {}
@@ -98,18 +114,21 @@ class FFNWorker:
             size = self._contract.size(tokens)
             self._send[domain, tokens] = link.sender(tokens)
             self._layers[domain, tokens] = [
-                _Layer(
-                    link.receiver(layer, tokens),
-                    self._executables[kind, size],
-                    self._weights.layers[layer],
-                )
-                for layer, kind in enumerate(self._contract.layers)
+                _Layer(link.receiver(layer, tokens), functools.partial(self.answer, layer, size))
+                for layer in range(len(self._contract.layers))
             ]
 
     def answer(self, layer: int, size: MessageSize, message: Arrays) -> Arrays:
         """Enqueues one layer on a message, one array a slot; the answer is laid out likewise."""
-        kind = self._contract.layers[layer]
-        return self._executables[kind, size](*message, *self._weights.layers[layer])
+        leaves, number = self._weights.layers[layer], self._bank.get(layer)
+        if number is None:
+            return self._executables["dense", size](*message, *leaves)
+        slots = self.slots
+        assert slots is not None
+        *answer, slots.counts[number] = self._executables["moe", size](
+            *message, slots.tables[number], slots.counts[number], *leaves
+        )
+        return answer
 
     def begin(self, step: Step) -> None:
         """Puts a step on a lane; its stages follow."""
@@ -127,10 +146,10 @@ class FFNWorker:
     def _step(self, domain: int, tokens: int) -> Iterator[jax.Array | Passed | None]:
         send = self._send[domain, tokens]
         results: Arrays = ()
-        for receive, ffn, leaves in self._layers[domain, tokens]:
+        for receive, run in self._layers[domain, tokens]:
             message = receive()
             yield message[0]
-            results = ffn(*message, *leaves)
+            results = run(message)
             yield results[0]
             send(results)
             yield None

@@ -5,8 +5,6 @@ padding. The exchange brings the rows to the devices that need them and the resu
 the rows came from.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -15,11 +13,13 @@ from jaxtyping import Array
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
-from jaxserve.link.message import message_formats
+from jaxserve.link.message import PackedRows, message_formats
 from jaxserve.mesh import FFN_AXES, FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, Blocks, make_exchanges
-from jaxserve.roles.program import Program
+from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load
+from jaxserve.roles.expert_slots import Bank
+from jaxserve.roles.program import REPLICATED, Program
 
 
 class FFNPrograms:
@@ -44,27 +44,47 @@ class FFNPrograms:
         blocks = Blocks(mesh.size * self.route.slots, self.route.filled)
         axes = Axes(*FFN_AXES, rows=FFN_AXES)
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, blocks)
+        self.slots, axis = templates.slots, FFN_AXES[0]
+        self.banks = tuple(
+            Bank((layer,), self.slots)
+            for layer, kind in enumerate(self.contract.layers)
+            if kind == "moe"
+        )
+        self.experts: ExpertPrograms | None = None
+        if self.banks:
+            self.experts = ExpertPrograms(
+                templates.ffn["moe"], self.slots, mesh, FFN_RULES, axis, stacked=False
+            )
 
     def ffn(self, tokens: int, kind: FFNKind) -> Program:
         """(pieces of the message, one array a slot…, layer…) → (pieces of the answer…), for steps
-        of so many tokens a DP group."""
+        of so many tokens a DP group. With routed experts their table and counts come before the
+        layer, and the counts behind the answer."""
         layer, slots = self.templates.ffn[kind], self.route.slots
         message, rows = self.formats[kind], self.contract.piece_rows(tokens)
-        unpack = functools.partial(message.unpack, dtype=self.dtype)
+        packing, exchange = PackedRows(message, self.dtype), self.exchanges[kind]
+        moe = kind == "moe"
 
         def body(*arguments: Array) -> tuple[Array, ...]:
             packed = jnp.concatenate(arguments[:slots])
-            answer, _ = self.exchanges[kind](packed, layer.merge(arguments[slots:]), unpack)
-            return tuple(jnp.split(answer.astype(self.dtype), slots))
+            table, counts = arguments[slots : slots + 2] if moe else (None, None)
+            block = layer.merge(arguments[slots + 2 * moe :])
+            answer, load = exchange(packed, block, packing, None if table is None else table[0])
+            pieces = jnp.split(answer.astype(self.dtype), slots)
+            if load is None or counts is None:
+                return tuple(pieces)
+            return *pieces, add_load(counts, load[None])
 
         pieces = PartitionSpec(FFN_AXES)
         shape = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
+        bank = BankShape(1, self.slots)
+        counts = bank.counts_spec(FFN_AXES[0])
         return Program(
             f"ffn_{kind}",
             body,
             self.mesh,
-            (*[shape] * slots, *layer.leaves),
-            (*[pieces] * slots, *layer.specs(FFN_RULES)),
-            (pieces,) * slots,
-            donated=(),
+            (*[shape] * slots, *(bank.table, bank.counts) * moe, *layer.leaves),
+            (*[pieces] * slots, *(REPLICATED, counts) * moe, *layer.specs(FFN_RULES)),
+            (*[pieces] * slots, *(counts,) * moe),
+            donated=(slots + 1,) * moe,
         )

@@ -14,7 +14,6 @@ from jaxserve.mesh import cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch, ragged_batch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.placement import physical_experts
 from jaxserve.model.sampler import SamplerState, sample
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, BatchLayout, Bucket
 
@@ -73,7 +72,7 @@ class TokenPrograms:
         self.mesh = mesh
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
-        self.sentinel = physical_experts(self.config.experts, templates.ranks[0])
+        self.sentinel = self.config.experts
         self.page_arrays = page_arrays(self.config, deployment)
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:

@@ -155,7 +155,7 @@ class AttentionWeights:
 
 
 class FFNWeights:
-    """One tuple of leaves a layer."""
+    """One tuple of leaves a layer; one with routed experts is a bank."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: FFNPrograms):
         templates, config = programs.templates, programs.config
@@ -169,6 +169,15 @@ class FFNWeights:
             )
             for layer in range(config.layers)
         ]
+        self._banks = [bank.layers[0] for bank in programs.banks]
+
+    def bank(self, number: int) -> Leaves:
+        """All leaves of a bank's layer."""
+        return self.layers[self._banks[number]]
+
+    def replace_bank(self, number: int, leaves: Leaves) -> None:
+        """Puts others in their place."""
+        self.layers[self._banks[number]] = leaves
 
 
 class ColocatedWeights:
@@ -179,13 +188,25 @@ class ColocatedWeights:
         flat = _load(source, templates.embedding, names.embedding, mesh, ATTENTION_RULES)
         self.head = _load(source, templates.head, names.head, mesh, ATTENTION_RULES)
         flat += self.head
+        self._banks: list[slice] = []
         for kind, start, stop in programs.stacked():
             for template, tables, rules in (
                 (templates.attention[kind], names.attention, ATTENTION_RULES),
                 (templates.ffn[kind.ffn], names.ffn, COLOCATED_FFN_RULES),
             ):
                 flat += _stack(source, template, tables[start:stop], mesh, rules)
+            if kind.ffn == "moe":
+                self._banks.append(slice(len(flat) - len(template.leaves), len(flat)))
         self.flat: Leaves = flat
+
+    def bank(self, number: int) -> Leaves:
+        """The stacked leaves of a bank's ffn blocks."""
+        return self.flat[self._banks[number]]
+
+    def replace_bank(self, number: int, leaves: Leaves) -> None:
+        """Puts others in their place."""
+        place = self._banks[number]
+        self.flat = *self.flat[: place.start], *leaves, *self.flat[place.stop :]
 
 
 def _stack(

@@ -1,9 +1,10 @@
 """How rows get to the devices that hold their experts, and results back to where the rows were.
 
 Called by the programs of the ffn role and of colocated mode, inside their `shard_map`. Every device
-brings equally many packed rows, some of which may be padding (expert ids past the last slot), and
-gets their finished results. Dropless: what is received has room for the worst routing. Knows mesh
-axes and blocks; not how rows came to the mesh, nor how they are packed.
+brings equally many packed rows, some of which may be padding (ids past the last expert), and gets
+their finished results. A table says which slots hold an expert (`replicas.py`). Dropless: what is
+received has room for the worst routing. Knows mesh axes and blocks; not how rows came to the mesh,
+nor how they are packed.
 """
 
 import functools
@@ -17,12 +18,24 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.replicas import choose_slots, expert_load
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
 
-Unpack = Callable[[UInt[Array, "rows words"]], Message]
-"""Packed rows to what is in them (`MessageFormat.unpack`)."""
+
+class Packing(Protocol):
+    """How rows are packed (`link.message.PackedRows`)."""
+
+    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
+        """What is in them."""
+        ...
+
+    def addressed(
+        self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
+    ) -> UInt[Array, "rows words"]:
+        """The same rows with other ids."""
+        ...
 
 
 class Axes(NamedTuple):
@@ -62,13 +75,15 @@ class Exchange(Protocol):
         self,
         packed: UInt[Array, "rows words"],
         block: FFNBlock,
-        unpack: Unpack,
+        packing: Packing,
+        table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
-        """The layer's output for this device's own rows, and how many rows, of all devices, each of
-        this device's routed experts got (None: it has none).
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
+        """The layer's output for this device's own rows, and how many rows, of all devices, each
+        routed expert got on this device (None: the layer has none).
 
         Args:
+          table: which slots hold an expert; None without routed experts.
           layer: see `Experts`.
         """
         ...
@@ -100,14 +115,25 @@ class GatherExchange(NamedTuple):
         self,
         packed: UInt[Array, "rows words"],
         block: FFNBlock,
-        unpack: Unpack,
+        packing: Packing,
+        table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
         """See `Exchange`."""
         axes = self.axes
         everything = jax.lax.all_gather(packed, axes.rows, axis=0, tiled=True)
         rank = jax.lax.axis_index(axes.experts)
-        share, load = block.with_load(unpack(self._real(everything)), rank, layer)
+        message, experts = packing.unpack(self._real(everything)), block.experts
+        if experts is not None:
+            assert table is not None
+            assert message.experts is not None
+            # Every device sees the same rows in the same order, so that all agree on whose turn it
+            # is.
+            nowhere = experts.local * jax.lax.axis_size(axes.experts)
+            message = message._replace(experts=choose_slots(message.experts, table, nowhere))
+        share, load = block.with_load(message, rank, layer)
+        if load is not None and experts is not None and table is not None:
+            load = expert_load(load, table, rank * experts.local)
         rows = jax.lax.psum_scatter(
             self._in_place(share), axes.rows, scatter_dimension=0, tiled=True
         )
@@ -148,21 +174,25 @@ class AllToAllExchange(NamedTuple):
         self,
         packed: UInt[Array, "rows words"],
         block: FFNBlock,
-        unpack: Unpack,
+        packing: Packing,
+        table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " local"] | None]:
+    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
         """See `Exchange`."""
         experts, axes = block.experts, self.axes
         assert experts is not None
-        own = unpack(packed)
+        assert table is not None
+        own = packing.unpack(packed)
         assert own.experts is not None
+        nowhere = experts.local * jax.lax.axis_size(axes.experts)
         with jax.named_scope("dispatch"):
-            plan = make_send_plan(own.experts // experts.local, axes, self.blocks)
-            received, there = plan.dispatch(packed)
-            message = unpack(received)
+            turn = jax.lax.axis_index(axes.rows)
+            slots = choose_slots(own.experts, table, nowhere, turn=turn)
+            plan = make_send_plan(slots // experts.local, axes, self.blocks)
+            received, there = plan.dispatch(packing.addressed(packed, slots))
+            message = packing.unpack(received)
             assert message.experts is not None
             assert message.gates is not None
-            nowhere = experts.local * jax.lax.axis_size(axes.experts)
             chosen = jnp.where(there[:, None], message.experts, nowhere)
         with jax.named_scope("experts"):
             rank = jax.lax.axis_index(axes.experts)
@@ -171,22 +201,22 @@ class AllToAllExchange(NamedTuple):
             rows = plan.combine(results.astype(self.dtype))
         if block.dense is not None:
             with jax.named_scope("dense"):
-                rows += self._shared(packed, own, block.dense, unpack)
-        return _summed_over_tensor(rows, axes), load
+                rows += self._shared(packed, own, block.dense, packing)
+        return _summed_over_tensor(rows, axes), expert_load(load, table, rank * experts.local)
 
     def _shared(
         self,
         packed: UInt[Array, "rows words"],
         own: Message,
         expert: Callable[[Array], Array],
-        unpack: Unpack,
+        packing: Packing,
     ) -> Float32[Array, "rows d_model"]:
         """The shared expert on this device's own rows, or its share if others have them, too."""
         tensor = self.axes.tensor
         if not self.axes.split or jax.lax.axis_size(tensor) == 1:
             return expert(own.tokens)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
-        share = expert(unpack(of_rank).tokens)
+        share = expert(packing.unpack(of_rank).tokens)
         return jax.lax.psum_scatter(share, tensor, scatter_dimension=0, tiled=True)
 
 

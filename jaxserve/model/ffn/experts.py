@@ -1,14 +1,15 @@
 """Routed experts: those that a device holds, applied to the tokens that chose them.
 
-Runs inside `shard_map` on the ffn mesh: a device holds its ep rank's experts and its tp rank's
-share of their d_ff, sees all tokens, and returns its share of the output. Dropless: the number of
-tokens per expert is data. Choices of experts elsewhere, and padding tokens, contribute nothing.
+Runs inside `shard_map` on the ffn mesh: a device holds its ep rank's slots and its tp rank's share
+of their d_ff, sees all tokens, and returns its share of the output. Dropless: the number of tokens
+per slot is data. Choices of slots elsewhere, and padding tokens, contribute nothing. Which expert a
+slot holds is not known here.
 """
 
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
-from jaxserve.model.ffn.placement import physical_experts
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, Module, Rngs, matrix
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
@@ -17,27 +18,35 @@ class Experts(Module):
     """Stacked expert weights.
 
     Attributes:
-      gate, up: [experts, expert_d_ff, d_model], experts and d_ff padded with zeros to a multiple
-        of the axes that split them.
-      down: [experts, d_model, expert_d_ff].
-      local: experts of one layer on one device.
+      gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
+        splits it.
+      down: [slots, d_model, expert_d_ff].
+      local: slots of one layer on one device.
       row_format: as `grouped_swiglu` takes it.
     """
 
-    def __init__(self, config: ModelConfig, ranks: tuple[int, int], formats: Formats, rngs: Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: tuple[int, int],
+        formats: Formats,
+        rngs: Rngs,
+        *,
+        redundant: int = 0,
+    ):
         expert_ranks, tensor_ranks = ranks
-        experts = physical_experts(config.experts, expert_ranks)
-        self.local = experts // expert_ranks
+        sizes = SlotSizes(config.experts, expert_ranks, redundant)
+        self.local, slots = sizes.local, sizes.total
         self.row_format = formats.expert_rows
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
-        self.gate = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
-        self.up = matrix(rngs, formats, experts=experts, expert_d_ff=d_ff, d_model=d_model)
-        self.down = matrix(rngs, formats, experts=experts, d_model=d_model, expert_d_ff=d_ff)
+        self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
+        self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
+        self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)
 
     def __call__(
         self,
         x: Float[Array, "tokens d_model"],
-        experts: Int[Array, "tokens top_k"],
+        slots: Int[Array, "tokens top_k"],
         gates: Float[Array, "tokens top_k"],
         rank: Int[Array, ""] | int,
         layer: Int[Array, ""] | int = 0,
@@ -45,28 +54,28 @@ class Experts(Module):
         """This device's share of Σ_k gate·expert(x), FP32.
 
         Args:
-          experts: ids over all ranks; padding tokens carry an id past the last one.
+          slots: of each choice, over all ranks; padding tokens have one past the last.
           gates: FP32 weights.
           rank: this device's ep coordinate.
-          layer: index of the layer whose experts to use, where the weights hold several layers'
-            experts stacked along the first axis.
+          layer: index of the layer whose slots to use, where the weights hold several layers' slots
+            stacked along the first axis.
         """
-        return self.routed(x, experts, gates, rank, layer)[0]
+        return self.routed(x, slots, gates, rank, layer)[0]
 
     def routed(
         self,
         x: Float[Array, "tokens d_model"],
-        experts: Int[Array, "tokens top_k"],
+        slots: Int[Array, "tokens top_k"],
         gates: Float[Array, "tokens top_k"],
         rank: Int[Array, ""] | int,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"]]:
-        """The same, and how many tokens each of this device's experts of the layer got."""
+        """The same, and how many tokens each of this device's slots of the layer got."""
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         stacked = gate.shape[0] > self.local
         return routed_swiglu(
             x,
-            experts - rank * self.local,
+            slots - rank * self.local,
             gates,
             gate,
             up,

@@ -1,8 +1,227 @@
-"""Where routed experts live: experts over the ep axis, in order, padded to a multiple of it."""
+"""Which slots hold which experts, and how one placement becomes another: plain data.
+
+Slots are physical experts, `local` of them on each rank, device after device; a placement names the
+expert of every slot of one layer, `EMPTY` where there is none. Several slots may hold one expert
+(replicas). Called by the templates, by whoever moves experts, and by the planner; `replicas.py` is
+the part that runs on devices. Knows neither weights nor JAX.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+EMPTY = -1
+"""In place of an expert: the slot holds none."""
+
+MOST_REPLICAS = 64
+"""Widest table: so many slots may hold one expert."""
+
+Floats = Sequence[float] | np.ndarray
+"""Numbers of items, in order."""
+
+Placement = tuple[int, ...]
+"""The expert of every slot of a layer."""
 
 
-def physical_experts(experts: int, expert_ranks: int) -> int:
-    """The number of expert slots: `experts`, padded so that every ep rank holds equally many. The
-    padding slots hold zeros and are never chosen; the number itself is the expert id of padding
-    tokens."""
-    return -(-experts // expert_ranks) * expert_ranks
+class SlotSizes(NamedTuple):
+    """How many slots there are for the experts of a layer."""
+
+    experts: int
+    ranks: int
+    """Over which the slots are divided."""
+    redundant: int = 0
+    """Slots a rank beyond those that the experts need (`ffn.redundant_slots`)."""
+
+    @property
+    def local(self) -> int:
+        """Slots of a rank."""
+        return -(-self.experts // self.ranks) + self.redundant
+
+    @property
+    def total(self) -> int:
+        """Slots of all ranks; stands for "nowhere" where a slot is expected."""
+        return self.ranks * self.local
+
+    @property
+    def spare(self) -> int:
+        """Slots that replicas may take; also where the ranks do not divide the experts."""
+        return self.total - self.experts
+
+    @property
+    def width(self) -> int:
+        """Most slots that hold one expert; fixed, so that no change of placement recompiles."""
+        return max(1, min(self.ranks, self.spare + 1, MOST_REPLICAS))
+
+
+def home_slots(sizes: SlotSizes) -> Placement:
+    """The placement that a worker starts with: every expert once, in order, spread evenly over the
+    ranks; the other slots are empty."""
+    slots = [EMPTY] * sizes.total
+    taken = [0] * sizes.ranks
+    for expert in range(sizes.experts):
+        rank = expert * sizes.ranks // sizes.experts
+        slots[rank * sizes.local + taken[rank]] = expert
+        taken[rank] += 1
+    return tuple(slots)
+
+
+def check_placement(placement: Sequence[int], sizes: SlotSizes) -> None:
+    """Raises ValueError unless there is a slot for every expert."""
+    if len(placement) != sizes.total:
+        raise ValueError(f"a placement of {len(placement)} slots, not {sizes.total}")
+    if wrong := [expert for expert in placement if not EMPTY <= expert < sizes.experts]:
+        raise ValueError(f"a slot for expert {wrong[0]} of {sizes.experts}")
+    counts = replica_counts(placement, sizes.experts)
+    if missing := [expert for expert, count in enumerate(counts) if not count]:
+        raise ValueError(f"no slot holds expert {missing[0]} ({len(missing)} such experts)")
+
+
+def replica_counts(placement: Sequence[int], experts: int) -> list[int]:
+    """How many slots hold each expert."""
+    counts = [0] * experts
+    for expert in placement:
+        if expert != EMPTY:
+            counts[expert] += 1
+    return counts
+
+
+def replica_table(placement: Sequence[int], sizes: SlotSizes) -> np.ndarray:
+    """int32 [experts, 1 + width]: the number of an expert's replicas, then their slots, ascending;
+    what is left repeats the first. Replicas beyond the width are not used.
+
+    Raises:
+      ValueError: as `check_placement`.
+    """
+    check_placement(placement, sizes)
+    slots: list[list[int]] = [[] for _ in range(sizes.experts)]
+    for slot, expert in enumerate(placement):
+        if expert != EMPTY:
+            slots[expert].append(slot)
+    used = [own[: sizes.width] for own in slots]
+    rows = [[len(own), *own, *own[:1] * (sizes.width - len(own))] for own in used]
+    return np.asarray(rows, np.int32)
+
+
+def rank_loads(placement: Sequence[int], counts: Floats, ranks: int) -> np.ndarray:
+    """Tokens of each rank, where an expert's tokens are divided evenly over its replicas.
+
+    Args:
+      counts: tokens of each expert.
+    """
+    replicas = replica_counts(placement, len(counts))
+    loads = np.zeros(ranks)
+    local = len(placement) // ranks
+    for slot, expert in enumerate(placement):
+        if expert != EMPTY:
+            loads[slot // local] += counts[expert] / replicas[expert]
+    return loads
+
+
+def balance_of(loads: Floats) -> float:
+    """Mean ÷ max: 1 where all ranks are equally busy; 1 without tokens."""
+    most = float(np.max(loads))
+    return float(np.mean(loads)) / most if most > 0 else 1.0
+
+
+class Copy(NamedTuple):
+    """One expert's weights, from slot to slot."""
+
+    source: int
+    target: int
+
+
+class Round(NamedTuple):
+    """Copies that are made at once, at most one to a rank, and the placement that then holds. All
+    sources are read before any target is written."""
+
+    copies: tuple[Copy, ...]
+    placement: Placement
+
+
+def aligned(current: Placement, target: Sequence[int], ranks: int, nodes: int = 1) -> Placement:
+    """The target with ranks renamed, within each node, and slots of a rank reordered, so that many
+    experts stay where they are: the ranks that have most in common first."""
+    local, a_node = len(current) // ranks, ranks // nodes
+    held = [current[r * local : (r + 1) * local] for r in range(ranks)]
+    wanted = [target[r * local : (r + 1) * local] for r in range(ranks)]
+    slots: list[int] = []
+    for first in range(0, ranks, a_node):
+        node = range(first, first + a_node)
+        common = {
+            (rank, other): len(set(held[rank]) & set(wanted[other]) - {EMPTY})
+            for rank in node
+            for other in node
+        }
+        names: dict[int, int] = {}
+        for rank, other in sorted(common, key=lambda pair: (-common[pair], pair[0] != pair[1])):
+            if rank not in names and other not in names.values():
+                names[rank] = other
+        for rank in node:
+            slots += _in_place(held[rank], wanted[names[rank]])
+    return tuple(slots)
+
+
+def _in_place(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """A rank's wanted experts, those that it holds where they are."""
+    left = list(wanted)
+    slots: list[int | None] = [None] * len(held)
+    for place, expert in enumerate(held):
+        if expert in left:
+            slots[place] = expert
+            left.remove(expert)
+    rest = iter(sorted(left, reverse=True))
+    return [next(rest) if expert is None else expert for expert in slots]
+
+
+def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[Round]:
+    """The rounds that turn one placement into another, but for the order of a rank's slots. Every
+    expert has a slot after each of them, so any can be the last. A slot that becomes empty is only
+    no longer used: the last round may have no copies.
+
+    Args:
+      target: aligned to `current`.
+    """
+    now, local = list(current), len(current) // ranks
+    rounds = []
+    while True:
+        cuts = [slice(rank * local, (rank + 1) * local) for rank in range(ranks)]
+        target = tuple(slot for own in cuts for slot in _in_place(now[own], target[own]))
+        pending = [slot for slot, expert in enumerate(target) if expert not in (EMPTY, now[slot])]
+        if not pending:
+            break
+        copies = _overwrites(now, target, pending, local) or _swap(now, target, pending)
+        before = list(now)
+        for copy in copies:
+            now[copy.target] = before[copy.source]
+        rounds.append(Round(tuple(copies), tuple(now)))
+    if rounds and rounds[-1].copies:
+        rounds[-1] = rounds[-1]._replace(placement=target)
+    elif target != current:
+        rounds.append(Round((), target))
+    return rounds
+
+
+def _overwrites(
+    now: Sequence[int], target: Sequence[int], pending: Sequence[int], local: int
+) -> list[Copy]:
+    """Copies into slots that are empty, or whose expert is elsewhere, too."""
+    counts = replica_counts(now, max(now) + 1)
+    taken, copies = set(), []
+    for slot in pending:
+        expert, rank = now[slot], slot // local
+        if rank in taken or (expert != EMPTY and counts[expert] < 2):
+            continue
+        taken.add(rank)
+        if expert != EMPTY:
+            counts[expert] -= 1
+        copies.append(Copy(now.index(target[slot]), slot))
+    return copies
+
+
+def _swap(now: Sequence[int], target: Sequence[int], pending: Sequence[int]) -> list[Copy]:
+    """Two experts change places, where every pending slot has an expert's only replica: one of them
+    gets to where it belongs, which is on another rank, or its own would have kept it."""
+    slot = pending[0]
+    other = next(place for place in pending if target[place] == now[slot])
+    return [Copy(slot, other), Copy(other, slot)]

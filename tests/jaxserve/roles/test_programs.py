@@ -28,10 +28,10 @@ def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
     return cls(templates, deployment, meshes.ffn if cls is FFNPrograms else meshes.attention)
 
 
-def test_sentinel_is_past_the_padded_experts(tmp_path):
+def test_padding_has_the_id_past_the_experts_whatever_the_ffn_mesh(tmp_path):
     assert programs(tmp_path).sentinel == 7
-    assert programs(tmp_path, ffn__ep=2).sentinel == 8
-    assert programs(tmp_path, ColocatedPrograms, attention__dp=3).sentinel == 9
+    assert programs(tmp_path, ffn__ep=2).sentinel == 7
+    assert programs(tmp_path, ColocatedPrograms, attention__dp=3).sentinel == 7
 
 
 def test_shapes_of_1a1f(tmp_path):
@@ -67,22 +67,24 @@ def test_shapes_of_1a1f(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "answers"),
+    ("layout", "rows", "answers", "ranks"),
     # 24 tokens a DP group; a piece an attention device, one array a slot of the ffn devices.
     [
-        ("3A2F", 72, [(48, 64)] * 2),
-        ("2A4F", 24, [(48, 64)]),
-        ("1A2F tp", 24, [(48, 64)]),
+        ("3A2F", 72, [(48, 64)] * 2, 2),
+        ("2A4F", 24, [(48, 64)], 2),
+        ("1A2F tp", 24, [(48, 64)], 1),
     ],
 )
-def test_pieces_are_the_attention_mesh_s(layout, rows, answers, tmp_path):
+def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path):
     overrides = {k.replace(".", "__"): v for k, v in layouts.LAYOUTS[layout].items()}
     attention = programs(tmp_path, **overrides)
     load = attention.load(Bucket(24, 18))
     assert load.arguments[0].shape == (rows, 64 + 3 + 3)
     ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, "moe")
-    made = jax.eval_shape(ffn.mapped(), *ffn.arguments)
+    *made, counts = jax.eval_shape(ffn.mapped(), *ffn.arguments)
     assert [array.shape for array in made] == answers
+    assert counts.shape == (1, ranks, 7)
+    assert ffn.donated == (len(answers) + 1,)
 
 
 def test_layers_of_a_kind_share_their_programs(tmp_path):

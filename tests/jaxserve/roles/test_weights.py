@@ -63,9 +63,16 @@ def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
 
 def check(template, leaves, expected):
     assert set(template.names) == set(expected)
-    for name, shape, leaf in zip(template.names, template.leaves, leaves, strict=True):
+    parts = zip(template.names, template.leaves, template.dimensions, leaves, strict=True)
+    for name, shape, dimensions, leaf in parts:
         padded = np.zeros(shape.shape, np.float32)
-        padded[tuple(slice(size) for size in expected[name].shape)] = expected[name]
+        if dimensions[0] == "slots":
+            for slot, expert in enumerate(template.entries["slots"]):
+                if expert >= 0:
+                    one = expected[name][expert]
+                    padded[(slot, *(slice(size) for size in one.shape))] = one
+        else:
+            padded[tuple(slice(size) for size in expected[name].shape)] = expected[name]
         np.testing.assert_array_equal(np.asarray(leaf), padded, err_msg=name)
 
 
@@ -77,6 +84,7 @@ def check(template, leaves, expected):
         {"attention.dp": 2, "attention.tp": 2},
         {"ffn.ep": 2, "ffn.tp": 2},
         {"ffn.ep": 3},
+        {"ffn.ep": 3, "ffn.redundant_slots": 1},
         {"ffn.tp": 5},
     ],
     ids=str,
@@ -115,7 +123,9 @@ def test_devices_hold_their_slices_alone(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"attention.dp": 2, "attention.tp": 2}, {"attention.dp": 3}], ids=str
+    "overrides",
+    [{}, {"attention.dp": 2, "attention.tp": 2}, {"attention.dp": 3, "ffn.redundant_slots": 1}],
+    ids=str,
 )
 def test_colocated_stacks_are_the_layers(tiny_model, overrides):
     programs, weights = load(tiny_model, layouts.COLOCATED | overrides)

@@ -4,6 +4,7 @@ That whole models give the same tokens with either is in `test_exchange_layouts.
 """
 
 import functools
+import random
 from typing import NamedTuple
 
 import jax
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.step3 import step3_config
-from jaxserve.link.message import MessageFormat
+from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.balance import rebalance
 from jaxserve.model.ffn.exchange import Axes, make_exchanges, padded_all_to_all
+from jaxserve.model.ffn.placement import EMPTY, SlotSizes, home_slots, replica_table
 from jaxserve.model.message import Message
 from jaxserve.model.module import Formats, Template
+from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.reference.tiny_step3 import TinyStep3
 
 pytestmark = pytest.mark.unoptimised
@@ -49,29 +53,32 @@ MESHES = {
 class Layer(NamedTuple):
     """One MoE layer on eight devices."""
 
-    ranks: int
-    slots: int
-    """Of experts, those past the last included."""
+    sizes: SlotSizes
     rows: int
     """Of all devices."""
     weights: dict[str, np.ndarray]
+    """Of the experts at home."""
     run: object
 
-    def __call__(self, x, experts, gates):
-        """All rows' results, and the tokens of every slot."""
+    def __call__(self, x, experts, gates, placement=None):
+        """All rows' results, and the tokens of every expert on each rank."""
         arrays = jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(gates, jnp.float32)
-        rows, load = self.run(*arrays)
-        return np.asarray(rows), np.asarray(load)
+        rows, load = self.run(*arrays, placement=placement or home_slots(self.sizes))
+        return np.asarray(rows), np.asarray(load).reshape(self.sizes.ranks, EXPERTS)
+
+    def expert(self, number):
+        """An expert's matrices."""
+        slot = home_slots(self.sizes).index(number)
+        return [self.weights[f"experts.{name}"][slot] for name in ("gate", "up", "down")]
 
     def expected(self, x, experts, gates):
         """The same, in NumPy."""
         out = swiglu(x, *(self.weights[f"dense.{name}"] for name in ("gate", "up", "down")))
-        load = np.zeros(self.slots, int)
+        load = np.zeros(EXPERTS, int)
         for row, (chosen, weight) in enumerate(zip(experts, gates, strict=True)):
             for expert, gate in zip(chosen, weight, strict=True):
-                if expert < self.slots:
-                    one = [self.weights[f"experts.{n}"][expert] for n in ("gate", "up", "down")]
-                    out[row] += gate * swiglu(x[row : row + 1], *one)[0]
+                if expert < EXPERTS:
+                    out[row] += gate * swiglu(x[row : row + 1], *self.expert(expert))[0]
                     load[expert] += 1
         return out, load
 
@@ -82,44 +89,49 @@ def swiglu(x, gate, up, down):
 
 
 @functools.cache
-def layer(kind: str, mesh_name: str) -> Layer:
+def layer(kind: str, mesh_name: str, redundant: int = 0) -> Layer:
     ranks, tensor, split = MESHES[mesh_name]
     names, rules = (("ep", "tp"), FFN_RULES) if split else (("dp", "tp"), COLOCATED_FFN_RULES)
     mesh = Mesh(np.array(jax.devices()[: ranks * tensor]).reshape(ranks, tensor), names)
     formats = Formats(FLOAT, "plain", shards(mesh, rules))
-    build = functools.partial(FFNBlock, CONFIG, "moe", (ranks, tensor), kind, formats)
+    build = functools.partial(
+        FFNBlock, CONFIG, "moe", (ranks, tensor), kind, formats, redundant=redundant
+    )
     template = Template(build)
     axes = Axes(*names, rows=names if split else names[:1])
     exchange = make_exchanges(kind, axes, FLOAT)["moe"]
     leaves = template.random(1)
+    sizes = SlotSizes(EXPERTS, ranks, redundant)
 
-    def body(x, experts, gates, *leaves):
+    def body(x, experts, gates, table, *leaves):
         packed = FORMAT.pack(Message(x, experts, gates))
-        unpack = functools.partial(FORMAT.unpack, dtype=FLOAT)
-        return exchange(packed, template.merge(leaves), unpack)
+        return exchange(packed, template.merge(leaves), PackedRows(FORMAT, FLOAT), table)
 
     rows, specs = PartitionSpec(axes.rows), template.specs(rules)
     mapped = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(rows, rows, rows, *specs),
+        in_specs=(rows, rows, rows, PartitionSpec(), *specs),
         out_specs=(rows, PartitionSpec(names[0])),
         check_vma=False,
     )
-    placed = [
-        jax.device_put(leaf, NamedSharding(mesh, spec))
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
     compiled = jax.jit(mapped)
     weights = dict(zip(template.names, map(np.asarray, leaves), strict=True))
     devices = ranks * tensor if split else ranks
-    slots = -(-EXPERTS // ranks) * ranks
+    home = home_slots(sizes)
 
-    def run(*arrays):
+    def run(*arrays, placement):
         sharding = NamedSharding(mesh, rows)
-        return compiled(*(jax.device_put(array, sharding) for array in arrays), *placed)
+        placed = []
+        for leaf, names, spec in zip(leaves, template.dimensions, specs, strict=True):
+            value = np.asarray(leaf)
+            if names[0] == "slots":
+                value = np.stack([value[home.index(max(e, 0))] * (e != EMPTY) for e in placement])
+            placed.append(jax.device_put(value, NamedSharding(mesh, spec)))
+        table = jnp.asarray(replica_table(placement, sizes))
+        return compiled(*(jax.device_put(array, sharding) for array in arrays), table, *placed)
 
-    return Layer(ranks, slots, ROWS * devices, weights, run)
+    return Layer(sizes, ROWS * devices, weights, run)
 
 
 def inputs(layer, seed=0, allowed=range(EXPERTS)):
@@ -130,12 +142,13 @@ def inputs(layer, seed=0, allowed=range(EXPERTS)):
     return x, np.stack(chosen).astype(np.int32), rng.random((layer.rows, TOP_K), np.float32)
 
 
-def check(layer, x, experts, gates):
-    out, load = layer(x, experts, gates)
+def check(layer, x, experts, gates, placement=None):
+    out, load = layer(x, experts, gates, placement)
     expected, counted = layer.expected(x, experts, gates)
     assert out.dtype == np.float32
     np.testing.assert_allclose(out, expected, atol=2e-5)
-    assert load.tolist() == counted.tolist()
+    assert load.sum(axis=0).tolist() == counted.tolist()
+    return load
 
 
 @pytest.mark.parametrize(
@@ -155,15 +168,17 @@ def test_any_routing(kind, mesh):
 def test_every_row_to_one_rank(mesh, rank):
     """It receives all that there is."""
     one = layer("alltoall", mesh)
-    local = one.slots // one.ranks
-    check(one, *inputs(one, allowed=range(rank * local, (rank + 1) * local)))
+    local = one.sizes.local
+    own = home_slots(one.sizes)[rank * local : (rank + 1) * local]
+    load = check(one, *inputs(one, allowed=[expert for expert in own if expert != EMPTY]))
+    assert not np.delete(load, rank, 0).any()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_only_padding(mesh):
     one = layer("alltoall", mesh)
     x, experts, gates = inputs(one)
-    out, load = one(np.zeros_like(x), np.full_like(experts, one.slots), np.zeros_like(gates))
+    out, load = one(np.zeros_like(x), np.full_like(experts, EXPERTS), np.zeros_like(gates))
     assert not out.any()
     assert not load.any()
 
@@ -190,8 +205,37 @@ def test_skewed_routings_with_padding_anywhere(mesh, seed, allowed, padding):
     one = layer("alltoall", mesh)
     x, experts, gates = inputs(one, seed, sorted(allowed))
     rows = [row for row in padding if row < one.rows]
-    experts[rows], gates[rows] = one.slots, 0.0
+    experts[rows], gates[rows] = EXPERTS, 0.0
     check(one, x, experts, gates)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "redundant"),
+    [
+        ("gather", "AFD 4 x 2", 1),
+        ("gather", "colocated 8 x 1", 0),
+        ("alltoall", "AFD 4 x 2", 1),
+        ("alltoall", "AFD 8 x 1", 2),
+        ("alltoall", "colocated 4 x 2", 1),
+    ],
+)
+def test_any_placement_gives_the_same(kind, mesh, redundant):
+    """And the replicas of an expert share its rows."""
+    one, draw = layer(kind, mesh, redundant), random.Random(3)
+    x, experts, gates = inputs(one)
+    experts[::5], gates[::5] = EXPERTS, 0.0
+    for _ in range(4):
+        check(one, x, experts, gates, random_placement(draw, one.sizes))
+    experts[:], gates[:] = EXPERTS, 0.0
+    experts[:, 0], gates[:, 0] = 0, 1.0
+    counts, sizes = [100] + [1] * (EXPERTS - 1), one.sizes
+    placement = rebalance(counts, sizes.total, sizes.ranks, most=sizes.width, apart=True)
+    load = check(one, x, experts, gates, placement)
+    local = one.sizes.local
+    there = [placement[rank * local : (rank + 1) * local].count(0) for rank in range(len(load))]
+    assert (load[:, 0] > 0).tolist() == [count > 0 for count in there]
+    each = one.rows / sum(there)
+    np.testing.assert_allclose(load[:, 0], np.multiply(there, each), atol=max(1, each))
 
 
 def test_the_shared_expert_is_whole_on_every_rank():

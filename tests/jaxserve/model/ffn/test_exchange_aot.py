@@ -21,10 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.model import MLA, ModelConfig, Rope
 from jaxserve.config.model import Router as Rule
-from jaxserve.link.message import MessageFormat
+from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.module import Formats, Template
 from pallas_kernels import aot
@@ -74,16 +75,19 @@ def collectives(mesh: Mesh, size: str, kind: ExchangeKind) -> list[list]:
     message = MessageFormat(model.d_model, model.top_k, "int8")
     exchange = make_exchanges(kind, Axes(*FFN_AXES, rows=FFN_AXES), dtype)["moe"]
 
-    def ffn(packed, *leaves):
-        unpack = functools.partial(message.unpack, dtype=dtype)
-        return exchange(packed, template.merge(leaves), unpack)[0].astype(dtype)
+    sizes = SlotSizes(model.experts, ranks[0])
+    table = jax.ShapeDtypeStruct((model.experts, 1 + sizes.width), jnp.int32)
+
+    def ffn(packed, table, *leaves):
+        packing = PackedRows(message, dtype)
+        return exchange(packed, template.merge(leaves), packing, table)[0].astype(dtype)
 
     pieces = PartitionSpec(FFN_AXES)
-    specs = (pieces, *template.specs(FFN_RULES))
+    specs = (pieces, PartitionSpec(), *template.specs(FFN_RULES))
     packed = jax.ShapeDtypeStruct((ROWS[size] * mesh.size, message.width), message.word)
     arguments = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
-        for a, spec in zip((packed, *template.leaves), specs, strict=True)
+        for a, spec in zip((packed, table, *template.leaves), specs, strict=True)
     ]
     mapped = jax.shard_map(ffn, mesh=mesh, in_specs=specs, out_specs=pieces, check_vma=False)
     program = jax.jit(mapped).lower(*arguments).compile().as_text()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.model.ffn.experts import Experts
-from jaxserve.model.ffn.placement import physical_experts
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, Rngs
 from pallas_kernels.grouped_matmul import grouped_swiglu
 from tests.reference.tiny_step3 import TinyStep3
@@ -82,13 +82,6 @@ def total(ranks, x, experts, gates, values):
     return np.sum([np.asarray(share) for share in shares], axis=0)
 
 
-@pytest.mark.parametrize(
-    ("experts", "ranks", "slots"), [(7, 1, 7), (7, 2, 8), (48, 8, 48), (8, 3, 9), (0, 4, 0)]
-)
-def test_placement(experts, ranks, slots):
-    assert physical_experts(experts, ranks) == slots
-
-
 def test_shapes_are_padded_to_the_mesh():
     module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), Rngs(0))
     assert module.gate[...].shape == module.up[...].shape == (8, 12, D_MODEL)
@@ -97,7 +90,7 @@ def test_shapes_are_padded_to_the_mesh():
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 1), (2, 3), (7, 1)], ids=str)
 def test_shares_add_up(ranks):
-    sentinel = physical_experts(EXPERTS, ranks[0])
+    sentinel = SlotSizes(EXPERTS, ranks[0]).total
     values = weights()
     x, experts, gates = routing(13, 3, 1, sentinel, padding=2)
     got = total(ranks, x, experts, gates, values)
@@ -131,7 +124,7 @@ def test_all_tokens_on_one_expert():
 @settings(max_examples=15)
 def test_any_routing(tokens, top_k, ranks, seed):
     """16 rows, so that each layout compiles once; those past `tokens` are padding."""
-    sentinel = physical_experts(EXPERTS, ranks[0])
+    sentinel = SlotSizes(EXPERTS, ranks[0]).total
     values = weights(seed)
     x, experts, gates = routing(16, top_k, seed, sentinel, padding=16 - tokens)
     got = total(ranks, x, experts, gates, values)
@@ -143,7 +136,7 @@ def test_any_routing(tokens, top_k, ranks, seed):
 def test_experts_of_several_layers_in_one_row(layer, rank):
     """Colocated mode hands over all layers' experts; `layer` picks its own, and only those."""
     ranks = (2, 1)
-    x, experts, gates = routing(9, 3, 5, physical_experts(EXPERTS, 2), padding=2)
+    x, experts, gates = routing(9, 3, 5, SlotSizes(EXPERTS, 2).total, padding=2)
     rows = tuple(jnp.asarray(array) for array in (x, experts, gates))
     layers = [device_share(weights(seed), ranks, rank, 0) for seed in range(3)]
     alone = layers[layer](*rows, jnp.int32(rank))

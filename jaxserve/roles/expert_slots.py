@@ -1,0 +1,208 @@
+"""Which experts a worker's slots hold, and how many tokens they got: the part of its state that
+actions change.
+
+Owned by the worker of a mesh with routed experts (`ffn.py`, `colocated.py`); everything here is
+called by the thread that enqueues its steps. Who moves experts, and why, is not known here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.model.ffn.placement import (
+    Placement,
+    SlotSizes,
+    check_placement,
+    home_slots,
+    replica_table,
+)
+from jaxserve.roles.actions import Action, CountExperts, MoveExperts
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import REPLICATED, Program
+
+Leaves = tuple[jax.Array, ...]
+
+
+class Bank(NamedTuple):
+    """The experts of one layer, or of a run of layers whose leaves are stacked."""
+
+    layers: tuple[int, ...]
+    sizes: SlotSizes
+
+    @property
+    def shape(self) -> BankShape:
+        """Of its arrays."""
+        return BankShape(len(self.layers), self.sizes)
+
+
+class BankWeights(Protocol):
+    """Where a worker keeps the leaves of its layers (`roles.weights`)."""
+
+    def bank(self, number: int) -> Leaves:
+        """All leaves of a bank's blocks."""
+        ...
+
+    def replace_bank(self, number: int, leaves: Leaves) -> None:
+        """Puts others in their place."""
+        ...
+
+
+class SlotExecutables(NamedTuple):
+    """What moves and counts experts."""
+
+    move: dict[int, jax.stages.Compiled]
+    """By layers of a bank; empty where all experts are on one device."""
+    count: jax.stages.Compiled
+
+
+def slot_programs(
+    programs: ExpertPrograms | None, banks: Sequence[Bank]
+) -> dict[ProgramKey, Program]:
+    """What moves and counts the experts of these banks."""
+    if programs is None:
+        return {}
+    wanted = {ProgramKey("count", "moe", _NO_STEP): programs.count([b.shape for b in banks])}
+    if programs.sizes.ranks > 1:
+        for layers in sorted({len(bank.layers) for bank in banks}):
+            wanted[ProgramKey("move", "moe", Bucket(layers, 1))] = programs.move(layers)
+    return wanted
+
+
+def slot_executables(banks: Sequence[Bank], compiled: Compiled) -> SlotExecutables:
+    """What `ExpertSlots` runs."""
+    keys = {n: ProgramKey("move", "moe", Bucket(n, 1)) for n in {len(b.layers) for b in banks}}
+    move = {layers: compiled[key] for layers, key in keys.items() if key in compiled}
+    return SlotExecutables(move, compiled[ProgramKey("count", "moe", _NO_STEP)])
+
+
+_NO_STEP = Bucket(1, 1)
+
+
+def make_slots(
+    programs: ExpertPrograms | None,
+    banks: Sequence[Bank],
+    weights: BankWeights,
+    compiled: Compiled,
+) -> "ExpertSlots | None":
+    """The slots of a worker; None: the model has no routed experts.
+
+    Args:
+      compiled: has `slot_programs`.
+    """
+    if programs is None:
+        return None
+    return ExpertSlots(programs, banks, weights, slot_executables(banks, compiled))
+
+
+class ExpertSlots:
+    """The slots, tables and counts of all banks of a mesh.
+
+    Attributes:
+      banks: in the order of their layers.
+      tables: of each bank, as programs take them.
+      counts: of each bank; a program that adds to them gets them donated and hands them back.
+      placements: the expert of every slot, by layer.
+    """
+
+    def __init__(
+        self,
+        programs: ExpertPrograms,
+        banks: Sequence[Bank],
+        weights: BankWeights,
+        executables: SlotExecutables,
+    ):
+        self.banks, self.sizes = tuple(banks), programs.sizes
+        self._mesh: Mesh = programs.mesh
+        self._places, self._weights, self._executables = programs.places, weights, executables
+        home = home_slots(self.sizes)
+        self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
+        self.tables = [self._table(bank) for bank in banks]
+        sharding = cached_sharding(self._mesh, BankShape(1, self.sizes).counts_spec(programs.axis))
+        shapes = [bank.shape.counts for bank in banks]
+        self.counts = [sharded_zeros(shape.shape, shape.dtype, sharding) for shape in shapes]
+        self.counted: jax.Array | None = None
+        """[layers, ranks, experts]: the counts when they were last asked for."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers with routed experts, ascending."""
+        return tuple(self.placements)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert's weights on all devices that share it."""
+        leaves, layers = self._weights.bank(0), len(self.banks[0].layers)
+        total = sum(leaves[place].nbytes for place in self._places)
+        return total // (layers * self.sizes.total)
+
+    def carry_out(self, action: Action) -> None:
+        """Enqueues an action.
+
+        Raises:
+          ValueError: there is no such layer or placement; nothing has changed.
+        """
+        match action:
+            case MoveExperts():
+                self._move(action)
+            case CountExperts():
+                self.count()
+
+    def count(self) -> None:
+        """Keeps the counts as they are now in `counted`."""
+        self.counted = self._executables.count(*self.counts)
+        self.counted.copy_to_host_async()
+
+    def _move(self, move: MoveExperts) -> None:
+        if move.layer not in self.placements:
+            raise ValueError(f"layer {move.layer} has no experts to move")
+        check_placement(move.placement, self.sizes)
+        number = next(n for n, bank in enumerate(self.banks) if move.layer in bank.layers)
+        bank = self.banks[number]
+        index = bank.layers.index(move.layer)
+        if move.copies:
+            self._copy(number, index, move.copies)
+        self.placements[move.layer] = tuple(move.placement)
+        self.tables[number] = self._table(bank)
+
+    def _copy(self, number: int, index: int, copies: Sequence[tuple[int, int]]) -> None:
+        """One round of copies in a bank."""
+        local = self.sizes.local
+        moves = np.full((self.sizes.ranks, 2), (NOTHING, 0), np.int32)
+        for source, target in copies:
+            rank, slot = divmod(target, local)
+            if moves[rank, 0] != NOTHING or not 0 <= source < self.sizes.total:
+                raise ValueError(f"copies {copies}: more than one to a rank, or from nowhere")
+            moves[rank] = source, slot
+        run = self._executables.move[len(self.banks[number].layers)]
+        leaves = list(self._weights.bank(number))
+        moved = run(
+            self._everywhere(moves),
+            self._everywhere(np.int32(index)),
+            *(leaves[place] for place in self._places),
+        )
+        for place, leaf in zip(self._places, moved, strict=True):
+            leaves[place] = leaf
+        self._weights.replace_bank(number, tuple(leaves))
+
+    def _table(self, bank: Bank) -> jax.Array:
+        rows = [replica_table(self.placements[layer], self.sizes) for layer in bank.layers]
+        return self._everywhere(np.stack(rows))
+
+    def _everywhere(self, value: np.ndarray | np.generic) -> jax.Array:
+        whole = np.asarray(value)
+        sharding = cached_sharding(self._mesh, REPLICATED)
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
+def counts_of_ranks(counted: jax.Array) -> dict[int, np.ndarray]:
+    """What this process has of `counted`: rank → uint32 [layers, experts]. Waits for it."""
+    return {
+        shard.index[1].start or 0: np.asarray(shard.data)[:, 0]
+        for shard in counted.addressable_shards
+    }

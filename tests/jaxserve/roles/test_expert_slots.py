@@ -1,0 +1,131 @@
+"""Experts that move between slots of simulated devices, in every format of weights."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config, step3_names
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
+from jaxserve.roles.actions import CountExperts, MoveExperts
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
+from tests.jaxserve import layouts
+from tests.jaxserve.model.ffn.test_placement import random_placement
+
+pytestmark = pytest.mark.unoptimised
+
+CONFIG = step3_config(layouts.SIZES.config())
+NAMES = step3_names(CONFIG)
+AFD = {"ffn.ep": 3, "ffn.tp": 2, "ffn.redundant_slots": 1}
+COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
+
+
+def make(tmp_path, overrides):
+    deployment = layouts.deployment(tmp_path, overrides)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(CONFIG, deployment, meshes)
+    if deployment.mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        weights = ColocatedWeights(RandomLeaves(), NAMES, programs)
+    else:
+        programs = FFNPrograms(templates, deployment, meshes.ffn)
+        weights = FFNWeights(RandomLeaves(), NAMES, programs)
+    compiled = compile_all(slot_programs(programs.experts, programs.banks))
+    return make_slots(programs.experts, programs.banks, weights, compiled), weights
+
+
+def contents(slots, weights, layer):
+    """Every slot's part of every leaf, as bytes."""
+    number = next(n for n, bank in enumerate(slots.banks) if layer in bank.layers)
+    index = slots.banks[number].layers.index(layer)
+    found = [b""] * slots.sizes.total
+    for place in slots._places:
+        leaf = np.asarray(weights.bank(number)[place])
+        leaf = leaf[index] if leaf.shape[0] != slots.sizes.total else leaf
+        found = [own + leaf[slot].tobytes() for slot, own in enumerate(found)]
+    return found
+
+
+def change(slots, layer, target):
+    """Carries all rounds out."""
+    for copies, placement in plan_rounds(slots.placements[layer], target, slots.sizes.ranks):
+        pairs = [tuple(copy) for copy in copies]
+        slots.carry_out(MoveExperts(layer, pairs, list(placement)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        AFD,
+        {**AFD, "ffn.weights": "int8"},
+        {**AFD, "ffn.weights": "fp8"},
+        {**AFD, "dtype": "bfloat16", "ffn.ep": 5, "ffn.tp": 1},
+        COLOCATED,
+        {**COLOCATED, "ffn.weights": "fp8"},
+    ],
+    ids=str,
+)
+def test_every_slot_holds_what_its_placement_says(overrides, tmp_path):
+    slots, weights = make(tmp_path, overrides)
+    layer = slots.layers[-1]
+    others = {n: contents(slots, weights, n) for n in slots.layers if n != layer}
+    home = home_slots(slots.sizes)
+    whole = contents(slots, weights, layer)
+    experts = [whole[home.index(expert)] for expert in range(CONFIG.experts)]
+    assert len(set(experts)) == CONFIG.experts
+    draw = random.Random(1)
+    for _ in range(4):
+        wanted = random_placement(draw, slots.sizes)
+        change(slots, layer, aligned(slots.placements[layer], wanted, slots.sizes.ranks))
+        now = contents(slots, weights, layer)
+        for slot, expert in enumerate(slots.placements[layer]):
+            assert expert == EMPTY or now[slot] == experts[expert]
+    assert {n: contents(slots, weights, n) for n in others} == others
+    table = np.asarray(slots.tables[-1])[-1]
+    assert table.shape == (CONFIG.experts, 1 + slots.sizes.width)
+    placed = [slots.placements[layer].count(expert) for expert in range(CONFIG.experts)]
+    assert table[:, 0].tolist() == [min(count, slots.sizes.width) for count in placed]
+
+
+def test_a_slot_is_an_expert_of_one_layer(tmp_path):
+    slots, _ = make(tmp_path, AFD)
+    assert slots.layers == (1, 2)
+    assert slots.slot_bytes == 3 * 64 * 34 * 4  # d_ff 33, on two devices
+    assert make(tmp_path, COLOCATED)[0].slot_bytes == 3 * 64 * 33 * 4
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):
+    slots, weights = make(tmp_path, AFD)
+    before = contents(slots, weights, 1), slots.placements[1]
+    home = list(slots.placements[1])
+    for move, problem in (
+        (MoveExperts(0, [], home), "layer 0 has no experts"),
+        (MoveExperts(1, [], [0] * len(home)), "no slot holds expert 1"),
+        (MoveExperts(1, [(0, 1), (4, 2)], home), "more than one to a rank"),
+        (MoveExperts(1, [(99, 1)], home), "or from nowhere"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            slots.carry_out(move)
+    assert (contents(slots, weights, 1), slots.placements[1]) == before
+
+
+def test_counts_are_read_as_they_were(tmp_path):
+    slots, _ = make(tmp_path, COLOCATED)
+    slots.carry_out(CountExperts())
+    assert slots.counted.shape == (2, 4, 7)
+    first = slots.counted
+    counts = np.arange(2 * 4 * 7, dtype=np.uint32).reshape(2, 4, 7)
+    slots.counts = [jax.device_put(counts, slots.counts[0].sharding)]
+    slots.carry_out(CountExperts())
+    assert not any(part.any() for part in counts_of_ranks(first).values())
+    ranks = counts_of_ranks(slots.counted)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for rank, part in ranks.items():
+        np.testing.assert_array_equal(part, counts[:, rank])
