@@ -15,16 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
-from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
-from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.arguments import from_arguments
-from jaxserve.fleet.membership import describe_roles
 from jaxserve.logs import configure
-from jaxserve.roles.capacity import check_capacity, describe, memory_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,21 +29,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         deployment = read_deployment(options.config, options.model, options.set)
         if options.check:
-            return _check(deployment)
+            from jaxserve.commands.checking import check
+
+            return check(deployment)
         if options.timeline and deployment.mode == "colocated":
             raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
         process = from_arguments(options)
-        bootstrap.own_share(process, deployment)  # refuses a wrong --role before anything is loaded
-        # Each imports what it needs: an ffn worker that is started again is back sooner without
-        # engine, tokenizers and servers.
+        # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
+        # is back sooner without engine, tokenizers and servers.
+        if process.role == "router":
+            from jaxserve.commands.routing import Routing
+
+            return Routing(deployment, options, process).run()
+        from jaxserve.fleet import bootstrap
+
         if process.role == "ffn" and deployment.link.transport == "pull":
             from jaxserve.fleet.ffn_runtime import answer_messages
 
+            bootstrap.own_share(process, deployment)
             return answer_messages(deployment, process, options.listen)
+        from jaxserve.commands.worker_part import part_of
+
+        deployment, process, part = part_of(deployment, process, options.listen)
+        bootstrap.own_share(process, deployment)  # refuses a wrong --role before anything is loaded
         if process.is_leader:
             from jaxserve.commands.serving import Serving
 
-            return Serving(deployment, options, process).run()
+            return Serving(deployment, options, process, part).run()
         from jaxserve.commands.following import follow
 
         return follow(deployment, options, process)
@@ -58,24 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineFailedError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
-
-
-def _check(deployment: Deployment) -> int:
-    """Prints what the deployment weighs. No device is touched, nothing of the model is loaded."""
-    config, _ = read_config(deployment.model, deployment.ignored_model_keys)
-    workers = {"": deployment}
-    if deployment.prefill.workers:
-        workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
-    print(describe_roles(deployment))
-    for title, worker in workers.items():
-        print(f"\n{title}{describe(config, worker, memory_of(worker))}")
-    try:
-        for worker in workers.values():
-            check_capacity(config, worker, memory_of(worker))
-    except ConfigError as error:
-        print(f"jaxserve: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -106,7 +95,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        help="with --role ffn in a runtime of its own: where to listen (link.addresses[0])",
+        help="where a worker listens: --role ffn in a runtime of its own (link.addresses[0]), or a "
+        "worker of a fleet (its address in fleet.prefill or fleet.domains)",
     )
     add_process_arguments(parser)
     options = parser.parse_args(arguments)

@@ -19,7 +19,9 @@ _FLAGS = {
     "coordinator": ("--coordinator", "JAXSERVE_COORDINATOR"),
     "control": ("--control", "JAXSERVE_CONTROL"),
     "control_bind": ("--control-bind", "JAXSERVE_CONTROL_BIND"),
+    "worker": ("--worker", "JAXSERVE_WORKER"),
 }
+_NUMBERS = ("process_id", "processes", "worker")
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,8 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
     processes: int = 1
     role: str = ""
     """Which role this process is meant to play; empty: whatever the deployment gives it."""
+    worker: int = 0
+    """Number of this worker among those of its role in a fleet."""
     coordinator: str = ""
     """`host:port` of JAX's coordination service, which process 0 starts."""
     control_address: str = ""
@@ -62,15 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "coordinator": "host:port on which process 0 starts JAX's coordination service",
         "control": "host:port on which process 0 serves the control plane",
         "control_bind": "host:port to listen on where it is not the one of --control",
+        "worker": "number of this prefill worker or domain among those of the fleet (0)",
     }
     for name, (flag, variable) in _FLAGS.items():
-        kind = int if name.startswith("process") else str
+        kind = int if name in _NUMBERS else str
         group.add_argument(flag, type=kind, dest=name, help=f"{helps[name]} [{variable}]")
     group.add_argument(
         "--role",
-        choices=("attention", "ffn", "colocated"),
+        choices=("attention", "ffn", "colocated", "prefill", "decode", "router"),
         default="",
-        help="the role to play here; needed where roles have runtimes of their own",
+        help="the role to play here; needed where roles have runtimes of their own, and in a fleet",
     )
     group.add_argument(
         "--distributed",
@@ -91,12 +96,13 @@ def from_arguments(
     for name, (flag, variable) in _FLAGS.items():
         given = getattr(arguments, name, None)
         values[name] = str(given) if given is not None else environment.get(variable, "")
-        if name.startswith("process") and values[name] and not values[name].isdecimal():
+        if name in _NUMBERS and values[name] and not values[name].isdecimal():
             raise ConfigError(f"{flag} [{variable}] = {values[name]!r}: expected a whole number")
     local_device_ids = None
     if getattr(arguments, "distributed", False):
         local_device_ids = _detect(values)
     processes, process_id = int(values["processes"] or 1), int(values["process_id"] or 0)
+    worker = int(values["worker"] or 0)
     token = environment.get(TOKEN_VARIABLE, "")
     if processes < 1 or process_id >= processes:
         raise ConfigError(
@@ -118,6 +124,7 @@ def from_arguments(
         process_id=process_id,
         processes=processes,
         role=getattr(arguments, "role", ""),
+        worker=worker,
         coordinator=values["coordinator"],
         control_address=values["control"],
         control_bind=values["control_bind"],

@@ -192,9 +192,14 @@ def deployment_facts(deployment: Deployment) -> dict[str, str]:
 
     tree = msgspec.to_builtins(deployment)
     del tree["server"]
-    config = Path(deployment.model) / "config.json"
-    tree["model"] = "no config.json"
-    if config.is_file():
-        tree["model"] = hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()
+    tree["model"] = model_digest(deployment.model)
     flatten(tree, "")
     return facts
+
+
+def model_digest(folder: str) -> str:
+    """Of a model's config.json."""
+    config = Path(folder) / "config.json"
+    if not config.is_file():
+        return "no config.json"
+    return hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()

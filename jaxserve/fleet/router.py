@@ -98,7 +98,8 @@ class RouterEngine:
             token,
             self.name,
             self,
-            deployment.cluster.heartbeat_seconds,
+            silent=deployment.cluster.heartbeat_seconds,
+            stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
         )
 
     def start(self) -> None:

@@ -66,6 +66,8 @@ class _Wire:
     def __init__(self, place: Place, sock: socket.socket, facts: frames.WorkerFacts):
         self.place, self.facts, self.socket = place, facts, sock
         self.heard = 0.0
+        self.joined = False
+        """Whether its first state has come, by which it is well."""
         self.lost = ""
         """Why it is to be given up."""
         self._received = bytearray()
@@ -145,6 +147,7 @@ class WorkerConnections:
       router: name of this router.
       receiver: of what happens.
       silent: seconds without a frame after which a worker counts as gone.
+      stuck: seconds for which its step loop may stand still.
     """
 
     def __init__(
@@ -154,9 +157,10 @@ class WorkerConnections:
         router: str,
         receiver: Receiver,
         silent: float,
+        stuck: float,
     ):
         self._places, self._token, self._router = places, token, router
-        self._receiver, self._silent = receiver, silent
+        self._receiver, self._silent, self._stuck = receiver, silent, stuck
         self._dialling = ThreadPoolExecutor(DIALLING_THREADS, "dial")
         self._clock = AwakeClock(1.0)
         self._stopping = False
@@ -199,7 +203,7 @@ class WorkerConnections:
 
     def wake(self) -> None:
         """Has the thread look around at once."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it has been woken already, or is closed
             self._wake.send(b"\0")
 
     def absences(self) -> dict[str, str]:
@@ -277,8 +281,16 @@ class WorkerConnections:
         if found:
             wire.heard = now
         for frame in found:
-            if isinstance(frame, frames.State) and frame.failure is not None:
-                wire.lost = frame.failure
+            if isinstance(frame, frames.State):
+                if frame.failure is not None:
+                    wire.lost = frame.failure
+                elif frame.turn_age > self._stuck:
+                    wire.lost = f"its step loop has stood still for {frame.turn_age:.0f} s"
+                elif not wire.joined:
+                    wire.joined = True
+                    logger.info("%s worker %s is there", wire.facts.role, wire.place.address)
+                    self._receiver.joined(wire.place, wire.facts)
+            if wire.lost:
                 return
             self._receiver.received(wire.place, frame)
 
@@ -290,19 +302,18 @@ class WorkerConnections:
             self._wires[wire.place.address] = wire
             self._reasons.pop(wire.place.address, None)
             self._selector.register(wire.socket, selectors.EVENT_READ, wire)
-            logger.info("%s worker %s is there", wire.facts.role, wire.place.address)
-            self._receiver.joined(wire.place, wire.facts)
 
     def _drop(self, wire: _Wire) -> None:
         address = wire.place.address
-        logger.warning("%s worker %s is gone: %s", wire.facts.role, address, wire.lost)
         del self._wires[address]
         self._reasons[address] = wire.lost
         self._selector.unregister(wire.socket)
         wire.socket.close()
         with self._lock:
-            self._due.pop(address, None)
-        self._receiver.left(wire.place, wire.lost)
+            self._due[address] = self._clock.now + DIAL_SECONDS
+        if wire.joined:
+            logger.warning("%s worker %s is gone: %s", wire.facts.role, address, wire.lost)
+            self._receiver.left(wire.place, wire.lost)
 
     def _dial(self, now: float) -> None:
         for place in self._places():

@@ -152,7 +152,7 @@ class WorkerPort:
         self._stopping.set()
         for router in self._connected():
             router.end()
-        self._listener.close()
+        self._close_listener()
         self.compiling.shutdown(wait=False, cancel_futures=True)
 
     def restored(self, grammar: GrammarOf) -> Any:
@@ -176,6 +176,11 @@ class WorkerPort:
         """Forgets a connection."""
         with self._lock:
             self._routers.discard(router)
+
+    def _close_listener(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
 
     def _connected(self) -> list["RouterConnection"]:
         with self._lock:

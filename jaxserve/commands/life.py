@@ -1,0 +1,167 @@
+"""The life of a process that takes requests: bind, be ready, drain on a signal, end.
+
+`serving.py` puts an engine into it, `routing.py` a router.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import EngineFailedError
+from jaxserve.server.access import Access
+from jaxserve.server.faces import Faces, LocalFaces
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.processes.host import FaceProcesses
+
+LOOK_SECONDS = 0.1
+"""How often the main thread wakes up on its own. Only this thread runs the handlers of signals, and
+one that comes just before it goes to sleep does not wake it."""
+LAST_ANSWERS_SECONDS = 5.0
+"""For answers on their way to clients, after the engine has ended."""
+
+logger = logging.getLogger("jaxserve.serve")
+
+
+class Port(Protocol):
+    """Where requests come in: the network faces, or a worker's port for routers."""
+
+    def start(self) -> dict[str, str]:
+        """Binds; returns what is bound and where."""
+
+    def open(self, engine: Any) -> None:
+        """Accepts requests from now on."""
+
+    def refuse(self) -> None:
+        """Refuses new requests."""
+
+    def stop(self, grace: float) -> None:
+        """Ends everything."""
+
+
+class Life:
+    """The pieces of a run, and the order in which they start and end.
+
+    Args:
+      deployment: deadlines, and the port for operators.
+      port: where requests come in, not started.
+      admin: what operators talk to, where the process has it, not started.
+    """
+
+    def __init__(self, deployment: Deployment, port: Port, admin: HttpServer | None = None):
+        self._deployment = deployment
+        self._port = port
+        self._admin = admin
+        self._failure: EngineFailedError | None = None
+        self._stopped = False
+        """Whether the port is."""
+        self._signalled = False
+        self._drain_reason = ""
+        """Why this deployment is to finish what runs and end: a signal, here or to a follower."""
+        self._ready = False
+
+    def run(self) -> int:
+        """The whole life; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            addresses = self._port.start()
+            if self._admin is not None:
+                addresses = {
+                    "grpc": addresses.pop("grpc"),
+                    "admin": self._admin.start(),
+                    **addresses,
+                }
+            self._live(addresses)
+        finally:
+            self._stop_port()
+        return 0
+
+    def _live(self, addresses: Mapping[str, str]) -> None:
+        """From the bound ports to the end."""
+        raise NotImplementedError
+
+    def _serve(self, engine: Any, addresses: Mapping[str, str]) -> None:
+        """Serves until a signal or a failure, and drains."""
+        engine.add_failure_callback(self._on_failure)
+        self._port.open(engine)
+        if self._admin is not None:
+            faces: Any = self._port
+            self._admin.operate(faces.requests, faces.metrics, _terminate)
+        self._ready = True
+        print(_ready_line(addresses, engine.model_info()), flush=True)
+        while not self._drain_reason and self._failure is None:
+            time.sleep(LOOK_SECONDS)
+        if self._failure is None:
+            self._drain(engine)
+        self._stop_port()
+
+    def _stop_port(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._port.stop(LAST_ANSWERS_SECONDS)
+        if self._admin is not None:
+            self._admin.stop(0)
+
+    def _drain(self, engine: Any) -> None:
+        """Takes nothing new and finishes what runs, within `server.drain_seconds`."""
+        seconds = self._deployment.server.drain_seconds
+        logger.info("%s: draining for up to %g s", self._drain_reason, seconds)
+        self._port.refuse()
+        deadline = time.monotonic() + seconds
+        while not (idle := engine.drain(LOOK_SECONDS)) and time.monotonic() < deadline:
+            pass
+        if not idle:
+            logger.warning("requests were still running after %g s and are cut", seconds)
+        if self._failure is None:
+            engine.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled:
+            os._exit(128 + number)
+        self._signalled = True
+        if not self._ready:
+            raise SystemExit(128 + number)
+        self._drain_reason = self._drain_reason or signal.Signals(number).name
+
+    def _on_failure(self, failure: EngineFailedError) -> None:
+        self._failure = failure
+
+
+def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) -> Faces:
+    """What clients talk to, not started; raises as `LocalFaces`."""
+    model, server = deployment.model, deployment.server
+    if server.processes:
+        return FaceProcesses(model, server, insecure_bind, log_format)
+    return LocalFaces(model, server, insecure_bind)
+
+
+def admin_face(deployment: Deployment) -> HttpServer | None:
+    """What operators talk to, where the deployment has it, not started."""
+    server = deployment.server
+    if server.admin_port < 0:
+        return None
+    return HttpServer(
+        "127.0.0.1",
+        server.admin_port,
+        access=Access(Access.from_config(server).keys),
+        endpoints=ADMIN_ENDPOINTS,
+        name="server.admin_port",
+    )
+
+
+def _terminate() -> None:
+    """As if from outside: the main thread drains and ends."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ready_line(addresses: Mapping[str, str], info: Mapping[str, Any]) -> str:
+    words = [f"{name}={address}" for name, address in addresses.items()]
+    words += [f"{key}={info[key]}" for key in ("model", "mode", "lanes") if key in info]
+    return "  ".join(["ready", *words])

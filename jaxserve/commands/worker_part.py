@@ -1,0 +1,115 @@
+"""Which worker of a fleet a process is, and its port for routers."""
+
+import functools
+import os
+import secrets
+import socket
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.special_tokens import read_special_tokens
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.membership import model_digest
+from jaxserve.fleet.request_frames import GrammarOf
+from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
+from jaxserve.fleet.worker_port import PrefillLimits, WorkerEngine, WorkerPort
+from jaxserve.text.structured import GrammarCompiler
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class WorkerPart(NamedTuple):
+    """A worker of a fleet."""
+
+    role: WorkerRole
+    address: str
+    """Where it listens for routers."""
+    limits: PrefillLimits
+
+
+def part_of(
+    deployment: Deployment, process: ProcessArguments, listen: str | None
+) -> tuple[Deployment, ProcessArguments, WorkerPart | None]:
+    """What a process with `--role` runs, who it is in its runtime, and its part in the fleet.
+
+    Without a part, the process serves clients itself.
+
+    Raises:
+      ConfigError: the fleet has no such worker.
+    """
+    role, fleet = process.role, deployment.fleet
+    pull = deployment.link.transport == "pull"
+    if role == "prefill":
+        addresses, key = fleet.prefill, "fleet.prefill"
+    elif role == "decode" or (role == "attention" and pull and (listen or fleet.domains)):
+        addresses, key = fleet.domains, "fleet.domains"
+    else:
+        return deployment, process, None
+    if role == "decode" and pull:
+        raise ConfigError(
+            "--role decode: over link.transport = pull a domain is an attention worker: --role "
+            "attention"
+        )
+    address = listen or ""
+    if not address:
+        if fleet.registry != "static":
+            raise ConfigError(f"--role {role}: {key} has names of Services, so say --listen")
+        if process.worker >= len(addresses):
+            raise ConfigError(
+                f"--role {role} --worker {process.worker}: {key} has {len(addresses)} addresses; "
+                "say another number, or --listen"
+            )
+        address = addresses[process.worker]
+    part = WorkerPart(
+        "prefill" if role == "prefill" else "domain",
+        address,
+        PrefillLimits(deployment.pages.held, fleet.prefill_waiting),
+    )
+    own = deployment_of(deployment, role)
+    inner = "attention" if own.link.transport == "pull" else ""
+    return own, msgspec.structs.replace(process, role=inner), part
+
+
+def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerPort:
+    """The port of a worker; raises as `WorkerPort`."""
+    model = deployment.model
+
+    @functools.cache
+    def compiler(vocab: int) -> GrammarCompiler:
+        return GrammarCompiler(Tokenizer.from_folder(model), vocab)
+
+    def restore(grammar: GrammarOf, vocab: int) -> Any:
+        return compiler(vocab).restored(grammar.serialised, grammar.begins_after)
+
+    return WorkerPort(
+        part.address,
+        token,
+        functools.partial(worker_facts, deployment, part.role),
+        restore,
+        part.limits,
+    )
+
+
+def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine) -> WorkerFacts:
+    """What routers have to know of an engine."""
+    info = dict(engine.model_info())
+    inside = deployment.mode == "afd" and deployment.link.transport != "pull"
+    domains = deployment.domains if inside else 1
+    limits = deployment.scheduler
+    groups = domains * deployment.attention.dp
+    return WorkerFacts(
+        name=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
+        role=role,
+        model=model_digest(deployment.model),
+        slots=groups * deployment.lanes * limits.slots,
+        groups=groups,
+        pages=deployment.cache.pages,
+        page_size=deployment.cache.page_size,
+        max_length=limits.max_length,
+        vocab=info["vocab_size"],
+        eos_token_ids=sorted(read_special_tokens(deployment.model).eos),
+        info=info,
+        instance=secrets.token_hex(4),
+    )

@@ -1,0 +1,405 @@
+"""A router and fake workers over real connections: every request gets its tokens, once."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
+from jaxserve.fleet.router import RouterEngine
+from jaxserve.fleet.worker_port import PrefillLimits
+from tests.conftest import REPOSITORY
+from tests.jaxserve.fleet.fake_worker import (
+    MODEL,
+    TOKEN,
+    FakeWorker,
+    FakeWorkerEngine,
+    expected,
+)
+
+SECONDS = 20
+LONG = list(range(10, 40))
+
+
+class Results:
+    """What requests got."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.last: dict[str, TokenOutput] = {}
+        self._news = threading.Condition()
+
+    def __call__(self, output: TokenOutput) -> None:
+        with self._news:
+            assert output.request_id not in self.last, "news after the end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.last[output.request_id] = output
+            self._news.notify_all()
+
+    def until(self, done: Callable[[], Any]) -> None:
+        with self._news:
+            assert self._news.wait_for(done, SECONDS), (self.tokens, self.last)
+
+
+class Rig:
+    def __init__(self, prefills: list[FakeWorker], domains: list[FakeWorker], **overrides: Any):
+        self.prefills, self.domains = prefills, domains
+        self.deployment: Deployment = load_deployment(
+            REPOSITORY,
+            {
+                "mode": "colocated",
+                "domains": len(domains),
+                "prefill.workers": len(prefills),
+                "fleet.prefill": [worker.address for worker in prefills],
+                "fleet.domains": [worker.address for worker in domains],
+                "cluster.heartbeat_seconds": 1.5,
+                **{key.replace("__", "."): value for key, value in overrides.items()},
+            },
+        )
+        self.results = Results()
+        self.router = self.replica()
+
+    def replica(self) -> RouterEngine:
+        router = RouterEngine(self.deployment, TOKEN, MODEL)
+        router.start()
+        assert router.wait(SECONDS), router.connections.absences()
+        return router
+
+    def submit(self, prompt: list[int], count: int, name: str, **options: Any) -> None:
+        options = {"seed": 3, **options}
+        params = SamplingParams(max_tokens=count, **options)
+        self.router.submit(prompt, params, self.results, request_id=name)
+
+    def close(self) -> None:
+        self.router.close()
+        for worker in (*self.prefills, *self.domains):
+            worker.close()
+
+    def until_idle(self) -> None:
+        """Nothing is left anywhere."""
+        workers = [w for w in (*self.prefills, *self.domains) if not w.engine._closed.is_set()]
+        until(lambda: all(worker.engine.idle for worker in workers))
+        until(lambda: not self.router._coordinator.requests)
+        coordinator = self.router._coordinator
+        assert not coordinator._attempts
+        for worker in coordinator.placement.workers.values():
+            assert (worker.requests, worker.work, worker.promised) == ({}, 0.0, 0)
+
+
+def until(done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def rig(prefills: int = 1, domains: int = 1, **overrides: Any) -> Iterator[Rig]:
+    made = Rig(
+        [FakeWorker("prefill") for _ in range(prefills)],
+        [FakeWorker("domain") for _ in range(domains)],
+        **overrides,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(("prefills", "domains"), [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
+def test_tokens(prefills, domains):
+    with rig(prefills, domains) as fleet:
+        prompts = {f"{n}": [n + 5] * (3 * n + 1) for n in range(12)}
+        for name, prompt in prompts.items():
+            fleet.submit(prompt, 9, name)
+        fleet.results.until(lambda: len(fleet.results.last) == 12)
+        for name, prompt in prompts.items():
+            assert fleet.results.tokens[name] == expected(prompt, 9, 3)
+            assert fleet.results.last[name].finish_reason == "length"
+        fleet.until_idle()
+        submits = [one for worker in fleet.domains for one in worker.engine.submits]
+        for prompt, _, source in submits:
+            handed = bool(prefills) and len(prompt) > 4
+            assert (source is not None) == handed, "less than a page goes to the domain at once"
+        if domains == 2:
+            assert all(worker.engine.submits for worker in fleet.domains)
+
+
+def test_without_a_seed_the_router_draws_one():
+    with rig(0, 1) as fleet:
+        for name in ("a", "b", "c"):
+            fleet.submit([7], 5, name, seed=None)
+        fleet.results.until(lambda: len(fleet.results.last) == 3)
+        assert len({tuple(tokens) for tokens in fleet.results.tokens.values()}) > 1
+
+
+@pytest.mark.parametrize("how", ["killed", "failed", "stuck"])
+def test_a_lost_domain_s_requests_go_on_elsewhere(how):
+    with rig(1, 2) as fleet:
+        names = [f"{n}" for n in range(6)]
+        for worker in fleet.domains:
+            worker.engine.pace = 0.02
+        for name in names:
+            fleet.submit([*LONG, int(name)], 60, name)
+        fleet.results.until(lambda: all(len(fleet.results.tokens.get(n, [])) > 9 for n in names))
+        victim = fleet.domains[0]
+        lost = len(victim.engine.running)
+        assert lost
+        if how == "killed":
+            victim.kill()
+        elif how == "failed":
+            victim.engine.fail("out of memory")
+        else:
+            victim.engine.stuck = True
+            victim.engine.last_turn = time.monotonic() - 32  # cluster.step_seconds
+        fleet.results.until(lambda: len(fleet.results.last) == 6)
+        for name in names:
+            assert fleet.results.tokens[name] == expected([*LONG, int(name)], 60, 3)
+        replayed = [one for one in fleet.domains[1].engine.submits if one[1]]
+        assert len(replayed) == lost
+        assert all(source is not None for _, _, source in replayed), "prefilled once more"
+        assert fleet.router.load().replays == lost
+        victim.close()
+        fleet.prefills[0].engine.held.clear() if how == "stuck" else fleet.until_idle()
+
+
+def test_lost_pages_are_made_again():
+    lost = []
+
+    def fetch(source, tokens):
+        assert source.digest == f"{sum(tokens[: source.tokens])}"
+        if len(lost) < 2:
+            lost.append(source)
+            return "the lease is over"
+        return None
+
+    domain = FakeWorker("domain", FakeWorkerEngine(fetch=fetch))
+    fleet = Rig([FakeWorker("prefill")], [domain])
+    try:
+        fleet.submit(LONG, 5, "a")
+        fleet.results.until(lambda: "a" in fleet.results.last)
+        assert fleet.results.tokens["a"] == expected(LONG, 5, 3)
+        assert len(fleet.prefills[0].engine.prefilled) == 3
+        fleet.until_idle()
+        lost[:] = []
+        domain.engine.fetch = lambda source, tokens: "never"
+        fleet.submit(LONG[::-1], 5, "b")
+        fleet.results.until(lambda: "b" in fleet.results.last)
+        last = fleet.results.last["b"]
+        assert (last.finish_reason, last.unavailable) == ("error", True)
+        assert "never; it has lost 4 workers (fleet.attempts = 3)" in last.error
+        fleet.until_idle()
+    finally:
+        fleet.close()
+
+
+def test_a_killed_prefill_worker_s_prompts_go_elsewhere():
+    with rig(2, 1) as fleet:
+        for worker in fleet.prefills:
+            worker.engine.gate.clear()
+        for n in range(6):
+            fleet.submit([*LONG, n], 5, f"{n}")
+        until(lambda: all(worker.engine.prompts for worker in fleet.prefills))
+        fleet.prefills[0].kill()
+        fleet.prefills[1].engine.gate.set()
+        fleet.results.until(lambda: len(fleet.results.last) == 6)
+        for n in range(6):
+            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
+        fleet.until_idle()
+
+
+def test_a_worker_that_comes_back_is_used():
+    with rig(0, 1, fleet__absent_seconds=15) as fleet:
+        address = fleet.domains[0].address
+        fleet.domains[0].engine.gate.clear()
+        fleet.submit(LONG, 5, "a")
+        until(lambda: fleet.domains[0].engine.running)
+        fleet.domains[0].kill()
+        until(lambda: fleet.router.status == "starting")
+        fleet.submit(LONG, 4, "b")
+        fleet.domains.append(FakeWorker("domain", address=address))
+        fleet.results.until(lambda: len(fleet.results.last) == 2)
+        assert fleet.results.tokens == {"a": expected(LONG, 5, 3), "b": expected(LONG, 4, 3)}
+        assert fleet.router.status == "ready"
+
+
+def test_nobody_comes():
+    with rig(0, 1, fleet__absent_seconds=0.3) as fleet:
+        fleet.domains[0].kill()
+        until(lambda: fleet.router.status == "starting")
+        fleet.submit(LONG, 5, "a")
+        fleet.results.until(lambda: "a" in fleet.results.last)
+        last = fleet.results.last["a"]
+        assert (last.finish_reason, last.unavailable) == ("error", True)
+        assert last.error == "no domain worker was there for 0 s (fleet.absent_seconds)"
+
+
+@pytest.mark.parametrize("place", ["waiting", "prefill", "held", "domain"])
+def test_cancelled_wherever_it_is(place):
+    with rig(1, 1, fleet__domain_waiting=0, pages__on_failure="fail") as fleet:
+        prefill, domain = fleet.prefills[0].engine, fleet.domains[0].engine
+        domain.gate.clear()
+        if place == "prefill":
+            prefill.gate.clear()
+        elif place in ("held", "waiting"):
+            for n in range(4):
+                fleet.submit([n], 3, f"{n}")
+            until(lambda: len(domain.running) == 4)
+        if place == "waiting":
+            prefill.gate.clear()
+            fleet.prefills[0].kill()
+            until(lambda: fleet.router._coordinator.placement.absent("prefill"))
+        fleet.submit(LONG, 5, "a")
+        until(lambda: fleet.router._coordinator.requests["a"].place == place)
+        if place == "domain":
+            until(lambda: domain.running)
+        fleet.router.cancel("a")
+        fleet.results.until(lambda: "a" in fleet.results.last)
+        assert fleet.results.last["a"].finish_reason == "cancelled"
+        prefill.gate.set()
+        domain.gate.set()
+        if place != "waiting":
+            fleet.until_idle()
+
+
+def test_a_router_that_is_gone_leaves_nothing():
+    with rig(1, 1) as fleet:
+        prefill, domain = fleet.prefills[0].engine, fleet.domains[0].engine
+        other, results = fleet.replica(), Results()
+        domain.gate.clear()
+        for n in range(6):
+            params = SamplingParams(max_tokens=5, seed=1)
+            other.submit([*LONG, n], params, results, request_id=f"{n}")
+        until(lambda: len(domain.running) == 6)
+        prefill.gate.clear()
+        other.submit(LONG[::-1], params, results, request_id="p")
+        until(lambda: prefill.prompts)
+        fleet.submit([9], 5, "mine")
+        other.connections.close()
+        until(lambda: len(domain.running) == 1)
+        until(lambda: prefill.idle)
+        domain.gate.set()
+        fleet.results.until(lambda: "mine" in fleet.results.last)
+        assert fleet.results.tokens["mine"] == expected([9], 5, 3)
+        fleet.until_idle()
+
+
+def test_backpressure():
+    """The domain runs four, one waits there; three prompts are held; further ones are refused."""
+    prefill = FakeWorker("prefill", limits=PrefillLimits(3, 2))
+    fleet = Rig(
+        [prefill],
+        [FakeWorker("domain")],
+        fleet__domain_waiting=1,
+        fleet__prefill_waiting=2,
+        pages__held=3,
+    )
+    try:
+        domain = fleet.domains[0].engine
+        domain.allowed = 1
+        taken, refused = [], []
+        for n in range(20):
+            try:
+                fleet.submit([*LONG, n], 5, f"{n}")
+                taken.append(n)
+            except OverloadedError as error:
+                refused.append(str(error))
+            until(lambda: not prefill.engine.prompts)
+        until(lambda: len(prefill.engine.held) == 3)
+        assert len(domain.running) == 5
+        assert len(taken) == 10
+        assert refused[0] == (
+            "no room: 5 prompts computed or held or waiting at 1 prefill workers, 0 waiting for "
+            "one of them"
+        )
+        domain.allowed = 10
+        fleet.results.until(lambda: len(fleet.results.last) == len(taken))
+        for n in taken:
+            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
+        order = [prompt[-1] for prompt, _, _ in domain.submits]
+        assert order == sorted(order), "the first that came is served first"
+        fleet.until_idle()
+    finally:
+        fleet.close()
+
+
+def test_held_pages_are_renewed():
+    with rig(1, 1, fleet__domain_waiting=0, pages__lease_seconds=0.3) as fleet:
+        domain = fleet.domains[0].engine
+        domain.gate.clear()
+        for n in range(4):
+            fleet.submit([n], 3, f"{n}")
+        until(lambda: len(domain.running) == 4)
+        fleet.submit(LONG, 3, "a")
+        until(lambda: len(fleet.prefills[0].engine.renewed) >= 2)
+        domain.gate.set()
+        fleet.results.until(lambda: len(fleet.results.last) == 5)
+
+
+def test_what_a_worker_refuses_waits_for_another():
+    full = FakeWorker("domain", FakeWorkerEngine(most=0))
+    fleet = Rig([], [full, FakeWorker("domain")])
+    try:
+        for n in range(4):
+            fleet.submit([n], 3, f"{n}")
+        fleet.results.until(lambda: len(fleet.results.last) == 4)
+        assert not full.engine.submits
+    finally:
+        fleet.close()
+
+
+def test_requests_are_checked_before_they_leave():
+    with rig(1, 1) as fleet:
+        with pytest.raises(InvalidRequestError, match="prompt: 200 tokens leave no room"):
+            fleet.submit([1] * 200, 5, "a")
+        with pytest.raises(InvalidRequestError, match=r"prompt\[1\]: token id 1000 is not in"):
+            fleet.submit([1, 1000], 5, "a")
+        fleet.domains[0].engine.gate.clear()
+        fleet.submit([1], 5, "a")
+        with pytest.raises(InvalidRequestError, match="'a' is already running"):
+            fleet.submit([1], 5, "a")
+        fleet.domains[0].engine.gate.set()
+        assert fleet.router.drain(SECONDS)
+        with pytest.raises(DrainingError):
+            fleet.submit([1], 5, "b")
+
+
+def test_workers_that_do_not_belong_are_not_used(caplog):
+    foreign = FakeWorker("domain", model="another model")
+    fleet = Rig([], [FakeWorker("domain"), foreign])
+    try:
+        until(lambda: "serves another model" in caplog.text)
+        for n in range(6):
+            fleet.submit([n], 3, f"{n}")
+        fleet.results.until(lambda: len(fleet.results.last) == 6)
+        assert not foreign.engine.submits
+        stranger = RouterEngine(fleet.deployment, "guess", MODEL)
+        stranger.start()
+        until(lambda: "another token" in str(stranger.connections.absences()))
+        stranger.close()
+    finally:
+        fleet.close()
+
+
+def test_views_and_loads_of_the_fleet():
+    with rig(1, 2) as fleet:
+        until(lambda: fleet.router.pipeline().steps == 7)
+        fleet.submit(LONG, 3, "a")
+        fleet.results.until(lambda: "a" in fleet.results.last)
+        fleet.domains[1].kill()
+
+        def status() -> list[str]:
+            return [worker.status for worker in fleet.router.load().workers]
+
+        until(lambda: status() == ["ready", "ready", "absent"])
+        load = fleet.router.load()
+        assert [worker.role for worker in load.workers] == ["prefill", "domain", "domain"]
+        assert load.workers[0].pages_tokens == 28
+        until(lambda: fleet.router.load().kv_usage == [0.25])
+        assert fleet.router.model_info()["max_length"] == 200
