@@ -15,9 +15,10 @@ def check(deployment: Deployment) -> int:
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
-    print(describe_roles(deployment))
+    parts = [describe_roles(deployment)]
     for title, worker in workers.items():
-        print(f"\n{title}{describe(config, worker, memory_of(worker))}")
+        parts.append(title + describe(config, worker, memory_of(worker)))
+    print(*parts, sep="\n\n")
     try:
         for worker in workers.values():
             check_capacity(config, worker, memory_of(worker))

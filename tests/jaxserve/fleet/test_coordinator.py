@@ -1,0 +1,455 @@
+"""The coordinator alone, in simulated time: what it chooses, and that nothing is ever lost."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import TokenOutput
+from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
+from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.routed import Job, Routed
+from jaxserve.fleet.routing_actions import (
+    End,
+    SendCancel,
+    SendPrefill,
+    SendRelease,
+    SendRenew,
+    SendSubmit,
+)
+from jaxserve.fleet.worker_frames import State, WorkerFacts
+from jaxserve.link.pages import PagesSource
+from tests.conftest import REPOSITORY
+
+PAGE = 16
+
+
+class World:
+    """Workers that do what they are told when the test says so, and a clock."""
+
+    def __init__(self, **overrides: Any):
+        self.now = 100.0
+        values = {"mode": "colocated", "prefill.workers": 2, "domains": 2}
+        values |= {"fleet.prefill": ["p0:1", "p1:1"], "fleet.domains": ["d0:1", "d1:1"]}
+        values |= {key.replace("__", "."): value for key, value in overrides.items()}
+        deployment = load_deployment(REPOSITORY, values)
+        self.coordinator = Coordinator(deployment, "r", lambda: self.now)
+        self.prompts: dict[str, tuple[str, Routed, int]] = {}
+        self.held: dict[str, str] = {}
+        self.running: dict[str, tuple[str, Routed]] = {}
+        self.ended: dict[str, str] = {}
+        self.log: dict[str, list[int]] = {}
+        self.sent: list[Any] = []
+
+    def facts(self, role: str, slots: int = 4, tokens: int = 16000) -> WorkerFacts:
+        return WorkerFacts(
+            name=role,
+            role=role,
+            model="m",
+            slots=slots,
+            groups=1,
+            pages=tokens // PAGE,
+            page_size=PAGE,
+            max_length=10**6,
+            vocab=1000,
+            eos_token_ids=[],
+            info={},
+            instance="i",
+        )
+
+    def join(self, name: str, reserved: bool = False, **options: Any) -> None:
+        role = "prefill" if name.startswith("p") else "domain"
+        self.take(self.coordinator.joined(name, self.facts(role, **options), reserved))
+
+    def leave(self, name: str) -> None:
+        for book in (self.prompts, self.running):
+            for attempt in [a for a, one in book.items() if one[0] == name]:
+                del book[attempt]
+        self.held = {a: worker for a, worker in self.held.items() if worker != name}
+        self.take(self.coordinator.left(name))
+
+    def submit(self, name: str, length: int, max_tokens: int = 4, **options: Any) -> None:
+        first = int(name.strip("abcdefghijklmnopqrstuvwxyz") or 0) % 900
+        prompt = options.pop("prompt", [first + 1] * length)
+        actions = self.coordinator.submit(Job(name, prompt, max_tokens, **options))
+        self.log[name] = []
+        self.take(actions)
+
+    def take(self, actions: list[Any]) -> None:
+        workers = self.coordinator.placement.workers
+        for action in actions:
+            self.sent.append(action)
+            match action:
+                case End(request=request, reason=reason):
+                    self._end(request.job.request_id, reason)
+                case SendPrefill(worker=worker, attempt=attempt, request=request):
+                    assert worker in workers
+                    length = len(request.tokens)
+                    self.prompts[attempt] = worker, request, length
+                case SendSubmit(worker=worker, attempt=attempt, request=request):
+                    assert worker in workers
+                    assert request.emitted == self.log[request.job.request_id]
+                    if request.source is not None:
+                        assert request.source.hand_off in self.held, "pages that are still held"
+                        assert request.source.tokens == len(request.tokens) // PAGE * PAGE
+                    self.running[attempt] = worker, request
+                case SendRelease(worker=worker, attempt=attempt):
+                    assert worker in workers
+                    self.prompts.pop(attempt, None)
+                    self.held.pop(attempt, None)
+                case SendCancel(worker=worker, attempt=attempt):
+                    assert worker in workers
+                    self.running.pop(attempt, None)
+                case SendRenew(attempt=attempt):
+                    assert attempt in self.held
+
+    def computed(self, attempt: str) -> None:
+        worker, _, length = self.prompts.pop(attempt)
+        self.held[attempt] = worker
+        source = PagesSource("a", attempt, length // PAGE * PAGE, "d")
+        self.take(self.coordinator.held(attempt, source))
+
+    def emit(self, attempt: str) -> None:
+        _, request = self.running[attempt]
+        name, log = request.job.request_id, self.log[request.job.request_id]
+        last = len(log) + 1 == request.job.max_tokens
+        if last:
+            del self.running[attempt]
+        news = TokenOutput(
+            request_id=attempt, token_ids=[len(log)], finish_reason="length" if last else None
+        )
+        whose, actions = self.coordinator.output(attempt, news)
+        assert whose is request
+        log.append(len(log))
+        if last:
+            self._end(name, "length")
+        self.take(actions)
+
+    def _end(self, name: str, reason: str) -> None:
+        assert name not in self.ended, "ends once"
+        self.ended[name] = reason
+
+
+class Fleet(RuleBasedStateMachine):
+    """Anything may happen in any order; at the end every request has ended, with its tokens."""
+
+    NAMES = ("p0", "p1", "d0", "d1")
+
+    @initialize(waiting=st.integers(0, 2), held=st.integers(1, 3), fail=st.booleans())
+    def begin(self, waiting, held, fail):
+        self.world = World(
+            fleet__domain_waiting=waiting,
+            fleet__prefill_waiting=2,
+            fleet__attempts=100,
+            pages__held=held,
+            pages__on_failure="fail" if fail else "recompute",
+        )
+        self.count = 0
+
+    @property
+    def there(self):
+        return self.world.coordinator.placement.workers
+
+    @rule(which=st.sampled_from(NAMES))
+    def join(self, which):
+        if which not in self.there:
+            self.world.join(which, slots=2)
+
+    @rule(which=st.sampled_from(NAMES))
+    def leave(self, which):
+        if which in self.there:
+            self.world.leave(which)
+
+    @rule(length=st.integers(1, 70), tokens=st.integers(1, 4), whole=st.booleans())
+    def submit(self, length, tokens, whole):
+        self.count += 1
+        try:
+            self.world.submit(f"r{self.count}", length, tokens, whole=whole)
+        except OverloadedError:
+            assert f"r{self.count}" not in self.world.coordinator.requests
+
+    @rule(data=st.data())
+    def prefilled(self, data):
+        if self.world.prompts:
+            self.world.computed(data.draw(st.sampled_from(sorted(self.world.prompts))))
+
+    @rule(data=st.data())
+    def emits(self, data):
+        if self.world.running:
+            self.world.emit(data.draw(st.sampled_from(sorted(self.world.running))))
+
+    @rule(data=st.data(), overloaded=st.booleans())
+    def rejects(self, data, overloaded):
+        attempts = sorted(self.world.running) + sorted(self.world.prompts)
+        if attempts:
+            attempt = data.draw(st.sampled_from(attempts))
+            fresh = self.world.running.pop(attempt, None)
+            self.world.prompts.pop(attempt, None)
+            if fresh is None or not fresh[1].emitted:
+                error = OverloadedError("full") if overloaded else EngineFailedError("ends")
+                self.world.take(self.world.coordinator.rejected(attempt, error))
+            else:
+                self.world.running[attempt] = fresh
+
+    @rule(data=st.data())
+    def loses_pages(self, data):
+        fresh = [a for a, (_, r) in self.world.running.items() if r.source is not None]
+        if fresh:
+            attempt = data.draw(st.sampled_from(sorted(fresh)))
+            del self.world.running[attempt]
+            news = TokenOutput(request_id=attempt, finish_reason="error", pages_lost=True)
+            whose, actions = self.world.coordinator.output(attempt, news)
+            assert whose is None
+            self.world.take(actions)
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        names = sorted(self.world.coordinator.requests)
+        if names:
+            name = data.draw(st.sampled_from(names))
+            self.world.take(self.world.coordinator.cancel(name))
+            assert self.world.ended[name] == "cancelled"
+
+    @rule(which=st.sampled_from(NAMES), age=st.sampled_from([0.0, 9.0]))
+    def state(self, which, age):
+        held = sum(worker == which for worker in self.world.held.values())
+        load = EngineLoad(running=0, held=held)
+        self.world.take(self.world.coordinator.state(which, State("ready", age, load)))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 12.0]))
+    def time_passes(self, seconds):
+        self.world.now += seconds
+        self.world.take(self.world.coordinator.tick())
+
+    @invariant()
+    def the_books_add_up(self):
+        if not hasattr(self, "world"):
+            return
+        world, coordinator = self.world, self.world.coordinator
+        known = {a for w in self.there.values() for a in w.requests}
+        assert known == set(coordinator._attempts)
+        assert {*world.prompts, *world.running} <= known
+        assert set(world.held) <= known, "pages that nobody would ever release"
+        queues = coordinator._queues
+        for request in coordinator.requests.values():
+            queued = [name for name, queue in queues.items() if request in queue]
+            assert len(queued) == (request.place in ("waiting", "held")), request.place
+        for worker in self.there.values():
+            promised = sum(r.promised for r in worker.requests.values() if r.worker is worker)
+            assert worker.promised == promised
+            prefilling = [r for r in worker.requests.values() if r.place == "prefill"]
+            assert worker.work == pytest.approx(sum(r.cost for r in prefilling), abs=1e-6)
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for name in self.NAMES:
+            if name not in self.there:
+                self.world.join(name, slots=2)
+            self.state(name, 0.0)
+        for _ in range(10_000):
+            if self.world.prompts:
+                self.world.computed(next(iter(self.world.prompts)))
+            elif self.world.running:
+                self.world.emit(next(iter(self.world.running)))
+            elif self.world.coordinator.requests:
+                self.time_passes(1.0)
+            else:
+                break
+            self.the_books_add_up()
+        assert not self.world.coordinator.requests
+        assert not self.world.held
+        assert set(self.world.log) == set(self.world.ended)
+        for name, reason in self.world.ended.items():
+            if reason == "length":
+                log = self.world.log[name]
+                assert log == list(range(len(log)))
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(
+    max_examples=20,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class TestChoices:
+    def test_the_prefill_worker_with_the_least_to_do(self):
+        world = World()
+        for name in ("p0", "p1", "d0"):
+            world.join(name)
+        for n, length in enumerate((1000, 300, 300, 300), start=1):
+            world.submit(f"r{n}", length)
+        assert [action.worker for action in world.sent] == ["p0", "p1", "p1", "p1"]
+        world.submit("r5", 300)
+        assert world.sent[-1].worker == "p1", "900 against 1000 tokens"
+        world.submit("r6", 300)
+        assert world.sent[-1].worker == "p0"
+
+    def test_the_one_that_has_the_prefix(self):
+        world = World()
+        for name in ("p0", "p1", "d0"):
+            world.join(name)
+        world.submit("a", 0, prompt=list(range(320)))
+        world.computed(next(iter(world.prompts)))
+        world.submit("b", 0, prompt=[7] * 320)
+        assert [a.worker for a in world.sent if isinstance(a, SendPrefill)] == ["p0", "p0"]
+        world.submit("c", 0, prompt=[*range(320), *[5] * 64])
+        assert world.sent[-1].worker == "p0"
+        request = world.coordinator.requests["c"]
+        assert request.cost == 64 + (384**2 - 320**2) / 32768
+        world.submit("d", 0, prompt=[*range(320), *[5] * 64], cache_salt="another tenant")
+        assert world.sent[-1].worker == "p1"
+
+    def test_a_faster_one_gets_more(self):
+        world = World()
+        for name in ("p0", "p1", "d0"):
+            world.join(name, slots=100)
+        workers = world.coordinator.placement.workers
+        workers["p0"].speed, workers["p1"].speed = 3000.0, 1000.0
+        for n in range(1, 9):
+            world.submit(f"r{n}", 100)
+        chosen = [a.worker for a in world.sent if isinstance(a, SendPrefill)]
+        assert (chosen.count("p0"), chosen.count("p1")) == (6, 2)
+
+    def test_long_prompts_have_workers_of_their_own(self):
+        world = World(prefill__long_workers=1, prefill__long_tokens=500)
+        world.join("p0")
+        world.join("p1", reserved=True)
+        world.join("d0")
+        for n, length in enumerate((500, 499, 5000, 20, 100), start=1):
+            world.submit(f"r{n}", length)
+        assert [a.worker for a in world.sent] == ["p1", "p0", "p1", "p0", "p0"]
+        world.leave("p1")
+        assert {a.worker for a in world.sent[-2:]} == {"p0"}, "better than nobody"
+
+    def test_long_prompts_are_due_later(self):
+        world = World()
+        for name in ("p0", "p1", "d0"):
+            world.join(name)
+        for n, length in enumerate((100, 2100, 5000, 30_000), start=1):
+            world.submit(f"r{n}", length)
+        assert [action.priority for action in world.sent] == [0, 1, 2, 5]
+        assert 30_000 + 30_000**2 / 32768 > 2048 * 2**4
+
+    def test_a_domain_with_a_free_slot_then_with_room(self):
+        world = World(prefill__workers=0, fleet__prefill=[])
+        world.join("d0", slots=1)
+        world.join("d1", slots=2, tokens=320)
+        world.submit("a1", 10)
+        assert world.sent[-1].worker == "d0", "the larger cache"
+        world.submit("a2", 10)
+        world.submit("a3", 10)
+        assert [a.worker for a in world.sent] == ["d0", "d1", "d1"]
+        world.submit("a4", 10)
+        assert world.sent[-1].worker == "d0", "all wait; it has more room"
+
+    def test_one_that_has_the_prompt_needs_no_prefill(self):
+        world = World()
+        for name in ("p0", "d0", "d1"):
+            world.join(name)
+        world.submit("a1", 0, prompt=list(range(64)), max_tokens=1)
+        world.computed(next(iter(world.prompts)))
+        where = world.sent[-1].worker
+        world.emit(next(iter(world.running)))
+        world.submit("a2", 0, prompt=[*range(64), 1, 2, 3], max_tokens=1)
+        assert isinstance(world.sent[-1], SendSubmit)
+        assert world.sent[-1].worker == where
+
+    def test_requests_of_other_routers_count(self):
+        world = World(prefill__workers=0, fleet__prefill=[])
+        world.join("d0")
+        world.join("d1")
+        load = EngineLoad(running=4, kv_usage=[0.5])
+        world.take(world.coordinator.state("d0", State("ready", 0.0, load)))
+        for n in range(1, 5):
+            world.submit(f"a{n}", 10)
+        assert {action.worker for action in world.sent} == {"d1"}
+        world.submit("a5", 10)
+        assert world.sent[-1].worker == "d1", "all slots are taken; less of its cache is"
+
+
+class TestServiceLevel:
+    def world(self, **overrides: Any) -> World:
+        world = World(
+            fleet__late="refuse", fleet__ttft_seconds=2.0, fleet__tpot_seconds=0.05, **overrides
+        )
+        for name in ("p0", "p1", "d0"):
+            world.join(name)
+        for name in ("p0", "p1"):
+            world.coordinator.placement.workers[name].speed = 1000.0
+        return world
+
+    def test_a_first_token_that_would_be_late(self):
+        world = self.world()
+        world.submit("a1", 1500)
+        world.submit("a2", 1500)
+        with pytest.raises(OverloadedError) as caught:
+            world.submit("a3", 1500)
+        # 1500 + 1500² / 32768 = 1568.7 tokens, twice, at 1000 a second
+        assert str(caught.value) == (
+            "the first token is expected after 3.14 s, and fleet.ttft_seconds = 2"
+        )
+        assert caught.value.retry_after_s == pytest.approx(1.137, abs=1e-3)
+        world.submit("a4", 100)
+        assert world.coordinator.refusals == 1
+
+    def test_tokens_that_would_be_slow(self):
+        world = self.world()
+        world.submit("a1", 10, max_tokens=50)
+        (attempt,) = world.running
+        for _ in range(40):
+            world.emit(attempt)
+            world.now += 0.08
+        with pytest.raises(OverloadedError, match=r"0.080 s, and fleet.tpot_seconds = 0.05"):
+            world.submit("a2", 10)
+        while world.running:
+            world.emit(attempt)
+        world.submit("a3", 10)
+
+    def test_or_they_wait_their_turn(self):
+        world = World(fleet__ttft_seconds=0.001)
+        for name in ("p0", "p1", "d0"):
+            world.join(name)
+        world.coordinator.placement.workers["p0"].speed = 1.0
+        world.submit("a1", 1500)
+        assert isinstance(world.sent[-1], SendPrefill)
+
+
+def test_ids_are_unique():
+    world = World()
+    world.submit("a", 5)
+    with pytest.raises(InvalidRequestError, match="'a' is already running"):
+        world.submit("a", 5)
+
+
+def test_deadlines_where_no_worker_looks_at_them():
+    world = World()
+    world.submit("a1", 5, deadline=103.0)
+    world.join("p0")
+    world.submit("a2", 50, deadline=104.0)
+    world.now = 103.5
+    world.take(world.coordinator.tick())
+    assert world.ended == {"a1": "cancelled"}
+    world.now = 104.5
+    world.take(world.coordinator.tick())
+    assert world.ended == {"a1": "cancelled", "a2": "cancelled"}
+    assert not world.prompts
+
+
+def test_prompts_too_long_to_be_computed_again_wait_for_a_prefill_worker():
+    world = World(pages__recompute_tokens=100, fleet__absent_seconds=60)
+    world.join("d0")
+    world.submit("a1", 100)
+    world.submit("a2", 101)
+    assert [r.job.request_id for _, r in world.running.values()] == ["a1"]
+    world.now += 61
+    world.take(world.coordinator.tick())
+    assert world.ended == {"a2": "error"}
+    assert world.sent[-1].error == "no prefill worker was there for 61 s (fleet.absent_seconds)"
