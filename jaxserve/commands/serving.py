@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxserve.commands.life import (
     LAST_ANSWERS_SECONDS,
@@ -13,10 +14,10 @@ from jaxserve.commands.life import (
     admin_face,
     network_faces,
 )
-from jaxserve.commands.worker_part import WorkerPart, worker_port
+from jaxserve.commands.worker_part import WorkerPart, pages_end, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import EngineFailedError
+from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import attention_runtime, bootstrap, worker
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.leader import Leader
@@ -49,6 +50,7 @@ class Serving(Life):
         else:
             super().__init__(deployment, worker_port(deployment, part, process.token))
         self._process = process
+        self._part = part
         self._engine: Engine | None = None
         self._link: PullClient | None = None
         self._timeline: Path | None = options.timeline
@@ -74,13 +76,20 @@ class Serving(Life):
 
     def _open_engine(self, leader: Leader | None) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""
+        options: dict[str, Any] = {"observer": self._recorder}
+        if self._part is not None and leader is None:
+            options["prepare"] = pages_end(self._part, self._process.token)
         if self._deployment.link.transport == "pull":
             engine, self._link = attention_runtime.open_attention(
-                self._deployment, self._process.token, observer=self._recorder
+                self._deployment, self._process.token, **options
             )
             return engine
         if leader is None:
-            return open_engine(self._deployment, observer=self._recorder)
+            return open_engine(self._deployment, **options)
+        if self._part is not None and self._part.fleet.prefill.workers:
+            raise ConfigError(
+                "prefill.workers: a worker of several processes cannot hand pages over"
+            )
         return worker.lead(self._deployment, leader, observer=self._recorder)
 
     def _on_peer_failure(self, failure: EngineFailedError, leader: bootstrap.Peers) -> None:

@@ -4,7 +4,8 @@ import functools
 import os
 import secrets
 import socket
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -15,9 +16,12 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.membership import model_digest
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
-from jaxserve.fleet.worker_port import PrefillLimits, WorkerEngine, WorkerPort
+from jaxserve.fleet.worker_port import WorkerEngine, WorkerPort
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 
 class WorkerPart(NamedTuple):
@@ -26,7 +30,8 @@ class WorkerPart(NamedTuple):
     role: WorkerRole
     address: str
     """Where it listens for routers."""
-    limits: PrefillLimits
+    fleet: Deployment
+    """Of the whole fleet."""
 
 
 def part_of(
@@ -65,7 +70,7 @@ def part_of(
     part = WorkerPart(
         "prefill" if role == "prefill" else "domain",
         address,
-        PrefillLimits(deployment.pages.held, fleet.prefill_waiting),
+        deployment,
     )
     own = deployment_of(deployment, role)
     inner = "attention" if own.link.transport == "pull" else ""
@@ -88,8 +93,26 @@ def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerP
         token,
         functools.partial(worker_facts, deployment, part.role),
         restore,
-        part.limits,
     )
+
+
+def pages_end(part: WorkerPart, token: str) -> "Callable[[Engine], object]":
+    """Gives an engine that is not started yet its end of the pages link.
+
+    A prefill worker's pages server listens on the host of its port, on any port that is free.
+    """
+
+    def prepare(engine: "Engine") -> None:
+        from jaxserve.fleet import pages_link
+
+        pieces = pages_link.piece_tokens(part.fleet)
+        if part.role == "prefill":
+            host = part.address.rpartition(":")[0]
+            pages_link.serve_pages(engine, token, f"{host}:0", pieces=pieces)
+        elif part.fleet.prefill.workers:
+            pages_link.fetch_pages(engine, token, pieces=pieces)
+
+    return prepare
 
 
 def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine) -> WorkerFacts:

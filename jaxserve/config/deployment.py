@@ -154,7 +154,8 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
     if role != "prefill":
         return deployment
     tree = msgspec.to_builtins(deployment)
-    tree |= {"prefill": {}, "domains": 1, "fleet": {}}
+    tree |= {"domains": 1, "fleet": {}}
+    tree["prefill"] = {"quadratic_tokens": prefill.quadratic_tokens}
     if prefill.mode == "colocated" and deployment.mode != "colocated":
         tree["link"] = {}
     if prefill.mode:

@@ -318,6 +318,10 @@ class Engine:
         """Gives the pages back that `prefill` holds for a request; unknown ones are fine."""
         self.cancel(request_id)
 
+    def renew(self, hand_off: str) -> None:
+        """Begins the lease of held pages anew; an unknown one is fine."""
+        self.hand_offs.renew([hand_off])
+
     def check(self, prompt: Sequence[SupportsIndex], params: SamplingParams) -> None:
         """Raises InvalidRequestError where `submit` would for this prompt and these parameters."""
         self._checks.request(prompt, params, "", None)

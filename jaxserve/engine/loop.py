@@ -221,7 +221,7 @@ class Loop:
         self._deadlines.pop(request_id, None)
         text = f"the prompt's KV pages did not come: {error}"
         return [
-            msgspec.structs.replace(output, error=text)
+            msgspec.structs.replace(output, error=text, pages_lost=not mismatch)
             for output in scheduler.cancel(request_id, "error")
         ]
 

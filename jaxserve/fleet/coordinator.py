@@ -220,7 +220,7 @@ class Coordinator:
                 and now >= request.renew_at
             ):
                 request.renew_at = now + self._pages.lease_seconds / 3
-                actions.append(SendRenew(request.prefill.name, request.prefill_attempt))
+                actions.append(SendRenew(request.prefill.name, request.source.hand_off))
         for queue in self._queues.values():
             for request in list(queue):
                 role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"

@@ -353,8 +353,8 @@ class RouterEngine:
                 )
             case SendRelease(attempt=attempt):
                 return frames.Release(attempt)
-            case SendRenew(attempt=attempt):
-                return frames.Renew(attempt)
+            case SendRenew(hand_off=hand_off):
+                return frames.Renew(hand_off)
             case SendCancel(attempt=attempt):
                 return Cancel(attempt)
 

@@ -34,7 +34,7 @@ class SendRenew(NamedTuple):
     """Held pages that still are."""
 
     worker: str
-    attempt: str
+    hand_off: str
 
 
 class SendCancel(NamedTuple):

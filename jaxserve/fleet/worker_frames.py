@@ -107,7 +107,7 @@ class Release(Frame):
 class Renew(Frame):
     """Pages that wait for room in a domain are still wanted."""
 
-    request_id: str
+    hand_off: str
 
 
 class AskPipeline(Frame):

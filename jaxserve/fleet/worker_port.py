@@ -7,23 +7,20 @@ and its pages released.
 """
 
 import contextlib
-import heapq
-import itertools
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 import jaxserve
-from jaxserve.engine.admission import PATIENCE
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError, OverloadedError
+from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
@@ -55,6 +52,7 @@ class WorkerEngine(Protocol):
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
+    def renew(self, hand_off: str) -> None: ...
     def submit(
         self,
         prompt: list[int],
@@ -78,15 +76,6 @@ class WorkerEngine(Protocol):
     ) -> str: ...
 
 
-class PrefillLimits(NamedTuple):
-    """Of a prefill worker, over all routers."""
-
-    held: int
-    """Prompts that are computed, or whose pages are held, at a time (`pages.held`)."""
-    waiting: int
-    """Prompts that wait until they may be (`fleet.prefill_waiting`); further ones are rejected."""
-
-
 class WorkerPort:
     """Listens for routers.
 
@@ -95,7 +84,6 @@ class WorkerPort:
       token: that routers have to know.
       facts: of the worker, once there is an engine.
       restore: makes a grammar of how it travels; slow.
-      limits: of a prefill worker.
 
     Attributes:
       address: where it listens, from `start` on.
@@ -110,7 +98,6 @@ class WorkerPort:
         token: str,
         facts: Callable[[WorkerEngine], frames.WorkerFacts],
         restore: Callable[[GrammarOf, int], Any],
-        limits: PrefillLimits,
     ):
         self._token, self._make_facts, self._restore = token, facts, restore
         self._listener = listen(address, token)
@@ -118,7 +105,6 @@ class WorkerPort:
         self.address = join_address(*self._listener.getsockname()[:2])
         self.engine: WorkerEngine | None = None
         self.facts: frames.WorkerFacts | None = None
-        self.prompts = PromptQueue(limits)
         self.draining = False
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -133,7 +119,6 @@ class WorkerPort:
     def open(self, engine: WorkerEngine) -> None:
         """Takes requests from now on."""
         self.facts = self._make_facts(engine)
-        self.prompts.begin(engine)
         self.engine = engine
         engine.add_failure_callback(lambda _failure: self._send_state())
         threading.Thread(target=self._tick, name="worker-state", daemon=True).start()
@@ -167,10 +152,7 @@ class WorkerPort:
         failure = None if engine.failure is None else str(engine.failure)
         status = "draining" if self.draining and engine.status == "ready" else engine.status
         age = time.monotonic() - engine.last_turn
-        load = msgspec.structs.replace(
-            engine.load(), held=self.prompts.held, prompts=self.prompts.waiting
-        )
-        return frames.State(status, age, load, failure)
+        return frames.State(status, age, engine.load(), failure)
 
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
@@ -272,7 +254,7 @@ class RouterConnection:
             for request_id in submitted:
                 self._engine.cancel(request_id)
             for request_id in prefills:
-                self._port.prompts.release(request_id)
+                self._engine.release(request_id)
             logger.info(
                 "router %s left; %d requests cancelled, %d prompts released",
                 self.name,
@@ -292,11 +274,9 @@ class RouterConnection:
                 self._try(frame, self._prefill)
             case frames.Release(request_id=request_id):
                 if self._prefills.pop(request_id, self) is None:
-                    self._port.prompts.release(request_id)
-            case frames.Renew(request_id=request_id):
-                renew = getattr(self._engine, "renew", None)
-                if renew is not None and request_id in self._prefills:
-                    renew(request_id)
+                    self._engine.release(request_id)
+            case frames.Renew(hand_off=hand_off):
+                self._engine.renew(hand_off)
             case Cancel(request_id=request_id):
                 if request_id in self._submitted:
                     self._engine.cancel(request_id)
@@ -358,94 +338,6 @@ class RouterConnection:
                 self.post(frames.Held(frame.request_id, refusal=Refusal.of(result)))
 
         try:
-            self._port.prompts.add(frame, held)
-        except BaseException:
-            self._prefills.pop(frame.request_id, None)
-            raise
-
-    def _send(self, found: Sequence[Frame]) -> None:
-        for frame in found:
-            self._channel.send(frames.encode(frame))
-
-
-class PromptQueue:
-    """The prompts of all routers: no more are computed and held at a time than memory is meant for.
-
-    Those that wait go to the engine in the order in which they are due. Any thread may call it.
-    """
-
-    def __init__(self, limits: PrefillLimits):
-        self._limits = limits
-        self._engine: WorkerEngine | None = None
-        self._lock = threading.RLock()
-        self._numbers = itertools.count()
-        # Under the lock:
-        self._waiting: list[tuple[float, int, frames.Prefill, Callable[[Any], None]]] = []
-        self._dropped: set[str] = set()
-        self._taken: dict[str, bool] = {}  # computed (False) or held (True)
-
-    def begin(self, engine: WorkerEngine) -> None:
-        """Gives prompts to an engine from now on."""
-        self._engine = engine
-
-    @property
-    def waiting(self) -> int:
-        """Prompts that the engine has not got yet."""
-        return len(self._waiting) - len(self._dropped)
-
-    @property
-    def held(self) -> int:
-        """Prompts whose pages are held."""
-        with self._lock:
-            return sum(self._taken.values())
-
-    def add(self, frame: frames.Prefill, on_held: Callable[[Any], None]) -> None:
-        """Queues a prompt; `on_held` gets where its pages are, or an error.
-
-        Raises:
-          OverloadedError: too many wait.
-          JaxserveError: as the engine's `prefill`, if it is not to wait.
-        """
-        with self._lock:
-            if len(self._taken) < self._limits.held:
-                self._give(frame, on_held)
-                return
-            if self.waiting >= self._limits.waiting:
-                raise OverloadedError(
-                    f"{len(self._taken)} prompts are computed or held here and {self.waiting} wait"
-                )
-            due = time.monotonic() + PATIENCE * frame.priority
-            heapq.heappush(self._waiting, (due, next(self._numbers), frame, on_held))
-
-    def release(self, request_id: str) -> None:
-        """Ends a prompt wherever it is, and gives its pages back."""
-        assert self._engine is not None
-        with self._lock:
-            if request_id not in self._taken:
-                if any(item[2].request_id == request_id for item in self._waiting):
-                    self._dropped.add(request_id)
-                return
-            del self._taken[request_id]
-        self._engine.release(request_id)
-        self._next()
-
-    def _give(self, frame: frames.Prefill, on_held: Callable[[Any], None]) -> None:
-        assert self._engine is not None
-
-        def held(result: Any) -> None:
-            with self._lock:
-                known = frame.request_id in self._taken
-                if known and isinstance(result, PagesSource):
-                    self._taken[frame.request_id] = True
-                else:
-                    self._taken.pop(frame.request_id, None)
-            if known:
-                on_held(result)
-            if not isinstance(result, PagesSource):
-                self._next()
-
-        self._taken[frame.request_id] = False
-        try:
             self._engine.prefill(
                 frames.unpacked(frame.prompt),
                 held,
@@ -455,23 +347,12 @@ class PromptQueue:
                 deadline=_deadline(frame.seconds),
             )
         except BaseException:
-            self._taken.pop(frame.request_id, None)
+            self._prefills.pop(frame.request_id, None)
             raise
 
-    def _next(self) -> None:
-        """Gives the engine what it has room for."""
-        while True:
-            with self._lock:
-                if not self._waiting or len(self._taken) >= self._limits.held:
-                    return
-                _, _, frame, on_held = heapq.heappop(self._waiting)
-                if frame.request_id in self._dropped:
-                    self._dropped.discard(frame.request_id)
-                    continue
-                try:
-                    self._give(frame, on_held)
-                except Exception as error:
-                    on_held(error)
+    def _send(self, found: Sequence[Frame]) -> None:
+        for frame in found:
+            self._channel.send(frames.encode(frame))
 
 
 def _deadline(seconds: float | None) -> float | None:

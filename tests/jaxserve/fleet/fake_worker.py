@@ -15,7 +15,7 @@ from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
-from jaxserve.fleet.worker_port import PrefillLimits, WorkerPort
+from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.link.pages import PagesSource
 from jaxserve.observe.view import PipelineView
 
@@ -23,7 +23,6 @@ VOCAB = 1000
 PAGE = 4
 TOKEN = "secret"
 MODEL = "a model"
-ROOMY = PrefillLimits(64, 64)
 
 
 def token_after(tokens: Sequence[int], seed: int) -> int:
@@ -156,8 +155,8 @@ class FakeWorkerEngine:
             self.prompts.pop(request_id, None)
             self.held.pop(request_id, None)
 
-    def renew(self, request_id: str) -> None:
-        self.renewed.append(request_id)
+    def renew(self, hand_off: str) -> None:
+        self.renewed.append(hand_off)
 
     def close(self) -> None:
         self._closed.set()
@@ -217,7 +216,6 @@ class FakeWorker:
         address: str = "127.0.0.1:0",
         slots: int = 4,
         model: str = MODEL,
-        limits: PrefillLimits = ROOMY,
         restore: Callable[[GrammarOf, int], Any] = lambda grammar, vocab: None,
     ):
         self.engine = engine or FakeWorkerEngine()
@@ -235,7 +233,7 @@ class FakeWorker:
             info=dict(self.engine.model_info()),
             instance="1",
         )
-        self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore, limits)
+        self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore)
         self.port.start()
         self.port.open(self.engine)
         self.address = self.port.address

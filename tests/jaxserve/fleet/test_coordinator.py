@@ -104,8 +104,8 @@ class World:
                 case SendCancel(worker=worker, attempt=attempt):
                     assert worker in workers
                     self.running.pop(attempt, None)
-                case SendRenew(attempt=attempt):
-                    assert attempt in self.held
+                case SendRenew(hand_off=hand_off):
+                    assert hand_off in self.held
 
     def computed(self, attempt: str) -> None:
         worker, _, length = self.prompts.pop(attempt)

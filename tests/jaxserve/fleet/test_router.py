@@ -12,7 +12,6 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.router import RouterEngine
-from jaxserve.fleet.worker_port import PrefillLimits
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import (
     MODEL,
@@ -291,8 +290,8 @@ def test_a_router_that_is_gone_leaves_nothing():
 
 
 def test_backpressure():
-    """The domain runs four, one waits there; three prompts are held; further ones are refused."""
-    prefill = FakeWorker("prefill", limits=PrefillLimits(3, 2))
+    """The domain runs four, one waits there; five prompts are held; further ones are refused."""
+    prefill = FakeWorker("prefill")
     fleet = Rig(
         [prefill],
         [FakeWorker("domain")],
@@ -311,7 +310,7 @@ def test_backpressure():
             except OverloadedError as error:
                 refused.append(str(error))
             until(lambda: not prefill.engine.prompts)
-        until(lambda: len(prefill.engine.held) == 3)
+        until(lambda: len(prefill.engine.held) == 5)
         assert len(domain.running) == 5
         assert len(taken) == 10
         assert refused[0] == (
