@@ -11,6 +11,10 @@ seconds to report it before everything is ended. The exit code is the leader's.
     python launch/local.py --runtimes --standbys 1 --config configs/demo.yaml --set lanes=3
 
 starts attention and ffn as runtimes of their own (`runtimes.py`), which any of them outlives.
+
+    python launch/local.py --fleet --config configs/demo-fleet.yaml
+
+starts a router, prefill workers and domains (`fleet.py`).
 """
 
 import argparse
@@ -21,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import runtimes
 from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
@@ -34,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, forwarded = _parse(sys.argv[1:] if arguments is None else arguments)
     if options.runtimes:
         return runtimes.run(options, forwarded)
+    if options.fleet:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        import fleet  # it reads the deployment, with the package
+
+        return fleet.run(options, forwarded)
     command = [sys.executable, "-u", "-m", options.module, *forwarded]
     processes: list[subprocess.Popen[bytes]] = []
     signals: list[int] = []
@@ -68,6 +78,16 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--standbys", type=int, default=0, help="with --runtimes: further ffn workers (0)"
     )
+    parser.add_argument(
+        "--fleet",
+        action="store_true",
+        help="a router, and the deployment's prefill workers and domains, a process each",
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --fleet: start workers again that have died",
+    )
     parser.add_argument("--pin", action="store_true", help="process i on the i-th core allowed")
     parser.add_argument(
         "--grace",
@@ -80,6 +100,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--processes {options.processes}: expected at least 1")
     if options.standbys < 0 or (options.standbys and not options.runtimes):
         parser.error(f"--standbys {options.standbys}: expected 0 or more, with --runtimes")
+    if options.fleet and options.runtimes:
+        parser.error("--fleet and --runtimes: a fleet has runtimes of its own")
+    if options.restart and not options.fleet:
+        parser.error("--restart: only with --fleet")
     if options.pin and not hasattr(os, "sched_setaffinity"):
         parser.error("--pin: this system cannot pin a process to a core")
     return options, forwarded

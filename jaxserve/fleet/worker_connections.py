@@ -31,6 +31,8 @@ DIAL_SECONDS = 0.5
 """Between two attempts to reach a worker that is not there."""
 DIALLING_THREADS = 8
 TICK_SECONDS = 0.1
+ECHO_SECONDS = 5.0
+"""Between two signs of life for a worker (`worker_port.SILENT_SECONDS`)."""
 READ_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 1 << 28
 """A worker that has so much to read yet is taken for stuck."""
@@ -65,7 +67,7 @@ class _Wire:
 
     def __init__(self, place: Place, sock: socket.socket, facts: frames.WorkerFacts):
         self.place, self.facts, self.socket = place, facts, sock
-        self.heard = 0.0
+        self.heard = self.echo_at = 0.0
         self.joined = False
         """Whether its first state has come, by which it is well."""
         self.lost = ""
@@ -253,6 +255,9 @@ class WorkerConnections:
             return
         self._next_tick = now + TICK_SECONDS
         for wire in list(self._wires.values()):
+            if now >= wire.echo_at:
+                wire.echo_at = now + ECHO_SECONDS
+                wire.send([frames.Echo(0)])
             if now - wire.heard > self._silent:
                 wire.lost = wire.lost or f"it has been silent for {now - wire.heard:.1f} s"
                 self._look_after(wire)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 import jaxserve
+from jaxserve.clock import AwakeClock
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError
@@ -31,6 +32,8 @@ from jaxserve.observe.view import PipelineView
 HANDSHAKE_SECONDS = 5.0
 STATE_SECONDS = 0.5
 LOOK_SECONDS = 0.5
+SILENT_SECONDS = 20.0
+"""A router that says nothing for this long is gone: it sends an echo every five seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +248,12 @@ class RouterConnection:
         """Takes frames until the router leaves; then ends everything it has here."""
         logger.info("router %s at %s is connected", self.name, self._channel.peer)
         try:
-            while True:
-                self._take(frames.decode_from_router(self._channel.receive()))
+            clock = AwakeClock(2 * LOOK_SECONDS)
+            heard = 0.0
+            while clock.tick() - heard < SILENT_SECONDS:
+                if self._channel.wait(LOOK_SECONDS):
+                    self._take(frames.decode_from_router(self._channel.receive()))
+                    heard = clock.now
         finally:
             self._port.left(self)
             self._outbox.close()
