@@ -1,26 +1,25 @@
 """Parses the output of chat models into reasoning, content and tool calls.
 
 Models write all three into one text, between markers that differ by family; the chat template
-writes the same markers, which tells the ones that a model knows. The parser is incremental: pieces
-are returned as soon as they are certain, a tool call only when complete. Called by `http/chat.py`;
-knows no network.
+writes the same markers, which tells the ones that a model knows (`calls.py`). The parser is
+incremental: pieces are returned as soon as they are certain, a call's arguments too. Called by the
+handlers of chats; knows no network.
 """
 
 import itertools
-import json
-import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from jaxserve.text.calls import CALL_FORMATS, CallFormat, CallPart, CallReader, types_of
 from jaxserve.text.chat import ChatTemplate
 
 THINK, END_THINK = "<think>", "</think>"
 MAX_CALLS = 128
-"""Tool calls of one answer; any further ones stay text."""
-MAX_SECTION_CHARACTERS = 2**20
-"""A longer section of tool calls is taken for text."""
+"""Tool calls of one answer; any further ones are left out."""
+MAX_SECTION_CHARACTERS = 2**16
+"""More text between the markers of calls without the beginning of one is taken for text."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -36,19 +35,18 @@ class Piece(msgspec.Struct, frozen=True):
 
     reasoning: str = ""
     content: str = ""
-    call: Call | None = None
+    call: CallPart | None = None
 
 
-class CallFormat(msgspec.Struct, frozen=True):
-    """How a model family writes tool calls: between two markers, in a format of its own."""
-
-    begin: str
-    end: str
-    read: Callable[[str], list[Call] | None]
-    """Parses the text between the markers; None if it does not have this format."""
-    around: Callable[[str, int], tuple[str, str]]
-    """The text before and after the arguments of a call, between the markers; takes the function's
-    name and the number of calls that the conversation already has."""
+def calls_of(pieces: Iterable[Piece]) -> list[Call]:
+    """The calls of a whole answer."""
+    parts = [piece.call for piece in pieces if piece.call is not None]
+    calls = []
+    for _, group in itertools.groupby(parts, lambda part: part.number):
+        first, *rest = group
+        arguments = first.arguments + "".join(part.arguments for part in rest)
+        calls.append(Call(first.name, arguments, first.id))
+    return calls
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -60,17 +58,23 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, template: ChatTemplate) -> "AnswerFormat":
         """The markers that the model's template writes."""
-        calls = next((known for known in CALL_FORMATS if template.mentions(known.begin)), None)
+        calls = next(
+            (known for known in CALL_FORMATS if all(map(template.mentions, known.known_by))), None
+        )
         return cls(template.mentions(THINK) or template.mentions(END_THINK), calls)
 
-    def parser(self, prompt: str, *, tools: bool) -> "AnswerParser":
+    def parser(
+        self, prompt: str, tools: Sequence[Mapping[str, Any]] | None, max_calls: int = MAX_CALLS
+    ) -> "AnswerParser":
         """A parser for one answer.
 
         Args:
           prompt: the text that the answer continues; its end may have begun the reasoning.
-          tools: whether to look for tool calls.
+          tools: that may be called; None: whatever looks like a call is text.
+          max_calls: any further ones are left out.
         """
-        return AnswerParser(self.thinks, self.thinking(prompt), self.calls if tools else None)
+        calls = None if tools is None else self.calls
+        return AnswerParser(self.thinks, self.thinking(prompt), calls, tools, max_calls)
 
     def thinking(self, prompt: str) -> bool:
         """Whether the prompt ends inside the reasoning."""
@@ -84,28 +88,45 @@ State = Callable[[str, bool], tuple[list["Piece"], str | None]]
 class AnswerParser:
     """Parses one answer. Made by `AnswerFormat.parser`."""
 
-    def __init__(self, thinks: bool, thinking: bool, calls: CallFormat | None):
+    def __init__(
+        self,
+        thinks: bool,
+        thinking: bool,
+        calls: CallFormat | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_calls: int = MAX_CALLS,
+    ):
         self._calls = calls
+        self._types = types_of(tools)
+        self._max_calls = max_calls
         self._called = 0
         self._state: State = self._content
         if thinks:
             self._state = self._reasoning if thinking else self._beginning
         self._held = ""  # text that may be the beginning of a marker
         self._newlines = ""  # at the end of the reasoning so far; dropped if it ends here
-        self._body = ""  # of a section of tool calls
+        self._reader: CallReader | None = None  # of the current section of calls
+        self._body = ""  # of a section in which no call has begun yet
         self._said = False  # whether the current part has any text yet
+        self._cut = False
 
     @property
     def called(self) -> bool:
         """Whether there was a tool call."""
         return self._called > 0
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends in the reasoning."""
+        return self._state == self._reasoning
+
     def push(self, text: str) -> list[Piece]:
         """Adds text; returns the pieces that are certain now, adjacent ones of a kind joined."""
         return _joined(self._pieces(text, last=False))
 
-    def finish(self) -> list[Piece]:
-        """Ends the text; returns the remaining pieces."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """Ends the text, which was `cut` off or is complete; returns the remaining pieces."""
+        self._cut = cut
         return _joined(self._pieces("", last=True))
 
     def _pieces(self, text: str, last: bool) -> Iterator[Piece]:
@@ -151,20 +172,35 @@ class AnswerParser:
     def _section(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
         """Between the markers of tool calls; text that does not have their format is content."""
         assert self._calls is not None
+        if self._reader is None:
+            self._reader = self._calls.reader(self._types)
         out, rest = self._until(self._calls.end, text, last)
-        self._body += out
-        too_long = len(self._body) > MAX_SECTION_CHARACTERS
-        if rest is None and not last and not too_long:
-            return [], None
-        body, self._body, self._state = self._body, "", self._content
-        calls = None if too_long else self._calls.read(body)
-        if calls and self._called + len(calls) <= MAX_CALLS:
-            self._called += len(calls)
+        ends = rest is not None or last
+        cut = last and rest is None and self._cut
+        pieces = list(self._called_pieces(self._reader.read(out, ends, cut)))
+        if self._reader.begun:
+            self._body = ""
+        else:
+            self._body += out
+            if len(self._body) > MAX_SECTION_CHARACTERS or (ends and not cut):
+                body = self._calls.begin + self._body
+                body += self._calls.end if rest is not None else ""
+                pieces, ends, self._said = [Piece(content=body)], True, True
+                rest = "" if rest is None and not last else rest
+                self._reader, self._body, self._state = None, "", self._content
+                return pieces, rest
+        if ends:
+            self._reader, self._body, self._state = None, "", self._content
             self._said = False
-            return [Piece(call=call) for call in calls], rest
-        written = self._calls.begin + body + (self._calls.end if rest is not None else "")
-        self._said = True
-        return [Piece(content=written)], rest
+        return pieces, rest
+
+    def _called_pieces(self, parts: Iterable[CallPart]) -> Iterator[Piece]:
+        """Pieces of the calls that the answer may have."""
+        for part in parts:
+            self._called += bool(part.name)
+            if self._called <= self._max_calls:
+                part = msgspec.structs.replace(part, number=self._called - 1)
+                yield Piece(call=part)
 
     def _first_line(self, text: str) -> str:
         """The text, without the newlines at the beginning of a part."""
@@ -187,103 +223,22 @@ class AnswerParser:
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Joins adjacent texts of the same kind."""
+    """Joins adjacent pieces of the same kind, and of the same call."""
     joined: list[Piece] = []
-    for kind, group in itertools.groupby(pieces, _kind):
-        if kind == "call":
-            joined += group
-        elif kind == "reasoning":
+    for kind, several in itertools.groupby(pieces, _kind):
+        group = list(several)
+        if kind == "reasoning":
             joined.append(Piece(reasoning="".join(piece.reasoning for piece in group)))
-        else:
+        elif kind == "content":
             joined.append(Piece(content="".join(piece.content for piece in group)))
+        else:
+            parts = [piece.call for piece in group if piece.call is not None]
+            arguments = "".join(part.arguments for part in parts)
+            joined.append(Piece(call=msgspec.structs.replace(parts[0], arguments=arguments)))
     return joined
 
 
-def _kind(piece: Piece) -> str:
+def _kind(piece: Piece) -> str | int:
     if piece.call is not None:
-        return "call"
+        return piece.call.number
     return "reasoning" if piece.reasoning else "content"
-
-
-def _call(name: str, arguments: str, call_id: str | None = None) -> Call:
-    return Call(name, arguments, call_id or f"call_{uuid.uuid4().hex[:24]}")
-
-
-def _read_json(body: str) -> list[Call] | None:
-    """`{"name": …, "arguments": {…}}` (Qwen, Hermes)."""
-    try:
-        found = json.loads(body)
-        arguments = found["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return [_call(found["name"], arguments)] if isinstance(found["name"], str) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>[^<]*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```"
-    r"<｜tool▁call▁end｜>",
-    re.DOTALL,
-)
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*"
-    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
-    re.DOTALL,
-)
-_STEP = re.compile(r"\s*function\n(?P<name>[^\n]+)\n")
-
-
-def _read_deepseek(body: str) -> list[Call] | None:
-    """Each call between markers of its own, the arguments as a code block."""
-    return [_call(found["name"].strip(), found["arguments"]) for found in _DEEPSEEK.finditer(body)]
-
-
-def _read_kimi(body: str) -> list[Call] | None:
-    """Each call with an id: the function's name and the call's number in the conversation."""
-    return [
-        _call(found["name"], found["arguments"].strip(), found["id"])
-        for found in _KIMI.finditer(body)
-    ]
-
-
-def _read_step(body: str) -> list[Call] | None:
-    """`function`, the name and the arguments on a line each, for every call."""
-    calls, place = [], 0
-    decoder = json.JSONDecoder()
-    while found := _STEP.match(body, place):
-        try:
-            _, place = decoder.raw_decode(body, found.end())
-        except (ValueError, RecursionError):
-            return None
-        calls.append(_call(found["name"].strip(), body[found.end() : place]))
-    return calls if not body[place:].strip() else None
-
-
-def _around_json(name: str, number: int) -> tuple[str, str]:
-    return f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}\n"
-
-
-def _around_deepseek(name: str, number: int) -> tuple[str, str]:
-    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
-    return begin, "\n```<｜tool▁call▁end｜>"
-
-
-def _around_kimi(name: str, number: int) -> tuple[str, str]:
-    begin = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
-    return begin, "<|tool_call_end|>"
-
-
-def _around_step(name: str, number: int) -> tuple[str, str]:
-    return f"function\n{name}\n", ""
-
-
-CALL_FORMATS = (
-    CallFormat("<tool_call>", "</tool_call>", _read_json, _around_json),
-    CallFormat("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek, _around_deepseek),
-    CallFormat(
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi, _around_kimi
-    ),
-    CallFormat("<|CALL_START|>", "<|CALL_END|>", _read_step, _around_step),
-)
-"""The known formats; a model has the one whose first marker its template writes."""

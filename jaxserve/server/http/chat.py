@@ -27,7 +27,15 @@ from jaxserve.server.http.responses import (
 )
 from jaxserve.server.http.sampling import of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
-from jaxserve.text.answers import END_THINK, AnswerFormat, AnswerParser, Call, Piece
+from jaxserve.text.answers import (
+    END_THINK,
+    MAX_CALLS,
+    AnswerFormat,
+    AnswerParser,
+    Piece,
+    calls_of,
+)
+from jaxserve.text.calls import CallPart
 from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput
@@ -99,7 +107,10 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
     if constraint is None:
         constraint = await grammar(service, request, thought)
     jobs = _jobs(generator, request, tenant, prompt, token_ids, constraint)
-    parsers = [form.parser(prompt, tools=tools is not None) for _ in jobs]
+    if tools is not None and form.calls is not None:
+        jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
+    most = 1 if request.parallel_tool_calls is False else MAX_CALLS
+    parsers = [form.parser(prompt, tools, most) for _ in jobs]
     return Conversation(model, jobs, parsers)
 
 
@@ -160,6 +171,15 @@ def _jobs(
     ]
 
 
+def _spelling(job: Job, tokenizer: Tokenizer, mark: str) -> Job:
+    """The job with special tokens as text, if the mark of calls would be lost without."""
+    ids = tokenizer.encode(mark, add_bos=False)
+    if tokenizer.special_ids.isdisjoint(ids):
+        return job
+    params = msgspec.structs.replace(job.params, skip_special_tokens=False)
+    return msgspec.structs.replace(job, params=params)
+
+
 class _Answer:
     """Outputs of the engine as OpenAI's objects."""
 
@@ -176,7 +196,6 @@ class _Answer:
         self._count = count
         self._parsers = parsers
         self._tokenizer = tokenizer
-        self._calls = [0] * len(parsers)
 
     async def gather(self, sources: Sequence[Source]) -> Chat:
         """Waits for every answer."""
@@ -212,14 +231,12 @@ class _Answer:
         self._count.add(source, output)
         index = source.job.index
         parser = self._parsers[index]
-        pieces = parser.push(output.text)
+        pieces = self._pieces(parser, output)
         ended = output.finish_reason is not None
-        if ended:
-            pieces += parser.finish()
         choices = [
             ChatChunkChoice(index=index, delta=delta)
             for piece in pieces
-            if (delta := self._delta(index, piece)) is not None
+            if (delta := self._delta(piece)) is not None
         ]
         told = self._request.return_token_ids or self._request.logprobs
         if ended or (not choices and told and output.token_ids):
@@ -255,21 +272,38 @@ class _Answer:
     def _prompt_ids(self, sources: Sequence[Source]) -> Any:
         return sources[0].job.token_ids if self._request.return_token_ids else UNSET
 
-    def _delta(self, index: int, piece: Piece) -> ChatDelta | None:
+    def _pieces(self, parser: AnswerParser, output: GenerationOutput) -> list[Piece]:
+        """The pieces of an output; counts the tokens of its reasoning."""
+        began = parser.thinking
+        pieces = parser.push(output.text)
+        if output.finish_reason is not None:
+            pieces += parser.finish(cut=output.finish_reason == "length")
+        if began and parser.thinking:
+            self._count.reasoning += len(output.token_ids)
+        elif thought := "".join(piece.reasoning for piece in pieces):
+            self._count.reasoning += len(self._tokenizer.encode(thought, add_bos=False))
+        return pieces
+
+    def _delta(self, piece: Piece) -> ChatDelta | None:
         if piece.call is not None:
-            number = self._calls[index]
-            self._calls[index] += 1
-            return ChatDelta(tool_calls=[_tool_call(piece.call, number)])
+            return ChatDelta(tool_calls=[_call_delta(piece.call)])
         if not piece.reasoning:
             return ChatDelta(content=piece.content)
         if self._request.include_reasoning is False:
             return None
-        return ChatDelta(reasoning_content=piece.reasoning)
+        return ChatDelta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
 
     def _choice(self, source: Source, output: GenerationOutput) -> ChatChoice:
         parser = self._parsers[source.job.index]
-        pieces = parser.push(output.text) + parser.finish()
-        calls = [_tool_call(piece.call) for piece in pieces if piece.call is not None]
+        pieces = self._pieces(parser, output)
+        calls = [
+            ToolCall(
+                id=call.id,
+                type="function",
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for call in calls_of(pieces)
+        ]
         reasoning = "".join(piece.reasoning for piece in pieces)
         content = "".join(piece.content for piece in pieces)
         shown = reasoning and self._request.include_reasoning is not False
@@ -278,6 +312,7 @@ class _Answer:
             message=ChatMessage(
                 content=content or (None if calls else ""),
                 reasoning_content=reasoning if shown else UNSET,
+                reasoning=reasoning if shown else UNSET,
                 tool_calls=calls or UNSET,
             ),
             logprobs=(
@@ -296,13 +331,15 @@ def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
     return output.finish_reason
 
 
-def _tool_call(call: Call, number: int | None = None) -> ToolCall:
-    """A complete tool call; `number` is its index in a stream."""
+def _call_delta(part: CallPart) -> ToolCall:
+    """Something new of a tool call."""
+    if not part.name:
+        return ToolCall(index=part.number, function=FunctionCall(arguments=part.arguments))
     return ToolCall(
-        index=UNSET if number is None else number,
-        id=call.id,
+        index=part.number,
+        id=part.id,
         type="function",
-        function=FunctionCall(name=call.name, arguments=call.arguments),
+        function=FunctionCall(name=part.name, arguments=part.arguments),
     )
 
 

@@ -3,7 +3,6 @@
 Called by `completions.py` and `chat.py`; the grammars themselves are `text/structured.py`'s.
 """
 
-import json
 from typing import Any
 
 import msgspec
@@ -59,20 +58,17 @@ async def forced_call(
     wanted = choice.function.name if isinstance(choice, NamedToolChoice) else None
     earlier = [message.get("tool_calls") for message in request.messages]
     number = sum(len(several) for several in earlier if isinstance(several, list))
-    alternatives, rules = [], []
+    alternatives: list[str] = []
+    rules: list[str] = []
     for index, tool in enumerate(request.tools or []):
         name, schema = _function(tool, index)
         if wanted not in (None, name):
             continue
-        before, after = calls.around(name, number)
-        read = calls.read(f"{before}{{}}{after}")
-        if not read or read[0].name != name:
-            raise InvalidRequestError(
-                f"tools[{index}].function.name", f"{name!r} cannot be written in this model's calls"
-            )
-        ends = f" {quoted(after)}" if after else ""
-        alternatives.append(f"{quoted(before)} arguments{index}{ends}")
-        rules.append(f"arguments{index}: %json {json.dumps(schema)}")
+        try:
+            rules += calls.rules(name, number, schema, index)
+        except ValueError as error:
+            raise InvalidRequestError(f"tools[{index}].function.name", str(error)) from None
+        alternatives.append(f"call{index}")
     if not alternatives:
         raise InvalidRequestError("tool_choice.function.name", f"{wanted!r} is no tool")
     start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)}) {quoted(calls.end)}"

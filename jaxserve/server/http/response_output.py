@@ -11,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxserve.text.answers import Call, Piece
+from jaxserve.text.answers import Piece
+from jaxserve.text.calls import CallPart
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -150,7 +151,7 @@ class ResponseWriter:
     def __init__(self, response: Response):
         self.response = response
         self._events = 0
-        self._open: MessageItem | ReasoningItem | None = None
+        self._open: OutputItem | None = None
 
     def begin(self) -> Iterator[ResponseEvent]:
         """The events that begin the response."""
@@ -161,7 +162,6 @@ class ResponseWriter:
         """The events of further pieces of the answer."""
         for piece in pieces:
             if piece.call is not None:
-                yield from self._close("completed")
                 yield from self._called(piece.call)
             elif piece.reasoning:
                 yield from self._grow(ReasoningItem, piece.reasoning)
@@ -188,7 +188,7 @@ class ResponseWriter:
             yield from self._close("completed")
             yield from self._begin_item(kind)
         item = self._open
-        assert item is not None
+        assert isinstance(item, MessageItem | ReasoningItem)
         item.content[0].text += text
         if isinstance(item, MessageItem):
             yield self._of_part("response.output_text.delta", item, delta=text, logprobs=[])
@@ -210,6 +210,13 @@ class ResponseWriter:
         item, self._open = self._open, None
         if item is None:
             return
+        if isinstance(item, FunctionCallItem):
+            item.status = status
+            kind = "response.function_call_arguments.done"
+            told = {"arguments": item.arguments, "name": item.name}
+            yield self._of_item(kind, item_id=item.id, **told)
+            yield self._of_item("response.output_item.done", item=item)
+            return
         part = item.content[0]
         item.status = status
         if isinstance(item, MessageItem):
@@ -219,18 +226,19 @@ class ResponseWriter:
         yield self._of_part("response.content_part.done", item, part=part)
         yield self._of_item("response.output_item.done", item=item)
 
-    def _called(self, call: Call) -> Iterator[ResponseEvent]:
-        """Adds a complete tool call."""
-        item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=call.name)
-        self.response.output.append(item)
-        yield self._of_item("response.output_item.added", item=item)
-        item.arguments, item.status = call.arguments, "completed"
-        kind = "response.function_call_arguments"
-        yield self._of_item(f"{kind}.delta", item_id=item.id, delta=call.arguments)
-        yield self._of_item(
-            f"{kind}.done", item_id=item.id, arguments=call.arguments, name=call.name
-        )
-        yield self._of_item("response.output_item.done", item=item)
+    def _called(self, part: CallPart) -> Iterator[ResponseEvent]:
+        """Continues a tool call, or begins one."""
+        if part.name:
+            yield from self._close("completed")
+            self._open = FunctionCallItem(id=_new_id("fc"), call_id=part.id, name=part.name)
+            self.response.output.append(self._open)
+            yield self._of_item("response.output_item.added", item=self._open)
+        item = self._open
+        assert isinstance(item, FunctionCallItem)
+        item.arguments += part.arguments
+        if part.arguments:
+            kind = "response.function_call_arguments.delta"
+            yield self._of_item(kind, item_id=item.id, delta=part.arguments)
 
     def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
         """Fields of events about the last item."""

@@ -83,7 +83,7 @@ async def _events(
         count.add(source, output)
         yield writer.add(parser.push(output.text))
         if output.finish_reason is not None:
-            yield writer.add(parser.finish())
+            yield writer.add(parser.finish(cut=output.finish_reason == "length"))
             usage = _usage(count, writer.response, tokenizer)
             yield writer.end(usage, complete=output.finish_reason == "stop")
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.requests import MAX_CHOICES
-from jaxserve.server.http.responses import PromptTokensDetails, Usage
+from jaxserve.server.http.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generation import new_request_id
@@ -85,12 +87,17 @@ class Service(FrontEnd):
 
 
 class UsageCount:
-    """The tokens that the choices of a request took so far."""
+    """The tokens that the choices of a request took so far.
+
+    Attributes:
+      reasoning: tokens of the reasoning, which who parses answers counts.
+    """
 
     def __init__(self, jobs: Sequence[Job], choices_a_prompt: int):
         self._choices = choices_a_prompt
         self._prompt = sum(len(job.token_ids) for job in jobs) // choices_a_prompt
         self._completion = 0
+        self.reasoning = 0
         self._cached: dict[int, int] = {}  # prompt → cached tokens of its first choice
 
     def add(self, source: Source, output: GenerationOutput) -> None:
@@ -107,6 +114,11 @@ class UsageCount:
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+            completion_tokens_details=(
+                CompletionTokensDetails(reasoning_tokens=self.reasoning)
+                if self.reasoning
+                else UNSET
+            ),
         )
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.text.answers import CALL_FORMATS, AnswerFormat, AnswerParser, Piece
+from jaxserve.text.answers import AnswerFormat, AnswerParser, Piece, calls_of
+from jaxserve.text.calls import DEEPSEEK, DEEPSEEK_V31, JSON, KIMI, QWEN_XML, STEP, STEPTML
 from jaxserve.text.chat import ChatTemplate
 from tests.jaxserve.text.conversations import TOOLS
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "reference" / "chat_templates"
-JSON, DEEPSEEK, KIMI, STEP = CALL_FORMATS
 
 
 def template_of(name: str) -> ChatTemplate:
@@ -26,7 +26,7 @@ def whole(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
     return (
         "".join(piece.reasoning for piece in pieces),
         "".join(piece.content for piece in pieces),
-        [(piece.call.name, piece.call.arguments) for piece in pieces if piece.call is not None],
+        [(call.name, call.arguments) for call in calls_of(pieces)],
     )
 
 
@@ -53,8 +53,30 @@ KIMI_CALLS = (
     "<|tool_calls_section_end|>"
 )
 STEP_CALLS = '<|CALL_START|>function\nweather\n{"city": "Łódź"}\nfunction\nnow\n{}<|CALL_END|>'
+DEEPSEEK_V31_CALLS = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Łódź"}'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+QWEN_XML_CALLS = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+)
+STEPTML_CALLS = (
+    "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="weather"><steptml:parameter name="city">Łódź</steptml:parameter>'
+    "</steptml:invoke><｜tool_call_end｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>'
+)
 CALLS = [("weather", '{"city": "Łódź"}'), ("now", "{}")]
-FAMILIES = [(JSON, QWEN_CALLS), (DEEPSEEK, DEEPSEEK_CALLS), (KIMI, KIMI_CALLS), (STEP, STEP_CALLS)]
+FAMILIES = [
+    (JSON, QWEN_CALLS),
+    (DEEPSEEK, DEEPSEEK_CALLS),
+    (KIMI, KIMI_CALLS),
+    (STEP, STEP_CALLS),
+    (DEEPSEEK_V31, DEEPSEEK_V31_CALLS),
+    (QWEN_XML, QWEN_XML_CALLS),
+    (STEPTML, STEPTML_CALLS),
+]
 
 
 @pytest.mark.parametrize(("form", "written"), FAMILIES)
@@ -99,12 +121,12 @@ def test_other_ids_are_made_up_and_differ() -> None:
         (JSON, "<tool_call>{not json}</tool_call>"),
         (JSON, '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
         (JSON, "<tool_call>[1]</tool_call>"),
-        (JSON, '<tool_call>{"name": "x", "argum'),
         (JSON, "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         (DEEPSEEK, "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
         (KIMI, "<|tool_calls_section_begin|>nothing<|tool_calls_section_end|>"),
-        (STEP, "<|CALL_START|>function\nx\n{<|CALL_END|>"),
-        (STEP, "<|CALL_START|>function\nx\n{} and more<|CALL_END|>"),
+        (STEP, "<|CALL_START|>function\nx\n5<|CALL_END|>"),
+        (JSON, "<tool_call>" + "x" * 70_000 + "</tool_call>"),
+        (QWEN_XML, "<tool_call>nothing</tool_call>"),
     ],
 )
 def test_what_is_no_call_is_text(form, text) -> None:
@@ -119,16 +141,92 @@ def test_a_call_that_is_cut_off_but_whole_counts() -> None:
     assert parse(parser, QWEN_CALLS.removesuffix("</tool_call>")) == ("", "", CALLS)
 
 
-def test_more_calls_than_allowed_stay_text() -> None:
+@pytest.mark.parametrize(("form", "written"), FAMILIES)
+def test_arguments_come_while_they_are_written(form, written) -> None:
+    """Before the call is complete, and as what it will be."""
+    parser = AnswerParser(False, False, form)
+    cut = written.index("dź") + (len("dź</steptml:parameter>") if form is STEPTML else 4)
+    pieces = parser.push(written[:cut]) + parser.push("")
+    if form is QWEN_XML:
+        pieces += parser.push(written[cut : written.index("</function>")])
+    (call,) = calls_of(pieces)
+    assert call.name == "weather"
+    assert call.arguments.startswith('{"city": "Łódź')
+
+
+@pytest.mark.parametrize(("form", "written"), FAMILIES)
+def test_a_call_that_is_cut_off_is_a_part_of_a_call(form, written) -> None:
+    """Wherever it ends: no markup in the content, and nothing that the call would not have."""
+    for end in range(len(written)):
+        parser = AnswerParser(False, False, form)
+        pieces = parser.push(written[:end]) + parser.finish(cut=True)
+        _, content, calls = whole(pieces)
+        assert content.strip() in form.begin[:-1]
+        for (name, arguments), (whole_name, whole_arguments) in zip(calls, CALLS, strict=False):
+            assert name == whole_name
+            assert whole_arguments.startswith(arguments)
+
+
+SCHEMA = {
+    "a": {"type": "integer"},
+    "b": {"type": ["string", "null"]},
+    "c": {"anyOf": [{"type": "object"}, {"type": "boolean"}]},
+    "d": {"enum": ["1", "2"]},
+}
+TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("a", "5", 5),
+        ("a", "five", "five"),
+        ("b", "5", 5),
+        ("b", "None", None),
+        ("b", 'say "x"\n\n y', 'say "x"\n\n y'),
+        ("c", '{"x": [1]}', {"x": [1]}),
+        ("c", "True", True),
+        ("d", "1", "1"),
+        ("other", "1", "1"),
+    ],
+)
+def test_values_of_elements_have_the_schemas_types(key, value, expected) -> None:
+    parser = AnswerParser(False, False, QWEN_XML, TYPED)
+    written = f"<parameter={key}>\n{value}\n</parameter>"
+    text = f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>"
+    _, _, ((name, arguments),) = parse(parser, *text)
+    assert (name, json.loads(arguments)) == ("f", {key: expected})
+
+
+def test_an_end_tag_that_the_model_forgot() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</function>\n</tool_call>"
+    )
+    _, content, ((_, arguments),) = parse(AnswerParser(False, False, QWEN_XML, TYPED), *text)
+    assert (content, json.loads(arguments)) == ("", {"a": 1, "b": "x"})
+
+
+@pytest.mark.parametrize(
+    "body", ['{"arguments": {"a": 1}, "name": "f"}', '{"name": "f", "arguments": "{\\"a\\": 1}"}']
+)
+def test_json_in_another_order(body) -> None:
+    _, _, ((name, arguments),) = parse(
+        AnswerParser(False, False, JSON), f"<tool_call>{body}</tool_call>"
+    )
+    assert (name, json.loads(arguments)) == ("f", {"a": 1})
+
+
+def test_more_calls_than_allowed_are_left_out() -> None:
     one = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     _, content, calls = parse(AnswerParser(False, False, JSON), one * 130)
-    assert len(calls) == 128
-    assert content == one * 2
+    assert (len(calls), content) == (128, "")
+    form = AnswerFormat(thinks=False, calls=JSON)
+    assert parse(form.parser("", [], max_calls=1), one * 3) == ("", "", [("x", "{}")])
 
 
 def test_without_tools_calls_are_text() -> None:
     form = AnswerFormat(thinks=False, calls=JSON)
-    assert parse(form.parser("", tools=False), QWEN_CALLS)[1:] == (QWEN_CALLS, [])
+    assert parse(form.parser("", None), QWEN_CALLS)[1:] == (QWEN_CALLS, [])
 
 
 def test_a_thought_without_end() -> None:
@@ -167,5 +265,5 @@ def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
 def test_a_prompt_may_begin_the_thought() -> None:
     template = template_of("deepseek_r1")
     prompt = template.render([{"role": "user", "content": "x"}])
-    parser = AnswerFormat.of(template).parser(prompt, tools=False)
+    parser = AnswerFormat.of(template).parser(prompt, None)
     assert parse(parser, "Hm.\n</think>\n\nYes.") == ("Hm.", "Yes.", [])

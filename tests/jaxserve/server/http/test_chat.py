@@ -121,10 +121,32 @@ class TestTools:
         calls = [
             call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
         ]
-        assert [call["index"] for call in calls] == [0, 1]
-        assert calls[0]["id"] != calls[1]["id"]
+        named = [call for call in calls if "id" in call]
+        assert [(call["index"], call["function"]["name"]) for call in named] == [
+            (0, "weather"),
+            (1, "weather"),
+        ]
+        assert named[0]["id"] != named[1]["id"]
+        for index in (0, 1):
+            parts = [call["function"]["arguments"] for call in calls if call["index"] == index]
+            assert "".join(parts) == '{"city": "x"}'
         assert "tool_call>" not in deltas(chunks, "content")
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    def test_a_call_that_is_cut_off(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of(CALL)
+        rig.engine.max_length = rig.generator._max_length = 2000
+        choice = rig.chat(tools=TOOLS, max_tokens=len(CALL) - 16).json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "x'}
+        assert choice["message"]["content"] == "Let me see.\n"
+        assert choice["finish_reason"] == "length"
+
+    def test_one_call_where_only_one_is_wanted(self, rig: HttpRig) -> None:
+        rig.engine.script = ids_of(CALL + CALL)
+        rig.engine.max_length = rig.generator._max_length = 2000
+        choice = rig.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
+        assert len(choice["message"]["tool_calls"]) == 1
 
     def test_none_means_that_the_model_sees_none(self, rig: HttpRig) -> None:
         rig.engine.script = ids_of(CALL)
@@ -137,8 +159,11 @@ class TestTools:
 class TestReasoning:
     def test_in_the_answer(self, rig: HttpRig) -> None:
         rig.engine.script = ids_of("<think>\nHm.\n</think>\n\nYes.")
-        message = rig.chat().json()["choices"][0]["message"]
+        body = rig.chat().json()
+        message = body["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+        assert message["reasoning"] == "Hm."
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
     def test_begun_in_the_prompt(self, rig: HttpRig) -> None:
         rig.engine.script = ids_of("Hm.\n</think>\n\nYes.")

@@ -6,7 +6,7 @@ import openai
 import pydantic
 import pytest
 
-from jaxserve.text.answers import CALL_FORMATS
+from jaxserve.text.calls import CALL_FORMATS
 from tests.jaxserve.server.http.rig import SECONDS, TEMPLATE, HttpRig, events
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -109,6 +109,12 @@ FAMILIES = [
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.bid:1"
     '<|tool_call_argument_begin|>{"b": 5}<|tool_call_end|><|tool_calls_section_end|>',
     '<|CALL_START|>function\nbid\n{"b": 5}<|CALL_END|>',
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>bid<｜tool▁sep｜>"
+    '{"b": 5}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "<tool_call>\n<function=bid>\n<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>",
+    "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="bid">\n<steptml:parameter name="b">5</steptml:parameter>\n'
+    "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
 ]
 
 
@@ -116,7 +122,11 @@ FAMILIES = [
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bid"}}])
 def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> None:
     """Whatever else the model wants to say; the conversation has had a call before."""
-    mark = next(form.begin for form in CALL_FORMATS if written.startswith(form.begin))
+    form = max(
+        (form for form in CALL_FORMATS if all(mark in written for mark in form.known_by)),
+        key=lambda form: len(form.known_by),
+    )
+    mark = " ".join(form.known_by)
     rig = HttpRig(f"Sure, {written} What else?", template=TEMPLATE.replace("<tool_call>", mark))
     rig.engine.max_length = rig.generator._max_length = 2000
     called = {"name": "add", "arguments": {"a": 1}}
@@ -197,3 +207,25 @@ def test_a_bad_form_is_named(
     assert error["param"] == param
     assert message in error["message"]
     assert shared.engine.prompts == []
+
+
+def test_values_of_elements_follow_their_schemas() -> None:
+    properties = {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+        "left out": {"type": "boolean"},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["city", "days"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    rig = HttpRig(
+        "<tool_call>\n<function=f>\n<parameter=city>\n<b> a\n</parameter>\n"
+        "<parameter=unit>\nKC\n</parameter>\n<parameter=days>\nx2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        template=TEMPLATE.replace("<tool_call>", "<tool_call><function="),
+    )
+    rig.engine.max_length = rig.generator._max_length = 2000
+    choice = rig.chat(tools=tools, tool_choice="required").json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "<b> a", "unit": "C", "days": 2}
+    rig.close()

@@ -1,0 +1,473 @@
+"""How model families write tool calls: read while they are written, and as grammars to force them.
+
+A `CallFormat` is data; its reader takes the text between two markers as it comes, and returns parts
+of calls: a name first, then the arguments bit by bit. Called by `answers.py` and, for grammars, by
+`server/http/forms.py`.
+"""
+
+import functools
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.text.structured import quoted
+
+Types = Mapping[str, Mapping[str, Any]]
+"""Function → its parameters' schemas, by name."""
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """Something new of a tool call.
+
+    Attributes:
+      number: of the call in the answer.
+      name, id: of the call; set in its first part alone.
+      arguments: further text of them, usually JSON.
+    """
+
+    number: int = 0
+    name: str = ""
+    id: str = ""
+    arguments: str = ""
+
+
+class CallReader:
+    """Reads the calls between two markers; made anew for each pair of them.
+
+    Attributes:
+      begun: whether there was a call.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._text = ""  # not yet understood
+        self._inside = False  # of a call
+
+    def read(self, text: str, last: bool = False, cut: bool = False) -> list[CallPart]:
+        """Takes text; returns what is certain now.
+
+        Args:
+          last: nothing follows.
+          cut: and that is because the answer was cut off.
+        """
+        self._text += text
+        parts = []
+        while (part := self._inner() if self._inside else self._begin()) is not None:
+            parts.append(part)
+        return parts + (self._end(cut) if last else [])
+
+    def _begin(self) -> CallPart | None:
+        """The beginning of the next call, if it is all there."""
+        raise NotImplementedError
+
+    def _inner(self) -> CallPart | None:
+        """Something of the arguments, if there is any."""
+        raise NotImplementedError
+
+    def _end(self, cut: bool) -> list[CallPart]:
+        """What the end of the text shows."""
+        return []
+
+    def _named(self, found: re.Match[str], name: str) -> CallPart:
+        """The first part of a call, whose beginning was found."""
+        self._text = self._text[found.end() :]
+        self._inside = self.begun = True
+        return CallPart(name=name, id=found.groupdict().get("id") or _new_id())
+
+
+class MarkedReader(CallReader):
+    """Calls whose arguments are what stands before a mark.
+
+    Args:
+      head: of a call; has the groups `name` and perhaps `id`.
+      tail: the mark.
+    """
+
+    def __init__(self, head: re.Pattern[str], tail: str):
+        super().__init__()
+        self._head, self._tail = head, tail
+        self._said = False  # some of the arguments of this call
+
+    def _begin(self) -> CallPart | None:
+        found = self._head.search(self._text)
+        self._said = False
+        return self._named(found, found["name"].strip()) if found else None
+
+    def _inner(self) -> CallPart | None:
+        before, found, after = self._text.partition(self._tail)
+        if found:
+            out, self._text, self._inside = before.rstrip(), after, False
+        else:
+            longest = min(len(self._tail) - 1, len(before))
+            ends = (n for n in range(longest, 0, -1) if self._tail.startswith(before[-n:]))
+            out = before[: len(before) - next(ends, 0)].rstrip()
+            self._text = self._text[len(out) :]
+        if not self._said:
+            out = out.lstrip()
+        self._said |= bool(out)
+        return CallPart(arguments=out) if out or found else None
+
+
+class JsonReader(CallReader):
+    """Calls whose arguments are an object, which says itself where it ends.
+
+    Args:
+      head: of a call, up to the object; has the group `name`.
+      quoted_name: whether the name is a JSON string.
+      whole: reads the whole text, where there was no head.
+    """
+
+    def __init__(
+        self,
+        head: re.Pattern[str],
+        quoted_name: bool,
+        whole: Callable[[str], list[CallPart]] | None = None,
+    ):
+        super().__init__()
+        self._head, self._quoted, self._whole = head, quoted_name, whole
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def _begin(self) -> CallPart | None:
+        found = self._head.match(self._text)
+        if not found:
+            return None
+        name = json.loads(found["name"]) if self._quoted else found["name"].strip()
+        return self._named(found, name)
+
+    def _inner(self) -> CallPart | None:
+        size = self._scan()
+        out, self._text = self._text[:size], self._text[size:]
+        self._inside = self._depth > 0 or not out
+        return CallPart(arguments=out) if out else None
+
+    def _scan(self) -> int:
+        """How many characters of the text belong to the object."""
+        for place, letter in enumerate(self._text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = letter == "\\"
+                self._in_string = letter != '"'
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return len(self._text)
+
+    def _end(self, cut: bool) -> list[CallPart]:
+        if self.begun or self._whole is None:
+            return []
+        parts = self._whole(self._text)
+        if not parts and cut and (found := _JSON_NAME.match(self._text)):
+            parts = [self._named(found, json.loads(found["name"]))]
+        self.begun = bool(parts)
+        return parts
+
+
+class XmlReader(CallReader):
+    """Calls with an element for each parameter; the arguments become JSON.
+
+    Args:
+      tags: of the family.
+      types: decide which values are texts.
+    """
+
+    def __init__(self, tags: "Tags", types: Types):
+        super().__init__()
+        self._tags, self._types = tags, types
+        self._function = self._written = ""
+        self._searched = 0
+
+    def _begin(self) -> CallPart | None:
+        found = self._tags.invoke.search(self._text)
+        if not found:
+            return None
+        self._function, self._written = found["name"], ""
+        return self._named(found, self._function)
+
+    def _inner(self) -> CallPart | None:
+        found = self._tags.inside.search(self._text)
+        if not found:
+            return None
+        if found["key"] is None:
+            self._text, self._inside = self._text[found.end() :], False
+            return CallPart(arguments="}" if self._written else "{}")
+        start = max(found.end(), self._searched - 64)  # what was seen, up to half an end tag
+        end = self._tags.value_end.search(self._text, start)
+        if not end:
+            self._searched = len(self._text)
+            return None
+        value, key = self._text[found.end() : end.start()].removeprefix("\n"), found["key"]
+        self._text, self._searched = self._text[end.end() :], 0
+        schema = self._types.get(self._function, {}).get(key)
+        out = f"{', ' if self._written else '{'}{quoted(key)}: {_json_value(value, schema)}"
+        self._written = out
+        return CallPart(arguments=out)
+
+    def _end(self, cut: bool) -> list[CallPart]:
+        if cut or not self._inside:
+            return []
+        self._inside = False
+        return [CallPart(arguments="}" if self._written else "{}")]
+
+
+class Tags(msgspec.Struct, frozen=True):
+    """The elements of a family.
+
+    Attributes:
+      invoke: begins a call; group `name`.
+      inside: begins a parameter, group `key`, or ends the call.
+      value_end: ends a parameter.
+    """
+
+    invoke: re.Pattern[str]
+    inside: re.Pattern[str]
+    value_end: re.Pattern[str]
+
+
+class CallFormat(msgspec.Struct, frozen=True):
+    """How a model family writes tool calls.
+
+    Attributes:
+      begin, end: the markers around calls.
+      reader: of the text between the markers, given the functions' parameters.
+      known_by: texts that the chat template of such a model has.
+      around: the text before and after the arguments of a call, between the markers; takes the
+        function's name and the number of calls that the conversation already has.
+      parameter: the text around a parameter's value, where each has an element of its own.
+    """
+
+    begin: str
+    end: str
+    reader: Callable[[Types], CallReader]
+    known_by: tuple[str, ...]
+    around: Callable[[str, int], tuple[str, str]]
+    parameter: Callable[[str], tuple[str, str]] | None = None
+
+    def rules(self, name: str, number: int, schema: Any, index: int) -> list[str]:
+        """Rules of a Lark grammar for a call; the first is the call, `call{index}`.
+
+        Args:
+          name: of the function.
+          number: calls that the conversation already has.
+          schema: of the parameters.
+          index: makes the names of the rules unique.
+
+        Raises:
+          ValueError: the name cannot be written in this format.
+        """
+        before, after = self.around(name, number)
+        parts = self.reader({}).read(f"{before}{{}}{after}", last=True)
+        if not parts or parts[0].name != name:
+            raise ValueError(f"{name!r} cannot be written in this model's calls")
+        head, ends = f"call{index}: {quoted(before)}", f" {quoted(after)}" if after else ""
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if self.parameter is None or not isinstance(properties, dict):
+            inner = f" arguments{index}" if self.parameter is None else ""
+            rules = [] if self.parameter else [f"arguments{index}: %json {json.dumps(schema)}"]
+            return [f"{head}{inner}{ends}", *rules]
+        required, rules, uses = schema.get("required") or [], [], []
+        for place, (key, part) in enumerate(properties.items()):
+            rule = f"value{index}_{place}"
+            opening, closing = self.parameter(key)
+            uses.append(f" {rule}" if key in required else f" {rule}?")
+            if _is_text(part):
+                choices = part.get("enum") if isinstance(part, dict) else None
+                if choices:
+                    text = " | ".join(quoted(f"{choice}{closing}") for choice in choices)
+                    rules.append(f"{rule}: {quoted(opening)} ({text})")
+                else:
+                    rules.append(f"{rule}: {quoted(opening)} text{index}_{place}")
+                    rules.append(f"text{index}_{place}[suffix={quoted(closing)}]: /(?s:.*)/")
+            else:
+                rules.append(f"{rule}: {quoted(opening)} json{index}_{place} {quoted(closing)}")
+                rules.append(f"json{index}_{place}: %json {json.dumps(part)}")
+        return [head + "".join(uses) + ends, *rules]
+
+
+def types_of(tools: Sequence[Mapping[str, Any]] | None) -> Types:
+    """The parameters' schemas of every function."""
+    types = {}
+    for tool in tools or ():
+        function = tool.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            schema = function.get("parameters")
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            types[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return types
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema names."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    for several in ("anyOf", "oneOf"):
+        for part in schema.get(several) or ():
+            kinds |= _kinds(part)
+    if not kinds and isinstance(schema.get("enum"), list):
+        kinds = {"string" if isinstance(one, str) else "other" for one in schema["enum"]}
+    return kinds
+
+
+def _is_text(schema: Any) -> bool:
+    return _kinds(schema) <= {"string"}
+
+
+def _json_value(text: str, schema: Any) -> str:
+    """A parameter's value as JSON: a text, unless its schema says otherwise and it is JSON."""
+    if not _is_text(schema):
+        text = text.strip()
+        text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+        try:
+            return json.dumps(json.loads(text), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+    return quoted(text)
+
+
+def _whole_json(body: str) -> list[CallPart]:
+    """One object with a name and arguments in any order, which may be JSON text."""
+    try:
+        found = json.loads(body)
+        arguments = found["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if isinstance(found["name"], str):
+            return [CallPart(name=found["name"], id=_new_id(), arguments=arguments)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return []
+
+
+_JSON_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\["\\/bfnrt])*")')
+_JSON = re.compile(_JSON_NAME.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>[^<]*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?=.)", re.DOTALL
+)
+_DEEPSEEK_V31 = re.compile(r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>")
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*"
+    r"<\|tool_call_argument_begin\|>"
+)
+_STEP = re.compile(r"\s*function\n(?P<name>[^\n]+)\n\s*(?=\{)")
+_QWEN_TAGS = Tags(
+    re.compile(r"<function=(?P<name>[^>\n]+)>"),
+    re.compile(r"<parameter=(?P<key>[^>\n]+)>|</function>"),
+    # Some models forget the end tag.
+    re.compile(r"\n?(?:</parameter>|(?=<parameter=[^>\n]+>)|(?=</function>))"),
+)
+_STEP_TAGS = Tags(
+    re.compile(r'<steptml:invoke name="(?P<name>[^"]+)">'),
+    re.compile(r'<steptml:parameter name="(?P<key>[^"]+)">|</steptml:invoke>'),
+    re.compile(r"</steptml:parameter>"),
+)
+
+
+def _around_json(name: str, number: int) -> tuple[str, str]:
+    return f'\n{{"name": {quoted(name)}, "arguments": ', "}\n"
+
+
+def _around_deepseek(name: str, number: int) -> tuple[str, str]:
+    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
+    return begin, "\n```<｜tool▁call▁end｜>"
+
+
+def _around_deepseek_v31(name: str, number: int) -> tuple[str, str]:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def _around_kimi(name: str, number: int) -> tuple[str, str]:
+    begin = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return begin, "<|tool_call_end|>"
+
+
+def _around_step(name: str, number: int) -> tuple[str, str]:
+    return f"function\n{name}\n", ""
+
+
+def _around_qwen(name: str, number: int) -> tuple[str, str]:
+    return f"\n<function={name}>\n", "</function>\n"
+
+
+def _around_steptml(name: str, number: int) -> tuple[str, str]:
+    begin = f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n'
+    return begin, "</steptml:invoke><｜tool_call_end｜>"
+
+
+def _around_qwen_parameter(key: str) -> tuple[str, str]:
+    return f"<parameter={key}>\n", "\n</parameter>\n"
+
+
+def _around_step_parameter(key: str) -> tuple[str, str]:
+    return f'<steptml:parameter name="{key}">', "</steptml:parameter>\n"
+
+
+JSON = CallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    lambda types: JsonReader(_JSON, True, _whole_json),
+    ("<tool_call>",),
+    _around_json,
+)
+QWEN_XML = CallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    functools.partial(XmlReader, _QWEN_TAGS),
+    ("<tool_call>", "<function="),
+    _around_qwen,
+    _around_qwen_parameter,
+)
+DEEPSEEK = CallFormat(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    lambda types: MarkedReader(_DEEPSEEK, "\n```<｜tool▁call▁end｜>"),
+    ("<｜tool▁calls▁begin｜>", "```json"),
+    _around_deepseek,
+)
+DEEPSEEK_V31 = CallFormat(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    lambda types: MarkedReader(_DEEPSEEK_V31, "<｜tool▁call▁end｜>"),
+    ("<｜tool▁calls▁begin｜>",),
+    _around_deepseek_v31,
+)
+KIMI = CallFormat(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    lambda types: MarkedReader(_KIMI, "<|tool_call_end|>"),
+    ("<|tool_calls_section_begin|>",),
+    _around_kimi,
+)
+STEPTML = CallFormat(
+    "<｜tool_calls_begin｜>",
+    "<｜tool_calls_end｜>",
+    functools.partial(XmlReader, _STEP_TAGS),
+    ("<｜tool_calls_begin｜>",),
+    _around_steptml,
+    _around_step_parameter,
+)
+STEP = CallFormat(
+    "<|CALL_START|>",
+    "<|CALL_END|>",
+    lambda types: JsonReader(_STEP, False),
+    ("<|CALL_START|>",),
+    _around_step,
+)
+
+CALL_FORMATS = (QWEN_XML, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
+"""The known formats; a model has the first one that its template shows."""
