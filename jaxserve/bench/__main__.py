@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, kills, load, pipeline, quality, serving, step_host
+from jaxserve.bench import front, kills, load, pipeline, quality, router, serving, step_host
 from jaxserve.bench import options as sampling_options
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.errors import JaxserveError
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_host = benches.add_parser("host", help="the leader's Python a lane and step")
     of_host.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_host.add_argument("--quick", action="store_true", help="few sequences: a smoke test")
+    of_router = benches.add_parser("router", help="one router before a thousand stub workers")
+    of_router.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_router.add_argument("--quick", action="store_true", help="few workers: a smoke test")
     of_kills = benches.add_parser("kills", help="ffn workers are killed while requests run")
     of_kills.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_kills.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="deployment")
@@ -59,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if options.bench == "front":
             return front.run_bench(options.quick, options.json)
+        if options.bench == "router":
+            return router.run(options.quick, options.json)
         if options.bench == "host":
             return step_host.run(options.quick, options.json)
         if options.bench == "load":

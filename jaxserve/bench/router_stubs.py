@@ -1,0 +1,169 @@
+"""Workers without a model, many of them in one process: `python -m jaxserve.bench.router_stubs N`.
+
+Each listens on a port of its own and speaks the protocol of `fleet/worker_frames.py`; the first
+half computes prompts at once, the second gives every request a token each step. Started by
+`router.py`; prints the ports and ends with its standard input.
+"""
+
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.request import TokenOutput
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.request_frames import Frame, Outputs
+from jaxserve.link.channel import accept
+from jaxserve.link.pages import PagesSource
+
+MODEL = "stub"
+TOKEN = "bench"
+STEP_SECONDS = 0.05
+STATE_SECONDS = 0.5
+VOCAB = 50_000
+_LENGTH = struct.Struct("!i")
+
+
+def main(workers: int) -> int:
+    """Serves until the standard input ends."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    stubs = Stubs(workers)
+    print(*stubs.ports, flush=True)
+    threading.Thread(target=stubs.run, daemon=True).start()
+    sys.stdin.read()
+    return 0
+
+
+class Stubs:
+    """All workers, on one thread."""
+
+    def __init__(self, workers: int):
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
+        self.ports = [listener.getsockname()[1] for listener in self._listeners]
+        self._selector = selectors.DefaultSelector()
+        self._pool = ThreadPoolExecutor(8)
+        self._there: list[_Stub] = []
+        for number, listener in enumerate(self._listeners):
+            self._selector.register(listener, selectors.EVENT_READ, number)
+
+    def run(self) -> None:
+        """Answers for ever."""
+        next_step = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(max(0.0, next_step - time.monotonic())):
+                if isinstance(key.data, int):
+                    sock, _ = self._listeners[key.data].accept()
+                    self._pool.submit(self._welcome, key.data, sock)
+                elif not key.data.read():
+                    self._selector.unregister(key.fileobj)
+                    self._there.remove(key.data)
+            if (now := time.monotonic()) >= next_step:
+                for stub in self._there:
+                    stub.step(now)
+                next_step = now + STEP_SECONDS
+
+    def _welcome(self, number: int, sock: socket.socket) -> None:
+        channel = accept(sock, TOKEN, 30.0, frames.WORKER_FRAME_BYTES)
+        channel.receive()
+        prefill = number < len(self.ports) // 2
+        channel.send(frames.encode(frames.Welcome(facts_of(number, prefill))))
+        connection = channel.detach()
+        connection.setblocking(True)
+        stub = _Stub(connection, number)
+        self._there.append(stub)
+        self._selector.register(connection, selectors.EVENT_READ, stub)
+
+
+class _Stub:
+    """One connected worker."""
+
+    def __init__(self, sock: socket.socket, number: int):
+        self._socket, self._number = sock, number
+        self._received = bytearray()
+        self._left: dict[str, int] = {}
+        self._state_at = 0.0
+
+    def read(self) -> bool:
+        """Takes what came; False at the end."""
+        try:
+            data = self._socket.recv(1 << 18)
+        except OSError:
+            return False
+        self._received += data
+        answers: list[Frame] = []
+        start = 0
+        while len(self._received) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            match frames.decode_from_router(bytes(self._received[start + _LENGTH.size : end])):
+                case frames.Prefill(request_id=request_id, prompt=prompt):
+                    source = PagesSource("stub", request_id, len(prompt) // 4, "digest")
+                    answers.append(frames.Held(request_id, source))
+                case frames.Submit(request_id=request_id, params=params):
+                    self._left[request_id] = params.max_tokens
+            start = end
+        del self._received[:start]
+        self._send(answers)
+        return bool(data)
+
+    def step(self, now: float) -> None:
+        """A token for every request."""
+        outputs = []
+        for request_id, left in list(self._left.items()):
+            outputs.append(
+                TokenOutput(
+                    request_id=request_id,
+                    token_ids=[left],
+                    finish_reason=None if left > 1 else "length",
+                )
+            )
+            if left > 1:
+                self._left[request_id] = left - 1
+            else:
+                del self._left[request_id]
+        found: list[Frame] = [Outputs(outputs)] if outputs else []
+        if now >= self._state_at:
+            # Not all at the same time.
+            self._state_at = now + (self._number % 10 / 20 if not self._state_at else STATE_SECONDS)
+            load = EngineLoad(running=len(self._left), kv_usage=[0.1] * 8)
+            found.append(frames.State("ready", 0.0, load))
+        self._send(found)
+
+    def _send(self, found: list[Frame]) -> None:
+        parts = []
+        for frame in found:
+            body = frames.encode(frame)
+            parts += [_LENGTH.pack(len(body)), body]
+        if parts:
+            self._socket.sendall(b"".join(parts))
+
+
+def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:
+    """A worker of eight DP groups."""
+    return frames.WorkerFacts(
+        name=f"stub {number}",
+        role="prefill" if prefill else "domain",
+        model=MODEL,
+        slots=1024,
+        groups=8,
+        pages=10_000,
+        page_size=64,
+        max_length=131_072,
+        vocab=VOCAB,
+        eos_token_ids=[],
+        info={"model": "stub", "vocab_size": VOCAB, "max_length": 131_072},
+        instance=secrets.token_hex(4),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
