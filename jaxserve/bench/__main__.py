@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, kills, load, pipeline, quality, router, serving, step_host
+from jaxserve.bench import fleet, front, kills, load, pipeline, quality, router, serving, step_host
 from jaxserve.bench import options as sampling_options
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.errors import JaxserveError
@@ -25,6 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"some of {','.join(pipeline.PARTS)}",
     )
     of_pipeline.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
+    of_fleet = benches.add_parser("fleet", help="domains on one ffn worker")
+    of_fleet.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_fleet.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(fleet.PARTS),
+        metavar="PARTS",
+        help=f"some of {','.join(fleet.PARTS)}",
+    )
+    of_fleet.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
     of_quality = benches.add_parser("quality", help="held-out bits a byte of every number format")
     of_quality.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_quality.add_argument("--quick", action="store_true", help="few formats, little text")
@@ -51,8 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_kills.add_argument("--standbys", type=int, default=0, help="further ffn workers (0)")
     serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
     options = parser.parse_args(arguments)
-    if options.bench == "pipeline" and (unknown := set(options.only) - set(pipeline.PARTS)):
-        parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(pipeline.PARTS)}")
+    for bench in (pipeline, fleet):
+        known = bench.PARTS
+        name = bench.__name__.rpartition(".")[2]
+        if options.bench == name and (unknown := set(options.only) - set(known)):
+            parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(known)}")
     try:
         if options.bench == "serve":
             return serving.run(options)
@@ -72,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return sampling_options.run(options.quick, options.json)
         if options.bench == "quality":
             return quality.run(options.quick, options.json)
+        if options.bench == "fleet":
+            return fleet.run(options.only, options.quick, options.json)
         return pipeline.run(options.only, options.quick, options.json)
     except JaxserveError as error:
         print(f"bench: {error}", file=sys.stderr)

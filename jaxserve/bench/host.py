@@ -300,7 +300,8 @@ def without_calls(model: RandomModel) -> Cell:
         "sampling": None,
         "load": None,
     }
-    ffn: Any = {("moe", model.bucket.tokens): lambda *arguments: (nothing,)}
+    size = model.ffn.contract.size(model.bucket.tokens)
+    ffn: Any = {("moe", size): lambda *arguments: (nothing,) * 2}  # and the experts' tokens
     return model.cell(AttentionExecutables(**hollow), ffn, _Nowhere(nothing))
 
 
