@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.fleet.simulation_command import add_fleet
 from jaxserve.planner import report
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
@@ -242,7 +243,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     paper.add_argument("--svg", type=Path, metavar="DIR", help="writes the figures there")
     paper.set_defaults(run=_tables)
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
-    add_simulate(commands.add_parser("simulate", help="a deployment in simulated time"))
+    simulate = commands.add_parser("simulate", help="a deployment, or a fleet, in simulated time")
+    add_simulate(simulate)
+    add_fleet(simulate)
     add_calibrate(commands.add_parser("calibrate", help="measured stages in place of rooflines"))
     add_verify(commands.add_parser("verify", help="predicted against measured stages"))
     add_compile(commands.add_parser("compile", help="all programs for a TPU topology, without one"))

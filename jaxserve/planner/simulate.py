@@ -18,13 +18,12 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.observe.timeline import AFDStage, Span
 from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, LinkMode, Seen
 from jaxserve.planner.noise import Jitter, Lengths
-from jaxserve.planner.stage_times import Rows, StageTimes
-from jaxserve.roles.step_plan import StepPlan
+from jaxserve.planner.simulated_engine import make_scheduler, rows_of
+from jaxserve.planner.stage_times import StageTimes
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +166,10 @@ class Simulation:
                 note=self._spans.append,
             )
         )
-        self._schedulers = [self._scheduler() for _ in range(self._domains)]
+        self._elsewhere = traffic.prefill == "elsewhere"
+        self._schedulers = [
+            make_scheduler(deployment, elsewhere=self._elsewhere) for _ in range(self._domains)
+        ]
         self._loop = Loop(self._schedulers, self._lanes, lambda: self._now)
         self._sampled = StepResult(np.zeros((self._groups, self._slots), np.int32), {}, {})
         self._prompt = [0] * deployment.scheduler.max_length
@@ -200,25 +202,6 @@ class Simulation:
             while self._turn():
                 pass
         return self._result(), self._kept_spans()
-
-    def _scheduler(self) -> Scheduler:
-        limits, cache = self._deployment.scheduler, self._deployment.cache
-        elsewhere = self._traffic.prefill == "elsewhere"
-        # A prompt that was prefilled elsewhere is one step's work, whatever its length.
-        budget = limits.slots * limits.max_length if elsewhere else limits.token_budget
-        return Scheduler(
-            groups=self._groups,
-            lanes=self._deployment.lanes,
-            slots=limits.slots,
-            pages=cache.pages,
-            page_size=cache.page_size,
-            max_length=limits.max_length,
-            token_budget=budget,
-            token_buckets=sorted({*([] if elsewhere else limits.token_buckets), budget}),
-            page_buckets=limits.page_buckets,
-            max_waiting=2**20,
-            prefill_tokens=0 if elsewhere else limits.prefill_tokens,
-        )
 
     def _fill(self) -> None:
         """A request for every slot, for a start in the middle of things."""
@@ -274,7 +257,8 @@ class Simulation:
         return (lane for lane in self._pipeline.idle_lanes if not self._all_issued)
 
     def _begin(self, step: ScheduledStep) -> None:
-        lane, rows = step.lane, self._rows(step.plan)
+        lane = step.lane
+        rows = rows_of(self._deployment, step.plan, elsewhere=self._elsewhere)
         self._indices[lane].append(self._issued)
         if self._loop.issued[lane] == self._steps - 1:
             self._uncounted = min(self._uncounted, self._issued)
@@ -284,16 +268,6 @@ class Simulation:
             self._running += len(rows.tokens)
             self._length += float(rows.length.sum())
             self._counted += 1
-
-    def _rows(self, plan: StepPlan) -> Rows:
-        group, tokens = plan.rows // self._slots, plan.token_counts
-        padded = plan.bucket.tokens
-        if self._traffic.prefill == "elsewhere":
-            tokens = np.ones_like(tokens)
-            most = np.bincount(group).max()
-            sizes = self._deployment.scheduler.token_buckets
-            padded = next((size for size in sizes if size >= most), int(most))
-        return Rows(self._groups, group, tokens, plan.kv_lengths, padded)
 
     def _disturb(self, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
         return self._conditions.jitter.draw(self._random, stage, seconds)
@@ -364,8 +338,8 @@ class Simulation:
             context=self._length / max(1.0, self._running),
             finished=len(self._done),
             preemptions=sum(scheduler.num_preemptions for scheduler in self._schedulers),
-            tpot=_percentiles(tpot),
-            ttft=_percentiles(ttft),
+            tpot=percentiles(tpot),
+            ttft=percentiles(ttft),
             attention_busy=shares[0],
             ffn_busy=shares[1],
             dispatch_busy=shares[2],
@@ -386,7 +360,8 @@ class Simulation:
         return [span for span in self._spans if (span.lane, span.step) in keep]
 
 
-def _percentiles(values: Sequence[float]) -> Percentiles | None:
+def percentiles(values: Sequence[float]) -> Percentiles | None:
+    """Of these seconds; None: there are none."""
     if not values:
         return None
     return Percentiles(float(np.mean(values)), *map(float, np.percentile(values, [50, 90, 99])))

@@ -1,0 +1,333 @@
+"""A fleet in simulated time: the router's coordinator, prefill workers, the pages link, domains.
+
+Called by `plan simulate`. The coordinator is the router's own (`coordinator.py`), and so are the
+engines' schedulers and loops; simulated are the devices (`planner/lanes.py`), the link over which
+KV pages go, and the clock. Events come in the order of time: an engine takes its turn when nothing
+else is due before it.
+
+Not simulated: leases that run out, lost workers, prefix hits, what the router itself takes, and the
+memory of pages that a prefill worker holds, of which `pages.held` bounds the number.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.errors import OverloadedError
+from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.routed import Job, Routed
+from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
+from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
+from jaxserve.link.pages import NOTHING_HELD, PagesSource
+from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.simulate import Percentiles, percentiles
+from jaxserve.planner.simulated_engine import News, SimulatedEngine
+from jaxserve.planner.stage_times import StageTimes
+
+
+class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV pages cross.
+
+    Attributes:
+      seconds_per_token: at either end; a hand-off at a time.
+      latency: seconds of a hand-off beside its bytes.
+    """
+
+    seconds_per_token: float = 0.0
+    latency: float = 0.0
+
+
+class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the fleet.
+
+    Attributes:
+      rate: requests a second, at random (Poisson); or evenly spaced.
+      requests: how many.
+      warm_up: the first so many do not count.
+    """
+
+    lengths: Lengths
+    rate: float
+    requests: int
+    warm_up: int = 0
+    even: bool = False
+
+
+class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """How it runs; as those of `planner.simulate`."""
+
+    pages: PagesLink = PagesLink()
+    host_seconds: float = 0.0
+    jitter: Jitter = Jitter()
+    seed: int = 0
+
+
+class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it.
+
+    Attributes:
+      seconds: simulated, from the first counted arrival to the last token.
+      finished: requests.
+      refused: requests that the router did not take.
+      tokens_per_second: of all domains.
+      ttft: from a request's arrival at the router to its first token.
+      tpot: between the tokens of a request, over those with two and more.
+      waits: by role, the seconds that a request waited: for a prefill worker ("prefill") and for a
+        domain ("domain"), at the router and in the worker's queue; for the pages link and its bytes
+        ("pages").
+      busy: by role, the share of the time in which its devices attend ("prefill", "domain"; where
+        they are colocated, or run the FFN), and of the domains' ffn worker ("ffn").
+    """
+
+    seconds: float
+    finished: int
+    refused: int
+    tokens_per_second: float
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    waits: dict[str, Percentiles | None]
+    busy: dict[str, float]
+
+
+class _Seen(msgspec.Struct):
+    """A request as the simulation knows it."""
+
+    arrival: float
+    output: int
+    prefill_wait: float | None = None
+    pages_wait: float | None = None
+    domain_wait: float = 0.0
+    first: float = -1.0
+    last: float = -1.0
+    tokens: int = 0
+
+
+class _Worker(NamedTuple):
+    role: WorkerRole
+    engine: SimulatedEngine
+
+
+class FleetSimulation:
+    """One run; `run` once.
+
+    Args:
+      deployment: of the fleet; a domain's part of it is what each domain runs. In `afd` mode all
+        domains are around one ffn worker, and one worker to the router.
+      domain, prefill: stage times of the two roles' engines.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        traffic: FleetTraffic,
+        conditions: FleetConditions,
+        *,
+        domain: StageTimes,
+        prefill: StageTimes | None = None,
+    ):
+        self._traffic, self._conditions = traffic, conditions
+        self._random = np.random.default_rng(conditions.seed)
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._coordinator = Coordinator(deployment, "simulated", lambda: self._now)
+        self._workers: dict[str, _Worker] = {}
+        self._link_free: dict[str, float] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._attempts: dict[str, str] = {}  # attempt → request id
+        self._sent: dict[str, float] = {}  # attempt → when it went to its worker
+        self._refused = 0
+        workers = deployment.prefill.workers if prefill is not None else 0
+        if workers and prefill is not None:
+            made = deployment_of(deployment, "prefill")
+            reserved = workers - deployment.prefill.long_workers
+            for number in range(workers):
+                engine = self._engine(made, prefill)
+                self._join(f"prefill {number}", "prefill", engine, number >= reserved)
+        together = deployment.domains if deployment.mode == "afd" else 1
+        for number in range(deployment.domains // together):
+            engine = self._engine(deployment, domain, elsewhere=workers > 0, domains=together)
+            self._join(f"domain {number}", "domain", engine)
+
+    def run(self) -> FleetResult:
+        """Simulates until every request has ended."""
+        at = 0.0
+        for number in range(self._traffic.requests):
+            gap = 1 / self._traffic.rate
+            at += gap if self._traffic.even else float(self._random.exponential(gap))
+            self._at(at, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        while self._turn():
+            pass
+        return self._result()
+
+    def _turn(self) -> bool:
+        """The next event, or the turn of the engine that is due first; False: nothing is left."""
+        name, worker = min(self._workers.items(), key=lambda item: item[1].engine.next_at)
+        due = worker.engine.next_at
+        if self._events and self._events[0][0] <= due:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()
+        elif due < float("inf"):
+            for news in worker.engine.turn():
+                self._at(news.at, lambda news=news: self._news(name, news))  # type: ignore[misc]
+        else:
+            return False
+        return True
+
+    def _engine(
+        self,
+        deployment: Deployment,
+        times: StageTimes,
+        *,
+        elsewhere: bool = False,
+        domains: int = 1,
+    ) -> SimulatedEngine:
+        conditions = self._conditions
+        return SimulatedEngine(
+            deployment,
+            times,
+            elsewhere=elsewhere,
+            domains=domains,
+            host_seconds=conditions.host_seconds,
+            disturb=lambda stage, seconds: conditions.jitter.draw(self._random, stage, seconds),
+        )
+
+    def _join(
+        self, name: str, role: WorkerRole, engine: SimulatedEngine, reserved: bool = False
+    ) -> None:
+        made, domains = engine.deployment, len(engine.schedulers)
+        limits = made.scheduler
+        facts = WorkerFacts(
+            name=name,
+            role=role,
+            model="",
+            slots=limits.slots * made.lanes * made.attention.dp * domains,
+            groups=made.attention.dp * domains,
+            pages=made.cache.pages,
+            page_size=made.cache.page_size,
+            max_length=limits.max_length,
+            vocab=2**31 - 1,
+            eos_token_ids=[],
+            info={},
+            instance="",
+        )
+        self._workers[name] = _Worker(role, engine)
+        self._act(self._coordinator.joined(name, facts, reserved))
+
+    def _at(self, at: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), happen))
+
+    def _arrive(self, number: int) -> None:
+        prompt, output = self._traffic.lengths.draw(self._random)
+        name = str(number)
+        # A prompt of its own, which no prefix cache has.
+        job = Job(request_id=name, prompt=[number] * prompt, max_tokens=output)
+        self._seen[name] = _Seen(self._now, output)
+        try:
+            self._act(self._coordinator.submit(job))
+        except OverloadedError:
+            self._refused += 1
+            del self._seen[name]
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendPrefill(worker, attempt, request, priority):
+                    self._send(worker, attempt, request, 1, priority, self._now)
+                case SendSubmit(worker, attempt, request):
+                    seen = self._seen[request.job.request_id]
+                    there = self._now
+                    if request.source is not None and request.prefill is not None:
+                        there = self._hand_over(request.prefill.name, worker, request.source)
+                        seen.pages_wait = there - self._now
+                        assert request.computed_at is not None
+                        seen.domain_wait = self._now - request.computed_at
+                    else:
+                        seen.domain_wait = self._now - seen.arrival
+                    self._send(worker, attempt, request, seen.output, 0, there)
+
+    def _send(
+        self, worker: str, attempt: str, request: Routed, tokens: int, priority: int, at: float
+    ) -> None:
+        """A request goes to a worker, where it is at a time."""
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, priority=priority)
+        self._attempts[attempt] = request.job.request_id
+        self._sent[attempt] = self._now
+        made = Request(request_id=attempt, prompt=request.job.prompt, params=params, arrival=at)
+        self._workers[worker].engine.submit(made, at)
+
+    def _hand_over(self, prefill: str, domain: str, source: PagesSource) -> float:
+        """When a hand-off that is asked for now has come: either end does one at a time."""
+        link = self._conditions.pages
+        free = max(self._now, *(self._link_free.get(end, 0.0) for end in (prefill, domain)))
+        done = free + link.latency + link.seconds_per_token * source.tokens
+        self._link_free[prefill] = self._link_free[domain] = done
+        return done
+
+    def _news(self, name: str, news: News) -> None:
+        """A worker tells the router."""
+        attempt, output = news.output.request_id, news.output
+        worker = self._workers[name]
+        seen = self._seen[self._attempts[attempt]]
+        if worker.role == "prefill":
+            seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds
+            self._act(self._coordinator.held(attempt, self._held(name, attempt)))
+            return
+        if output.token_ids or output.stop_token_id is not None:
+            if seen.first < 0:
+                seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
+            seen.last = self._now
+            seen.tokens += len(output.token_ids)
+        _, actions = self._coordinator.output(attempt, output)
+        self._act(actions)
+
+    def _held(self, name: str, attempt: str) -> PagesSource:
+        """Whole pages of all tokens but the last."""
+        request = self._coordinator.requests[self._attempts[attempt]]
+        size = self._workers[name].engine.deployment.cache.page_size
+        tokens = (len(request.job.prompt) - 1) // size * size
+        return PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
+
+    def _result(self) -> FleetResult:
+        counted = [
+            seen
+            for name, seen in self._seen.items()
+            if int(name) >= self._traffic.warm_up and seen.first >= 0
+        ]
+        begin = min((seen.arrival for seen in counted), default=0.0)
+        end = max((seen.last for seen in counted), default=0.0)
+        several = [seen for seen in counted if seen.tokens > 1]
+        busy: dict[str, list[float]] = {}
+        for worker in self._workers.values():
+            times, length = worker.engine.busy, max(self._now, 1e-12)
+            own = times.attention
+            if worker.engine.deployment.mode == "colocated":
+                own += times.ffn
+            elif worker.role == "domain":
+                busy.setdefault("ffn", []).append(times.ffn / length)
+            busy.setdefault(worker.role, []).append(own / length)
+        return FleetResult(
+            seconds=end - begin,
+            finished=len(counted),
+            refused=self._refused,
+            tokens_per_second=sum(seen.tokens for seen in counted) / max(end - begin, 1e-12),
+            ttft=percentiles([seen.first - seen.arrival for seen in counted]),
+            tpot=percentiles([(seen.last - seen.first) / (seen.tokens - 1) for seen in several]),
+            waits={
+                "prefill": percentiles(
+                    [s.prefill_wait for s in counted if s.prefill_wait is not None]
+                ),
+                "pages": percentiles([s.pages_wait for s in counted if s.pages_wait is not None]),
+                "domain": percentiles([s.domain_wait for s in counted]),
+            },
+            busy={role: float(np.mean(shares)) for role, shares in busy.items()},
+        )
+
+
+__all__ = ["FleetConditions", "FleetResult", "FleetSimulation", "FleetTraffic", "PagesLink"]

@@ -1,0 +1,134 @@
+"""`plan simulate` of a fleet: prefill workers, the pages link and domains, with arrivals.
+
+A deployment file with `prefill.workers` is a fleet; any other is simulated by
+`planner/simulate_command.py`, whose options these are added to.
+"""
+
+import argparse
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.simulation import (
+    FleetConditions,
+    FleetResult,
+    FleetSimulation,
+    FleetTraffic,
+    PagesLink,
+)
+from jaxserve.planner import simulate_command
+from jaxserve.planner.deployment_options import read_deployment, read_scenario
+from jaxserve.planner.noise import Lengths
+from jaxserve.planner.quantities import jitter, seconds, tokens
+from jaxserve.planner.scenario import Scenario, scenario
+from jaxserve.planner.simulate import Percentiles
+from jaxserve.planner.text import grid, json_text
+
+
+def add_fleet(command: argparse.ArgumentParser) -> None:
+    """The options of a fleet, beside those of one deployment."""
+    add = command.add_argument
+    add("--requests", type=int, default=500, help="of a fleet: 500, of which a tenth warms up")
+    add("--pages-latency", default="2ms", help="of a hand-off, beside its bytes: 2ms")
+    add("--pages-gb-s", type=float, default=0.0, help="of a worker; 0: its devices' network")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulates a fleet, or whatever else the deployment is, and shows."""
+    deployment = read_deployment(options)
+    if not deployment.prefill.workers:
+        return simulate_command.run(options)
+    if options.rate <= 0 or not 1 <= options.requests <= 10**6:
+        raise ConfigError(
+            f"--rate {options.rate:g} and --requests {options.requests}: a fleet needs a rate "
+            "above 0 and 1 to 1000000 requests"
+        )
+    prompt, output = tokens(options.prompt, "--prompt"), tokens(options.output, "--output")
+    longest = deployment.scheduler.max_length
+    if prompt + output > longest:
+        raise ConfigError(
+            f"--prompt {prompt} and --output {output} exceed scheduler.max_length = {longest}"
+        )
+    traffic = FleetTraffic(
+        lengths=Lengths(prompt=prompt, output=output, spread=options.spread, longest=longest),
+        rate=options.rate,
+        requests=options.requests,
+        warm_up=options.requests // 10,
+    )
+    domain = read_scenario(options, prompt + output // 2)
+    prefill = _prefill(domain, prompt // 2)
+    conditions = FleetConditions(
+        pages=_pages(domain, prefill, options),
+        host_seconds=seconds(options.host, "--host"),
+        jitter=jitter(options.jitter, options.stall),
+        seed=options.seed,
+    )
+    result = FleetSimulation(
+        deployment,
+        traffic,
+        conditions,
+        domain=domain.rooflines(seed=options.seed, skew=options.skew),
+        prefill=prefill.rooflines(seed=options.seed, skew=options.skew),
+    ).run()
+    if options.json:
+        parts = {"traffic": traffic, "conditions": conditions, "result": result}
+        print(json_text({name: msgspec.to_builtins(part) for name, part in parts.items()}))
+    else:
+        print(grid(_rows(deployment, result)))
+    return 0
+
+
+def _prefill(domain: Scenario, context: int) -> Scenario:
+    """What a prefill worker runs, on the attention role's hardware if it is colocated."""
+    made = deployment_of(domain.deployment, "prefill")
+    calculator = domain.attention
+    return scenario(
+        made,
+        calculator.model,
+        "plain",
+        domain.roles,
+        context,
+        calculator.assumed,
+        calculator.measured,
+    )
+
+
+def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> PagesLink:
+    """The pages link, at the slower of its ends."""
+    calculator = domain.attention
+    size = sum(
+        group.layers * calculator.cache_row(group, 1)
+        for group in calculator.model.attention
+        if group.kind != "lightning"
+    )
+    ends = [
+        made.roles.attention.network * made.deployment.attention.devices
+        for made in (domain, prefill)
+    ]
+    speed = options.pages_gb_s * 1e9 or min(ends)
+    return PagesLink(
+        seconds_per_token=size / speed, latency=seconds(options.pages_latency, "--pages-latency")
+    )
+
+
+def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
+    """A quantity a row."""
+
+    def times(name: str, found: Percentiles | None) -> list[str]:
+        return [name, *(["-"] * 4 if found is None else (f"{value * 1e3:.2f}" for value in found))]
+
+    prefill = deployment.prefill.workers
+    rows = [["", "mean", "p50", "p90", "p99"]]
+    rows += [times("TTFT ms", result.ttft), times("TPOT ms", result.tpot)]
+    rows += [times(f"wait for {role} ms", found) for role, found in result.waits.items()]
+    numbers = {
+        "tokens/s": f"{result.tokens_per_second:.0f}",
+        "requests finished": str(result.finished),
+        "requests refused": str(result.refused),
+        **{f"{role} busy": f"{share:.1%}" for role, share in result.busy.items()},
+        "prefill workers, domains": f"{prefill}, {deployment.domains}",
+        "simulated s": f"{result.seconds:.3f}",
+    }
+    return rows + [[name, text, "", "", ""] for name, text in numbers.items()]

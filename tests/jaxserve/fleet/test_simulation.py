@@ -1,0 +1,136 @@
+"""Fleets in simulated time, against cases worked out by hand."""
+
+import json
+
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic, PagesLink
+from jaxserve.link.pages import PagesSource
+from jaxserve.plan import main
+from jaxserve.planner.hardware import CONFIGS
+from jaxserve.planner.noise import Lengths
+from jaxserve.planner.stage_times import Given
+
+STEP = 0.1
+"""Seconds of a step: 10 layers of 4 + 1 + 4 + 1 ms."""
+PULL = 0.01 + 96 * 1e-4
+"""Of the 6 whole pages of 100 tokens: 10 ms, and 0.1 ms a token."""
+FILE = {
+    "mode": "colocated",
+    "cache.page_size": 16,
+    "cache.pages": 200,
+    "scheduler.slots": 4,
+    "scheduler.max_length": 256,
+    "scheduler.token_budget": 64,
+    "prefill.workers": 1,
+}
+
+
+def simulate(folder, requests=1, rate=1000.0, output=3, **overrides):
+    """Requests of 100 + `output` tokens, evenly spaced; the first after one space."""
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    deployment = load_deployment(folder, FILE | keys)
+    times = Given(layers=10, groups=1, attend=4e-3, dispatch=1e-3, ffn=4e-3, combine=1e-3)
+    traffic = FleetTraffic(
+        lengths=Lengths(prompt=100, output=output, longest=256),
+        rate=rate,
+        requests=requests,
+        even=True,
+    )
+    conditions = FleetConditions(pages=PagesLink(seconds_per_token=1e-4, latency=0.01))
+    prefill = times if deployment.prefill.workers else None
+    return FleetSimulation(deployment, traffic, conditions, domain=times, prefill=prefill)
+
+
+def means(result):
+    return {role: found and found.mean for role, found in result.waits.items()}
+
+
+def test_one_request_waits_for_nothing(tmp_path):
+    """Two chunks of a prompt of 100 tokens, the pages, and a step for each token."""
+    result = simulate(tmp_path).run()
+    assert result.finished == 1
+    assert result.ttft.mean == pytest.approx(2 * STEP + PULL + STEP)
+    assert result.tpot.mean == pytest.approx(STEP)
+    assert means(result) == pytest.approx({"prefill": 0.0, "pages": PULL, "domain": 0.0})
+    assert result.tokens_per_second == pytest.approx(3 / (5 * STEP + PULL))
+    whole = 0.001 + 5 * STEP + PULL
+    assert result.busy == pytest.approx(
+        {"prefill": 2 * 0.8 * STEP / whole, "domain": 3 * 0.8 * STEP / whole}
+    )
+
+
+def test_without_prefill_workers_the_domain_prefills(tmp_path):
+    result = simulate(tmp_path, prefill__workers=0).run()
+    assert result.ttft.mean == pytest.approx(2 * STEP)
+    assert means(result) == {"prefill": None, "pages": None, "domain": 0.0}
+
+
+def test_a_second_request_waits_for_the_worker_and_for_the_slot(tmp_path):
+    """One at a time: the second's prompt after the first's, and its pages after the first's end."""
+    result = simulate(
+        tmp_path,
+        requests=2,
+        output=6,
+        scheduler__slots=1,
+        scheduler__token_budget=64,
+        fleet__domain_waiting=0,
+    ).run()
+    # Arrivals at 1 and 2 ms. Computed at 201 and 401 ms; the first has its six tokens at 201 + PULL
+    # + 600 ms, and then the second's pages come.
+    prefill_wait = (0.0 + 0.199) / 2
+    domain_wait = (0.0 + (0.201 + PULL + 0.6 - 0.401)) / 2
+    assert means(result) == pytest.approx(
+        {"prefill": prefill_wait, "pages": PULL, "domain": domain_wait}
+    )
+    first = 0.201 + PULL + STEP - 0.001
+    second = 0.201 + PULL + 0.6 + PULL + STEP - 0.002
+    assert result.ttft.mean == pytest.approx((first + second) / 2)
+    assert result.tpot.mean == pytest.approx(STEP)
+
+
+def test_two_prefill_workers_and_two_domains_share_the_work(tmp_path):
+    result = simulate(tmp_path, requests=2, prefill__workers=2, domains=2, scheduler__slots=1).run()
+    assert result.ttft.mean == pytest.approx(2 * STEP + PULL + STEP)
+    assert means(result) == pytest.approx({"prefill": 0.0, "pages": PULL, "domain": 0.0})
+
+
+def test_either_end_of_the_pages_link_does_one_hand_off_at_a_time(tmp_path):
+    fleet = simulate(tmp_path)
+    source = PagesSource("p", "", 96, "")
+    assert fleet._hand_over("p0", "d0", source) == pytest.approx(PULL)
+    assert fleet._hand_over("p0", "d1", source) == pytest.approx(2 * PULL)
+    assert fleet._hand_over("p1", "d1", source) == pytest.approx(3 * PULL)
+    assert fleet._hand_over("p2", "d2", source) == pytest.approx(PULL)
+
+
+def test_domains_of_one_ffn_worker_take_turns_on_it(tmp_path):
+    """Each has an ffn of 4 ms between an attend of 4 ms and links of 1: there is room for two."""
+    afd = {"mode": "afd", "domains": 2, "prefill__mode": "colocated"}
+    afd |= {"scheduler__slots": 1, "prefill__workers": 2}
+    result = simulate(tmp_path, requests=2, output=20, **afd).run()
+    assert result.finished == 2
+    assert result.tpot.p99 == pytest.approx(STEP, rel=0.02)
+    assert result.busy["ffn"] > 0.5
+
+
+def test_more_than_the_router_takes_is_refused(tmp_path):
+    result = simulate(
+        tmp_path, requests=9, scheduler__slots=1, fleet__prefill_waiting=2, pages__held=1
+    ).run()
+    assert (result.finished, result.refused) == (3, 6)
+
+
+def test_command(capsys):
+    config = CONFIGS / "step3-fleet.yaml"
+    asked = ["simulate", "--config", str(config), "--hardware", "h800", "--prompt", "1K"]
+    asked += ["--output", "64", "--requests", "40", "--set", "fleet.late=queue"]
+    assert main([*asked, "--rate", "20"]) == 0
+    shown = capsys.readouterr().out
+    rows = dict(line.split("  ", 1) for line in shown.splitlines()[1:])
+    assert {"TTFT ms", "TPOT ms", "wait for prefill ms", "wait for pages ms"} <= set(rows)
+    assert main([*asked, "--rate", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["finished"] == 36
+    assert main(asked) == 2
+    assert "a fleet needs a rate" in capsys.readouterr().err
