@@ -8,9 +8,9 @@ import pytest
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe import watch as module
 from jaxserve.observe.probe import Measured
-from jaxserve.observe.timeline import Span
-from jaxserve.observe.view import PipelineView, Transfers
-from jaxserve.observe.watch import Watch, imbalance
+from jaxserve.observe.timeline import Span, summarise
+from jaxserve.observe.view import DomainShare, PipelineView, Transfers
+from jaxserve.observe.watch import Watch, domain_shares, imbalance
 
 MS = 1_000_000
 
@@ -226,3 +226,23 @@ def test_a_mistake_in_the_figures_ends_nothing(clock: Clock) -> None:
     watch._counts.clear()
     assert measure(watch, clock, probe).transfers == {"combine": Transfers(3, pytest.approx(0.003))}
     watch.close()
+
+
+def test_each_domain_has_its_part():
+    """Lanes 0 and 2 are domain 0's, lane 1 is domain 1's; what is cut by the window counts in
+    part."""
+
+    def span(stage, lane, step, start, end):
+        return Span(stage, lane, 0, step, start * MS, end * MS, 0, start * MS)
+
+    spans = [
+        span("attend", 0, 1, -5, 5),
+        span("ffn", 0, 1, 5, 10),
+        span("attend", 2, 2, 10, 40),
+        span("attend", 1, 1, 90, 120),
+    ]
+    window = summarise(spans, (0, 100 * MS))
+    assert domain_shares(spans, window, 2) == [
+        DomainShare(0, 2, {"attend": pytest.approx(0.35), "ffn": pytest.approx(0.05)}),
+        DomainShare(1, 1, {"attend": pytest.approx(0.1)}),
+    ]

@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.load import DomainLoad, EngineLoad
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
@@ -119,6 +120,27 @@ def test_what_was_measured_long_ago_is_not_now(clock: Clock) -> None:
     found = samples(metrics)
     assert not [name for name in found if name.startswith(("stage_", "bubble_", "expert_"))]
     assert found["transfer_seconds_count direction=dispatch"] == 4  # a counter
+
+
+def test_each_domain_has_its_figures(monkeypatch) -> None:
+    engine = FakeEngine([])
+    domains = [
+        DomainLoad(running=3, waiting=1, kv_usage=[0.2, 0.4]),
+        DomainLoad(running=5, waiting=0, kv_usage=[0.5, 0.9]),
+    ]
+    load = EngineLoad.of(domains, queued=2, page_size=16, pages=10, compilations=0)
+    monkeypatch.setattr(engine, "load", lambda: load)
+    metrics = Metrics("m")
+    metrics.watch(engine)
+    found = samples(metrics)
+    assert found["num_requests_running"] == 8
+    assert found["num_requests_waiting"] == 3
+    assert found["kv_cache_usage_perc"] == 0.5
+    assert found["dp_group_kv_cache_usage_perc dp_group=3"] == 0.9
+    assert found["domain_running domain=0"] == 3
+    assert found["domain_waiting domain=0"] == 1
+    assert found["domain_running domain=1"] == 5
+    assert found["domain_kv_cache_usage_perc domain=1"] == 0.7
 
 
 def test_what_fleet_routers_read() -> None:

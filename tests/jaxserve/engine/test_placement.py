@@ -1,0 +1,58 @@
+"""Which domain takes a request in."""
+
+from jaxserve.engine.placement import choose_domain
+from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.scheduler import Scheduler
+
+
+def scheduler(**limits):
+    return Scheduler(
+        **{
+            "groups": 1,
+            "lanes": 1,
+            "slots": 2,
+            "pages": 12,
+            "page_size": 4,
+            "max_length": 32,
+            "token_budget": 16,
+            "token_buckets": [16],
+            "page_buckets": [8],
+            "max_waiting": 100,
+            **limits,
+        }
+    )
+
+
+def request(name, length=8):
+    params = SamplingParams(max_tokens=4)
+    return Request(request_id=str(name), prompt=[1] * length, params=params)
+
+
+def fill(schedulers, lengths):
+    """Where requests of these lengths go, each admitted before the next comes."""
+    places = []
+    for length in lengths:
+        new = request(sum(each.num_running + each.num_waiting for each in schedulers), length)
+        places.append(choose_domain(schedulers, new))
+        schedulers[places[-1]].add(new)
+        schedulers[places[-1]].plan(0)
+    return places
+
+
+def test_one_domain_takes_all():
+    assert choose_domain([scheduler()], request(0, 1000)) == 0
+
+
+def test_the_emptiest_takes_a_request():
+    domains = [scheduler(), scheduler(), scheduler()]
+    assert fill(domains, [20, 8, 4, 4]) == [0, 1, 2, 2]
+
+
+def test_one_with_a_slot_goes_before_those_without():
+    assert fill([scheduler(slots=1), scheduler(slots=3)], [4, 20, 4]) == [0, 1, 1]
+
+
+def test_where_all_are_full_the_one_with_the_fewest_waiting():
+    domains = [scheduler(slots=1), scheduler(slots=1)]
+    assert fill(domains, [4, 4, 4, 4, 4]) == [0, 1, 0, 1, 0]
+    assert [each.num_waiting for each in domains] == [2, 1]
