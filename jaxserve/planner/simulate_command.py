@@ -24,7 +24,7 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     """The options."""
     add = command.add_argument
     add_scenario(command)
-    add("--domains", type=int, default=1, help="attention meshes on one ffn mesh: 1")
+    add("--domains", type=int, help="attention meshes on one ffn mesh: those of the deployment")
     add("--prompt", default="2K", help="tokens, on the mean: 2K")
     add("--output", default="512", help="tokens, on the mean: 512")
     add("--spread", type=float, default=0.0, help="of both, standard deviation over mean: 0")
@@ -76,8 +76,9 @@ def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
         rate=options.rate,
         prefill="here" if prefill == "here" else "elsewhere",
     )
+    afd = made.deployment.mode == "afd"
     conditions = Conditions(
-        domains=options.domains,
+        domains=options.domains or (made.deployment.domains if afd else 1),
         steps=options.steps,
         warm_up=options.warm_up,
         link=options.link,
