@@ -65,6 +65,10 @@ class RequestChecks:
 
     def _token_ids(self, field: str, given: Sequence[Any]) -> list[int]:
         """Plain ints, which step plans can carry to other processes."""
+        if set(map(type, given)) <= {int} and (
+            not len(given) or (min(given) >= 0 and max(given) < self._vocab)
+        ):
+            return list(given)
         token_ids = []
         for place, token in enumerate(given):
             try:

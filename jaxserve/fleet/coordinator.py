@@ -127,16 +127,16 @@ class Coordinator:
         rank = now + PATIENCE * job.priority, next(self._numbers)
         request = Routed(job, now, rank, blocks_of(job.prompt, job.cache_salt), placed_at=now)
         try:
-            self.placement.check_room(request, len(self._queues["waiting"]))
+            worker = self.placement.room_for(request, len(self._queues["waiting"]))
         except OverloadedError:
             self.refusals += 1
             raise
         self.requests[job.request_id] = request
-        action = self._place(request)
-        if action is None:
+        if worker is None:
             self._queue(request, "waiting")
             return []
-        return [action]
+        send = self._to_prefill if worker.facts.role == "prefill" else self._to_domain
+        return [send(request, worker)]
 
     def held(self, attempt: str, source: PagesSource) -> list[Action]:
         """A prefill worker has computed a prompt."""

@@ -133,8 +133,8 @@ class Placement:
                 best = key, worker
         return None if best is None else best[1]
 
-    def check_room(self, request: Routed, waiting: int) -> None:
-        """Whether a new request can be taken, where so many wait for a worker already.
+    def room_for(self, request: Routed, waiting: int) -> Worker | None:
+        """The worker for a new request, where so many wait for one already; None: it waits, too.
 
         Raises:
           OverloadedError: no; says the numbers.
@@ -144,7 +144,7 @@ class Placement:
         if not self._roles[role]:
             if waiting >= fleet.prefill_waiting:
                 raise OverloadedError(f"{waiting} requests wait for a {role} worker to be there")
-            return
+            return None
         choose = self.choose_prefill if role == "prefill" else self.choose_domain
         worker = choose(request)
         if worker is None or waiting >= fleet.prefill_waiting:
@@ -158,6 +158,7 @@ class Placement:
             prefill = worker if role == "prefill" else None
             cost = 0.0 if prefill is None else self.cost(request, prefill)
             self.estimates.check(prefill, cost, list(self._usable("domain")))
+        return worker
 
     def _is_long(self, request: Routed) -> bool:
         bound = self._prefill.long_tokens

@@ -18,7 +18,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.errors import DrainingError, InvalidRequestError, JaxserveError, OverloadedError
+from jaxserve.errors import (
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    JaxserveError,
+    OverloadedError,
+)
 from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
@@ -148,6 +154,8 @@ class Source:
             return SlowReaderError(output.error or "the reader is too slow")
         if engine.failure is not None:
             return engine.failure
+        if output.unavailable:
+            return EngineFailedError(output.error or "nobody could run the request")
         if generation.aborted:
             return AbortedError("the request was aborted")
         if output.finish_reason == "error" and generation.constrained:

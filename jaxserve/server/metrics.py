@@ -216,7 +216,36 @@ class _EngineCollector(Collector):
         yield self._counter(
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
+        if load.workers:
+            yield from self._fleet_metrics(load)
         yield from self._pipeline_metrics(self._pipeline())
+
+    def _fleet_metrics(self, load: EngineLoad) -> Iterator[Metric]:
+        """Of a router: its workers, by role."""
+        labels = [LABEL, "role", "worker"]
+        up = GaugeMetricFamily(PREFIX + "worker_up", "Whether a worker is ready.", labels=labels)
+        requests = GaugeMetricFamily(
+            PREFIX + "worker_requests",
+            "Requests of a worker; held: those whose KV pages it keeps for a domain.",
+            labels=[*labels, "state"],
+        )
+        pages = CounterMetricFamily(
+            PREFIX + "worker_handed_tokens",
+            "Tokens whose KV pages a prefill worker handed over for this router.",
+            labels=labels,
+        )
+        for worker in load.workers:
+            whose = [self._model, worker.role, worker.name]
+            up.add_metric(whose, worker.status == "ready")
+            for state in ("running", "waiting", "held"):
+                requests.add_metric([*whose, state], getattr(worker, state))
+            if worker.role == "prefill":
+                pages.add_metric(whose, worker.pages_tokens)
+        yield up
+        yield requests
+        yield pages
+        yield self._counter("replays", "Requests that lost their worker.", load.replays)
+        yield self._counter("refusals", "Requests for which there was no room.", load.refusals)
 
     def _domain_metrics(self, load: EngineLoad) -> Iterator[Metric]:
         """What each domain of the runtime has to do."""

@@ -159,6 +159,7 @@ class Generation:
             prompt_logprobs=tokens.prompt_logprobs,
             cached_token_count=tokens.cached_tokens,
             queue_seconds=tokens.queue_seconds,
+            unavailable=tokens.unavailable and stop is None,
         )
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, list[int], str | None]:

@@ -27,6 +27,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
       prompt_logprobs: of the prompt's tokens (None for the first), in one output, if asked for.
       cached_token_count: tokens of the prompt that were found in the prefix cache.
       queue_seconds: how long the request waited before the engine admitted it.
+      unavailable: of an error: it may succeed later.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_token_count: int = 0
     queue_seconds: float = 0.0
+    unavailable: bool = False
 
 
 def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:

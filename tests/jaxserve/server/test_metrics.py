@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.load import DomainLoad, EngineLoad
+from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
@@ -154,3 +154,22 @@ def test_what_fleet_routers_read() -> None:
     assert found["cache_config_info block_size=16 num_gpu_blocks=20"] == 1
     assert found["num_preemptions_total"] == 0
     assert found["prefix_cache_hits_total"] == 0
+
+
+def test_the_workers_of_a_fleet() -> None:
+    workers = [
+        WorkerLoad(name="p:1", role="prefill", status="ready", held=2, pages_tokens=640),
+        WorkerLoad(name="d:1", role="domain", status="absent", running=3),
+    ]
+    metrics = Metrics("m")
+    engine = FakeEngine([5])
+    engine.load = lambda: EngineLoad(workers=workers, replays=4, refusals=5)
+    metrics.watch(engine)
+    found = samples(metrics)
+    assert found["worker_up role=prefill worker=p:1"] == 1
+    assert found["worker_up role=domain worker=d:1"] == 0
+    assert found["worker_requests role=prefill state=held worker=p:1"] == 2
+    assert found["worker_requests role=domain state=running worker=d:1"] == 3
+    assert found["worker_handed_tokens_total role=prefill worker=p:1"] == 640
+    assert "worker_handed_tokens_total role=domain worker=d:1" not in found
+    assert (found["replays_total"], found["refusals_total"]) == (4, 5)
