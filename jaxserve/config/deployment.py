@@ -22,6 +22,7 @@ from jaxserve.config.sections import (
     AttentionRole,
     Cache,
     Cluster,
+    Experts,
     FFNRole,
     Fleet,
     Link,
@@ -58,6 +59,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Attention workers, each with its own scheduler and KV cache: around one ffn worker, or in
     colocated mode each by itself."""
     prefill: Prefill = Prefill()
+    experts: Experts = Experts()
     pages: Pages = Pages()
     fleet: Fleet = Fleet()
     server: Server = Server()

@@ -224,6 +224,24 @@ class Prefill(Section, frozen=True):
     """Keys of `scheduler` that differ on prefill workers."""
 
 
+class Experts(Section, frozen=True):
+    """Routed experts that move to where there is less to do."""
+
+    window_seconds: Seconds = 60.0
+    """How often it is read what every expert got."""
+    rebalance_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """How often it is decided whether experts move; 0: only when `POST /experts/rebalance` on the
+    admin port asks for it."""
+    least_gain: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    """Part of its tokens that the busiest rank of a layer must lose, or the layer stays as it
+    is."""
+    move_gb_per_second: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    """Rate of moves in 10^9 bytes of weights a second, so that steps are not disturbed."""
+    nodes: Size = 1
+    """Nodes of equally many ranks, on which a router's groups of experts stay together where the
+    nodes divide the groups."""
+
+
 class Pages(Section, frozen=True):
     """The hand-off of KV pages from prefill workers to domains."""
 

@@ -26,6 +26,12 @@ from jaxserve.observe.watch import Collect, Watch
 from jaxserve.roles.capacity import check_capacity, deployment_buckets, memory_of
 from jaxserve.roles.cell import Cell, build_cell
 from jaxserve.roles.colocated import ColocatedWorker, build_colocated
+from jaxserve.roles.expert_balancer import (
+    ExpertFacts,
+    ReadCounts,
+    expert_facts,
+    make_balancer,
+)
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.step_plan import SequenceRow, SlotRules, StepPlan, plan_of_rows
@@ -41,6 +47,8 @@ class Runtime(NamedTuple):
     driver: Cell | ColocatedWorker
     buckets: list[Bucket]
     """All buckets that a step may use, ascending."""
+    experts: ExpertFacts | None = None
+    """What can be moved; None: nothing, or it is another runtime's."""
 
 
 def build_runtime(
@@ -72,7 +80,8 @@ def build_runtime(
         driver.observer = observer
     else:
         driver = build_cell(templates, deployment, meshes, source, names, observer)
-    return Runtime(deployment, config, driver, deployment_buckets(deployment))
+    facts = expert_facts(templates)
+    return Runtime(deployment, config, driver, deployment_buckets(deployment), facts)
 
 
 def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
@@ -98,6 +107,7 @@ def build_engine(
     explain: Explain | None = None,
     meet: Callable[[], None] = lambda: None,
     collect: Collect | None = None,
+    counts: ReadCounts | None = None,
     prepare: Callable[[Engine], object] = lambda engine: None,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started.
@@ -110,7 +120,12 @@ def build_engine(
     meet()
     warm_up(runtime)
     engine = make_engine(
-        runtime, broadcast=broadcast, explain=explain, collect=collect, eos_token_ids=ends
+        runtime,
+        broadcast=broadcast,
+        explain=explain,
+        collect=collect,
+        counts=counts,
+        eos_token_ids=ends,
     )
     prepare(engine)
     if broadcast is None:
@@ -124,6 +139,7 @@ def make_engine(
     broadcast: Broadcast | None = None,
     explain: Explain | None = None,
     collect: Collect | None = None,
+    counts: ReadCounts | None = None,
     eos_token_ids: frozenset[int],
 ) -> Engine:
     """An engine around a runtime."""
@@ -158,6 +174,7 @@ def make_engine(
         explain=explain,
         info=_info(runtime),
         watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
+        experts=make_balancer(runtime.experts, deployment, runtime.driver.slots, counts),
     )
 
 

@@ -47,6 +47,9 @@ from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
+from jaxserve.roles.actions import Action
+from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
@@ -55,8 +58,8 @@ from jaxserve.roles.worker import lane_of_all
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
-Broadcast = Callable[[list[StepPlan], bool], None]
-"""Takes the plans of a boundary, and whether what follows it is measured."""
+Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
+"""Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
 Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
@@ -74,6 +77,8 @@ class Driver(Protocol):
     def active(self) -> bool: ...
     @property
     def idle_lanes(self) -> list[int]: ...
+    @property
+    def slots(self) -> ExpertSlots | None: ...
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...
@@ -93,6 +98,7 @@ class Engine:
       explain: finds who is behind a step's error; with several processes it is often a peer.
       info: what `model_info` reports.
       watch: measures the pipeline; None: it is not measured.
+      experts: see the attribute.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class Engine:
         explain: Explain | None = None,
         info: dict[str, Any] | None = None,
         watch: Watch | None = None,
+        experts: ExpertBalancer | None = None,
     ):
         self.deployment = deployment
         self.driver = driver
@@ -116,6 +123,8 @@ class Engine:
         self._explain = explain or (lambda error: error)
         self._info = info or {}
         self._watch = watch
+        self.experts = experts
+        """Moves experts; None: the model has none, or they are another runtime's."""
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
@@ -188,7 +197,10 @@ class Engine:
 
     def pipeline(self) -> PipelineView:
         """What the steps measured last looked like; asking has more of them measured."""
-        return PipelineView() if self._watch is None else self._watch.look()
+        view = PipelineView() if self._watch is None else self._watch.look()
+        if self.experts is None:
+            return view
+        return msgspec.structs.replace(view, experts=self.experts.view())
 
     def model_info(self) -> dict[str, Any]:
         """Model, layout and limits, as plain values."""
@@ -214,6 +226,8 @@ class Engine:
                 return
             self._status = "ready"
         self._compilations = CompilationCounter(self._thread)
+        if self.experts is not None:
+            self.experts.start()
         _running.add(self)
         self._thread.start()
 
@@ -365,6 +379,8 @@ class Engine:
         self._results.close(EXIT_SECONDS if self._failure is None else FAILED_SECONDS)
         if self._watch is not None:
             self._watch.close()
+        if self.experts is not None:
+            self.experts.close()
         thaw()
         if self._compilations is not None:
             self._compilations.stop()
@@ -466,14 +482,26 @@ class Engine:
     def _enqueue(self, plans: list[StepPlan]) -> None:
         """One boundary: followers hear of the plans, then stages until a lane leaves."""
         measured = self._watch is not None and self._watch.next()
-        if self._broadcast is not None:
-            self._broadcast(plans, measured)
+        self._begin(plans, measured)
         for plan in plans:
             self.driver.begin(plan)
         finished = self.driver.advance()
         self._garbage.worked()
         self._loop.enqueued(lane_of_all(finished.plan, len(self.schedulers)))
         self._results.read(finished)
+
+    def _begin(self, plans: list[StepPlan], measured: bool) -> None:
+        """Tells the followers what comes, and carries out what comes before the plans."""
+        actions = () if self.experts is None else self.experts.due()
+        if self._broadcast is not None and (plans or actions or self.driver.active):
+            self._broadcast(plans, measured, actions)
+        if self.experts is None or not actions:
+            return
+        slots = self.driver.slots
+        if slots is not None:
+            for action in actions:
+                slots.carry_out(action)
+        self.experts.carried_out(actions)
 
     def _complete(self) -> None:
         """Waits for the oldest step's tokens and delivers them."""
@@ -512,6 +540,7 @@ class Engine:
         for scheduler in self.schedulers:
             scheduler.check_next_group()
         self._garbage.idle()
+        self._begin([], measured=False)
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):

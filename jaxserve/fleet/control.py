@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from jaxserve.config.deployment import Cluster
+from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 
 SERVICE = "jaxserve.fleet.Control"
@@ -142,7 +143,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Boundary(msgspec.Struct, frozen=True, tag=True):
-    """The step plans that every process enqueues next, in this order."""
+    """What every process enqueues next, in this order."""
 
     number: int
     """Consecutive, from 0."""
@@ -151,6 +152,8 @@ class Boundary(msgspec.Struct, frozen=True, tag=True):
     """`shapes_digest` of the plans, which every follower computes again."""
     measured: bool = False
     """Whether what is enqueued from here to the next boundary is measured (`observe/probe.py`)."""
+    actions: list[Action] = []
+    """What is to be done before the plans begin; without plans nothing else may be."""
 
 
 class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -6,28 +6,35 @@ processes send each other is in `control.py`.
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build import build_engine, build_runtime, warm_up
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.observe.probe import Measured, Probe
 from jaxserve.observe.timeline import Recorder, Span
 from jaxserve.observe.watch import TAKE_SECONDS
+from jaxserve.roles.actions import Action
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.colocated import ColocatedWorker
+from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Observer
 
 SPANS = "spans"
 """Name under which followers keep their measured spans."""
+COUNTS = "counts"
+"""What experts got, when that was last asked for."""
 MEASURED = "measured"
 """And what their probes measured."""
 
@@ -41,9 +48,10 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
     digest = leader.identity.digest
     number = 0
 
-    def broadcast(plans: list[StepPlan], measured: bool) -> None:
+    def broadcast(plans: list[StepPlan], measured: bool, actions: Sequence[Action]) -> None:
         nonlocal number
-        leader.broadcast(Boundary(number, plans, shapes_digest(digest, plans), measured))
+        shapes = shapes_digest(digest, plans)
+        leader.broadcast(Boundary(number, plans, shapes, measured, list(actions)))
         number += 1
 
     engine = build_engine(
@@ -53,6 +61,7 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
         explain=leader.explain,
         meet=leader.begin_warm_up,
         collect=lambda timeout: collect_measured(leader, timeout),
+        counts=lambda number, timeout: collect_counts(leader, number, timeout),
     )
     leader.wait_ready()
     engine.start()
@@ -81,14 +90,18 @@ def follow(
         follower.answer(SPANS, lambda: _spans(recorder))
     probe = Probe(driver, jax.process_index())
     follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
+    follower.answer(COUNTS, lambda: _counts(driver.slots))
     completions = _Completions(follower)
     follower.ready()
     on_ready()
     for boundary in follower.boundaries():
         probe.turn(boundary.measured)
+        for action in boundary.actions:
+            if driver.slots is not None:
+                driver.slots.carry_out(action)
         for plan in boundary.plans:
             driver.begin(plan)
-        completions.put(boundary.number, driver.advance().last)
+        completions.put(boundary.number, driver.advance().last if driver.active else None)
 
 
 def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
@@ -109,6 +122,48 @@ def collect_measured(leader: Leader, timeout: float) -> list[Measured]:
     return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
 
 
+def collect_counts(leader: Leader, number: int, timeout: float) -> dict[int, np.ndarray]:
+    """The counts of that number that followers have, by rank.
+
+    Raises:
+      EngineFailedError: one did not answer in time, or has not got so far; names it.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        parts = [
+            msgspec.msgpack.decode(data, type=_Counts)
+            for data in leader.collect(COUNTS, left).values()
+        ]
+        if all(part.number in (None, number) for part in parts):
+            return {
+                rank: np.frombuffer(data, "<u4").reshape(part.layers, -1)
+                for part in parts
+                for rank, data in part.ranks.items()
+            }
+        if time.monotonic() > deadline:
+            raise EngineFailedError(f"the counts of experts did not come within {timeout:g} s")
+        time.sleep(0.05)
+
+
+class _Counts(msgspec.Struct, frozen=True):
+    """A follower's part of the counts."""
+
+    number: int | None
+    """None: it has no experts."""
+    layers: int = 0
+    ranks: dict[int, bytes] = {}
+
+
+def _counts(slots: ExpertSlots | None) -> bytes:
+    if slots is None:
+        return msgspec.msgpack.encode(_Counts(None))
+    number, counted = slots.counted or (-1, None)
+    own = {} if counted is None else counts_of_ranks(counted)
+    ranks = {rank: part.astype("<u4").tobytes() for rank, part in own.items()}
+    return msgspec.msgpack.encode(_Counts(number, len(slots.layers), ranks))
+
+
 def position(driver: Cell | ColocatedWorker) -> Position | None:
     """Where the driver is in the schedule, for heartbeats and errors."""
     at = driver.position()
@@ -125,18 +180,19 @@ class _Completions:
 
     def __init__(self, follower: Follower):
         self._follower = follower
-        self._queue: queue.SimpleQueue[tuple[int, jax.Array]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, jax.Array | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="jaxserve-completions", daemon=True).start()
 
     def put(self, number: int, last: Any) -> None:
-        """`last` is there when boundary `number` is done."""
+        """`last` is there when boundary `number` is done; None: it had no step."""
         self._queue.put((number, last))
 
     def _run(self) -> None:
         while True:
             number, last = self._queue.get()
             try:
-                last.block_until_ready()
+                if last is not None:
+                    last.block_until_ready()
             except Exception as error:
                 self._follower.fail(f"{type(error).__name__}: {error}")
                 return

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.observe.timeline import AnyStage, Span
+from jaxserve.roles.expert_view import ExpertView
 
 MAX_SPANS = 2048
 """Of a timeline."""
@@ -54,5 +55,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """Layer → tokens per expert, summed over the latest measurements."""
     imbalance: float | None = None
     """The busiest expert's tokens over the mean, averaged over the layers with experts."""
+    experts: ExpertView | None = None
+    """Where experts are, counted all the time; None: they are not this runtime's."""
     missing: str = ""
     """Processes whose figures are missing, and why."""

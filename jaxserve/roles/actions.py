@@ -22,5 +22,8 @@ class MoveExperts(msgspec.Struct, frozen=True, tag=True):
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """Keeps what the experts have got so far, to be read later."""
 
+    number: int
+    """Ascending."""
+
 
 Action = MoveExperts | CountExperts

@@ -126,8 +126,9 @@ class ExpertSlots:
         sharding = cached_sharding(self._mesh, BankShape(1, self.sizes).counts_spec(programs.axis))
         shapes = [bank.shape.counts for bank in banks]
         self.counts = [sharded_zeros(shape.shape, shape.dtype, sharding) for shape in shapes]
-        self.counted: jax.Array | None = None
-        """[layers, ranks, experts]: the counts when they were last asked for."""
+        self.counted: tuple[int, jax.Array] | None = None
+        """The counts when they were last asked for, [layers, ranks, experts], and the number of
+        that."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -150,13 +151,9 @@ class ExpertSlots:
         match action:
             case MoveExperts():
                 self._move(action)
-            case CountExperts():
-                self.count()
-
-    def count(self) -> None:
-        """Keeps the counts as they are now in `counted`."""
-        self.counted = self._executables.count(*self.counts)
-        self.counted.copy_to_host_async()
+            case CountExperts(number):
+                self.counted = number, self._executables.count(*self.counts)
+                self.counted[1].copy_to_host_async()
 
     def _move(self, move: MoveExperts) -> None:
         if move.layer not in self.placements:

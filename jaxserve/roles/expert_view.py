@@ -1,0 +1,23 @@
+"""What metrics and the page show of experts that move: plain data."""
+
+import msgspec
+
+
+class ExpertView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where experts are and what they got lately, for metrics and the page."""
+
+    epoch: int = 0
+    """How many rebalances were finished."""
+    epoch_seconds: float = 0.0
+    """Since the placement changed last."""
+    moving: int = 0
+    """Rounds that are still to come."""
+    moves: int = 0
+    """Experts that were copied."""
+    move_bytes: int = 0
+    balance: float | None = None
+    """Mean ÷ max tokens of a rank in the last slice of time, mean over the layers."""
+    loads: dict[int, list[int]] = {}
+    """Layer → tokens of each rank in that slice."""
+    loads_before: dict[int, list[int]] = {}
+    """The same, when the last rebalance was decided."""

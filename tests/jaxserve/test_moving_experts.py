@@ -1,0 +1,73 @@
+"""Experts that move while requests run: same tokens, no compilation, no failed request."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.request import SamplingParams
+from jaxserve.model.ffn.placement import aligned
+from tests.jaxserve import layouts
+from tests.jaxserve.model.ffn.test_placement import random_placement
+
+pytestmark = pytest.mark.unoptimised
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+PROMPTS = layouts.PROMPTS[:8]
+RECONFIGURATIONS = 50
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "AFD, gather": {
+        "attention.dp": 2,
+        "ffn.ep": 3,
+        "ffn.exchange": "gather",
+        "ffn.redundant_slots": 1,
+        "lanes": 2,
+    },
+    "colocated, alltoall": {
+        **layouts.COLOCATED,
+        "attention.dp": 4,
+        "ffn.exchange": "alltoall",
+        "ffn.redundant_slots": 1,
+        "lanes": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_the_same_through_fifty_reconfigurations(layout, tiny_model):
+    overrides = LAYOUTS[layout] | {"experts.move_gb_per_second": 1000.0}
+    engine = build_engine(layouts.deployment(tiny_model, overrides))
+    try:
+        expected = layouts.generate(engine, PROMPTS, PARAMS)
+        balancer, draw, done = engine.experts, random.Random(0), 0
+        sizes = balancer.facts.sizes
+        while done < RECONFIGURATIONS:
+            collector = layouts.Collector()
+            for prompt in PROMPTS:
+                collector.submit(engine, prompt, PARAMS)
+            while collector._open:
+                if not balancer.view().moving:
+                    now = balancer.placements
+                    wanted = {layer: random_placement(draw, sizes) for layer in now}
+                    targets = {n: aligned(now[n], wanted[n], sizes.ranks) for n in wanted}
+                    done += balancer.place(targets) > 0
+                time.sleep(0.001)
+            outputs = [output.token_ids for output in collector.wait().values()]
+            assert outputs == expected
+        wait_until(lambda: not balancer.view().moving)
+        assert layouts.generate(engine, PROMPTS, PARAMS) == expected
+        assert engine.driver.slots.placements == balancer.placements
+        assert balancer.view().moves > 2 * RECONFIGURATIONS
+        assert engine.compilations_after_ready == 0
+    finally:
+        engine.close()
+
+
+def wait_until(done, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
