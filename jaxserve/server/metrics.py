@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.observe.view import PipelineView
+from jaxserve.roles.expert_view import ExpertView
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.token_engine import TokenEngine
 
@@ -292,6 +293,23 @@ class _EngineCollector(Collector):
             "Busiest expert's tokens over the mean, mean over layers, of the steps sampled.",
             view.imbalance if lately else None,
         )
+        if view.experts is not None:
+            yield from self._expert_metrics(view.experts)
+
+    def _expert_metrics(self, experts: ExpertView) -> Iterator[Metric]:
+        """Metrics of experts that move, counted all the time."""
+        yield self._gauge(
+            "expert_balance",
+            "Mean over max tokens of a rank, mean over layers, in the last window.",
+            experts.balance,
+        )
+        yield self._gauge("expert_rounds_to_come", "Rounds of moves under way.", experts.moving)
+        yield self._gauge(
+            "expert_epoch_age_seconds", "Since experts moved last.", experts.epoch_seconds
+        )
+        yield self._counter("expert_epochs", "Rebalances that were finished.", experts.epoch)
+        yield self._counter("expert_moves", "Experts that were copied.", experts.moves)
+        yield self._counter("expert_move_bytes", "Bytes of those.", experts.move_bytes)
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
         """A gauge; without a sample for None."""

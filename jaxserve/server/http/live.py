@@ -18,6 +18,7 @@ import msgspec
 from jaxserve.engine.load import EngineLoad
 from jaxserve.observe.timeline import AnyStage
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
+from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.service import Service
 
@@ -93,6 +94,8 @@ class Pipeline(msgspec.Struct, kw_only=True):
     generated_tokens: int
     """Since the start."""
     load: EngineLoad
+    experts: ExpertView | None
+    """Where experts are and what their ranks got; null without any."""
     measured: MeasuredSteps | None
     """Null until steps were measured, which happens only while clients ask."""
 
@@ -101,6 +104,7 @@ async def pipeline(service: Service, exchange: Exchange) -> None:
     """The server's load and the steps measured last."""
     generator = service.ready()
     engine = generator.engine
+    view = engine.pipeline()
     info = engine.model_info()
     answer = Pipeline(
         status=engine.status,
@@ -115,7 +119,8 @@ async def pipeline(service: Service, exchange: Exchange) -> None:
         time=time.time(),
         generated_tokens=0 if service.metrics is None else service.metrics.generated,
         load=engine.load(),
-        measured=_measured(engine.pipeline()),
+        experts=view.experts,
+        measured=_measured(view),
     )
     await exchange.reply(answer, headers={"Cache-Control": "no-store"})
 

@@ -6,11 +6,12 @@ their own (DNS rebinding), so it accepts local names only and changes nothing by
 
 import asyncio
 import logging
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from jaxserve.engine.load import EngineLoad
+from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
@@ -68,6 +69,34 @@ async def abort(service: Service, exchange: Exchange) -> None:
     if not service.live_requests().abort(request.request_id):
         raise HttpError(404, "no such request is running", param="request_id", code="unknown")
     await exchange.reply(Status(status="aborted"))
+
+
+class Rebalance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /experts/rebalance."""
+
+    dry_run: bool = False
+    """Only say what would move, and what that would bring."""
+
+
+class ExpertMover(Protocol):
+    """Whoever moves the experts of the engine's runtime (`roles.expert_balancer`)."""
+
+    def rebalance(self, *, dry_run: bool) -> Proposal:
+        """Proposes, and unless it is a dry run begins to move."""
+
+
+async def rebalance(service: Service, exchange: Exchange) -> None:
+    """Moves experts to where there is less to do, or says what that would bring."""
+    _check_host(exchange)
+    request = await exchange.read(Rebalance)
+    mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
+    if mover is None:
+        raise HttpError(404, "no experts are moved from here", code="no_experts")
+    try:
+        proposal = await asyncio.to_thread(mover.rebalance, dry_run=request.dry_run)
+    except ValueError as error:
+        raise HttpError(409, str(error), code="moving") from None
+    await exchange.reply(proposal)
 
 
 async def log_level(service: Service, exchange: Exchange) -> None:

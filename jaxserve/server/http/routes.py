@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.http import information, live, operations, requests, responses, tokens
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
@@ -186,6 +187,16 @@ ADMIN_ENDPOINTS = (
         takes=operations.Abort,
         gives=responses.Status,
         statuses=(403, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/experts/rebalance",
+        method="POST",
+        handler=operations.rebalance,
+        summary="Move experts to where there is less to do, or say what that would bring",
+        takes=operations.Rebalance,
+        gives=Proposal,
+        statuses=(403, 409, *GENERATION),
         counted=False,
     ),
     Endpoint(

@@ -3,10 +3,12 @@
 import logging
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, until_first_event
@@ -50,6 +52,27 @@ def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
         rest = "".join(lines)
         assert '"message":"the request was aborted"' in rest
         assert "[DONE]" not in rest
+
+
+def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:
+    answer = admin.post("/experts/rebalance", json={"dry_run": True})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_experts")
+    asked = []
+
+    def rebalance(*, dry_run: bool) -> Proposal:
+        asked.append(dry_run)
+        if len(asked) > 2:
+            raise ValueError("3 rounds of moves are still to come")
+        return Proposal(
+            balance_now=0.4, balance_then=0.9, gain=0.5, moves=3, move_bytes=30, seconds=0.1
+        )
+
+    rig.engine.experts = Mock(rebalance=rebalance)
+    answer = admin.post("/experts/rebalance", json={"dry_run": True})
+    assert answer.json()["balance_then"] == 0.9
+    assert admin.post("/experts/rebalance", json={}).status_code == 200
+    assert admin.post("/experts/rebalance", json={}).status_code == 409
+    assert asked == [True, False, False]
 
 
 def test_log_level(admin: httpx.Client) -> None:
