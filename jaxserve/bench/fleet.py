@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.bench import domains
+from jaxserve.bench import domains, hand_off
 from jaxserve.bench.report import (
     Part,
     Report,
@@ -16,6 +16,7 @@ from jaxserve.bench.report import (
 )
 
 PARTS: dict[str, Callable[[bool], Part]] = {
+    "hand-off": hand_off.measure,
     "domains": domains.measure,
 }
 

@@ -334,9 +334,9 @@ def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
         while rest > 0:
             fitting = [size for size in pieces if size >= rest]
             largest = [size for size in pieces if size <= rest]
-            # Several small pieces where one large one would be mostly padding.
-            few = largest and fitting and fitting[0] > 2 * -(-rest // largest[-1]) * largest[-1]
-            sizes.append(largest[-1] if few else fitting[0])
+            # Several small pieces where one large one would be padding by an eighth and more.
+            small = -(-rest // largest[-1]) * largest[-1] if largest else fitting[0]
+            sizes.append(largest[-1] if 8 * fitting[0] > 9 * small else fitting[0])
             rest -= sizes[-1]
         ranges.append(_Range(first, last, sizes))
     return ranges
