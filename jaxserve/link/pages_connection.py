@@ -7,6 +7,7 @@ which turns what is being pulled into errors, so that nobody waits for it.
 """
 
 import functools
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,9 @@ from jaxserve.link.pages_frames import (
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS, Refusal
 from jaxserve.link.transfers import Transfers
 
-PIECES_OF_A_FETCH = 4
-"""The largest pieces that are asked for, and registered by the prefill worker, at a time."""
+ASKED_AHEAD = 4
+"""Pieces that are asked for, and registered by the prefill worker, at a time: while one is pulled,
+the prefill worker reads the next."""
 
 
 class FetchError(Exception):
@@ -185,10 +187,10 @@ class Connection:
                 f"prompt's first {len(token_ids)}, {digest}",
                 mismatch=True,
             )
-        ranges = _ranges(start, stop, landing.pieces)
         asked: list[tuple[int, _Range]] = []
-        waiting = iter(ranges)
-        self._ask(source, next(waiting), asked)
+        waiting = iter(_ranges(start, stop, landing.pieces))
+        for wanted in itertools.islice(waiting, ASKED_AHEAD):
+            self._ask(source, wanted, asked)
         try:
             while asked:
                 number, wanted = asked[0]
@@ -197,12 +199,12 @@ class Connection:
                     self._transfers.pull(uuid, landing.landing(group, size, self.cache_format))
                     for uuid, size in zip(ready.uuids, wanted.pieces, strict=True)
                 ]
-                following = next(waiting, None) if not given_up() else None
-                if following is not None:
-                    self._ask(source, following, asked)
                 yield from self._arrivals(wanted, pulled)
                 asked.pop(0)
                 self._send(Taken(number))
+                following = next(waiting, None) if not given_up() else None
+                if following is not None:
+                    self._ask(source, following, asked)
         finally:
             self._busy_since = None
 
@@ -323,20 +325,15 @@ class _Range(NamedTuple):
 
 
 def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
-    """The ranges of a hand-off, and the pieces of each: the largest ones, then what covers the
-    rest."""
+    """The ranges of a hand-off, a piece each: the largest ones, then what covers the rest."""
     ranges = []
-    most = PIECES_OF_A_FETCH * pieces[-1]
-    for first in range(start, stop, most):
-        last = min(stop, first + most)
-        whole, rest = divmod(last - first, pieces[-1])
-        sizes = [pieces[-1]] * whole
-        while rest > 0:
-            fitting = [size for size in pieces if size >= rest]
-            largest = [size for size in pieces if size <= rest]
-            # Several small pieces where one large one would be padding by an eighth and more.
-            small = -(-rest // largest[-1]) * largest[-1] if largest else fitting[0]
-            sizes.append(largest[-1] if 8 * fitting[0] > 9 * small else fitting[0])
-            rest -= sizes[-1]
-        ranges.append(_Range(first, last, sizes))
+    while start < stop:
+        rest = stop - start
+        largest = max((size for size in pieces if size <= rest), default=pieces[0])
+        size = next((size for size in pieces if size >= rest), largest)
+        # Several small pieces where one large one would be padding by an eighth and more.
+        if 8 * size > 9 * -(-rest // largest) * largest:
+            size = largest
+        ranges.append(_Range(start, min(stop, start + size), [size]))
+        start += size
     return ranges

@@ -1,8 +1,12 @@
 """What names a hand-off."""
 
+import itertools
+
 import msgspec
+import pytest
 
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.link.pages_connection import _ranges
 
 
 def test_a_source_crosses_the_router():
@@ -23,3 +27,21 @@ def test_the_digest_is_of_tokens_number_model_and_format():
     ]
     assert len({known, *others}) == 5
     assert len(known) == 16
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "sizes"),
+    [
+        (0, 128, [128]),
+        (0, 300, [128, 128, 32, 32]),
+        (0, 250, [128, 128]),
+        (16, 32, [32]),
+        (32, 128, [32, 32, 32]),
+        (0, 113, [128]),
+    ],
+)
+def test_pieces_of_a_range(start, stop, sizes):
+    ranges = _ranges(start, stop, [32, 128])
+    assert [piece for one in ranges for piece in one.pieces] == sizes
+    assert [ranges[0].start, ranges[-1].stop] == [start, stop]
+    assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
