@@ -136,7 +136,7 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 def at_rest(engine: Engine) -> None:
     """Waits until nothing of any request is left, then checks the books."""
-    scheduler, loop = engine.scheduler, engine._loop
+    scheduler, loop = engine.schedulers[0], engine._loop
     until(lambda: not scheduler.has_work and not engine.hand_offs.held)
     until(lambda: not loop._page_actions and not len(scheduler.fetches))
     scheduler.check_integrity()

@@ -133,10 +133,10 @@ class TestTokens:
         (prompt,) = draw_prompts(4, [150])
         prefill(source, prompt[:97], request_id="first")
         source.release("first")
-        found = source.scheduler.prompt_tokens_found
+        found = source.schedulers[0].prompt_tokens_found
         expected = alone(domain, [prompt])
         assert hand_over(source, domain, [prompt], GREEDY) == expected
-        assert source.scheduler.prompt_tokens_found - found == 96
+        assert source.schedulers[0].prompt_tokens_found - found == 96
 
     def test_what_was_emitted_elsewhere_is_held_too(self, pair):
         source, domain = pair
@@ -180,8 +180,8 @@ class TestHolds:
         assert (held.address, held.epoch) == (server.address, server.epoch)
         assert held.digest == pages_digest([5] * 48, server.hello.digest, "float32")
         assert source.load().held == 1
-        assert source.scheduler.kv_usage == [pytest.approx(3 / 32)]
-        source.scheduler.check_integrity()
+        assert source.schedulers[0].kv_usage == [pytest.approx(3 / 32)]
+        source.schedulers[0].check_integrity()
         source.release("x")
         until(lambda: not source.load().held)
         source.release("x")
@@ -370,7 +370,7 @@ class TestPressure:
     def test_a_domain_that_has_too_many(self, pair):
         source, domain = pair
         held = prefill(source, [3] * 40, request_id="o")
-        scheduler = domain.scheduler
+        scheduler = domain.schedulers[0]
         limit, domain.deployment = domain.deployment, _with_waiting(domain.deployment, 1)
         collector = Collector()
         params = msgspec.structs.replace(GREEDY, max_tokens=60)
