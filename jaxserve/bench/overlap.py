@@ -292,7 +292,7 @@ def run_apart(options: argparse.Namespace) -> dict[str, Any]:
     initialise(ProcessArguments(role=role, token=token), settings)
     runtime = RoleRuntime.of(config, step3_names(config), settings, role)
     if role == "ffn":
-        server = message_server(runtime, settings, RandomLeaves(), token, address)
+        server, _ = message_server(runtime, settings, RandomLeaves(), token, address)
         server.start()
         deadline = time.monotonic() + _RUN_SECONDS
         while not server.domains and time.monotonic() < deadline:

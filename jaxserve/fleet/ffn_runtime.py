@@ -7,7 +7,8 @@ not answered, to its successor or to a standby.
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import jax
@@ -25,6 +26,7 @@ from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.expert_balancer import expert_facts, make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import (
     FFNExecutables,
@@ -59,16 +61,21 @@ def answer_messages(
     with bootstrap.joined(process, deployment):
         address = address_given or deployment.link.addresses[0]
         listen(address, process.token).close()  # refuses it before the model is loaded
-        server = open_ffn(deployment, process.token, address)
+        server, work = open_ffn(deployment, process.token, address)
         print(f"ready  role=ffn  link={server.start()}", flush=True)
+        if work.experts is not None:
+            work.experts.start()
         while not signals:
             time.sleep(LOOK_SECONDS)
+            work.move_experts(server.between_messages)
+        if work.experts is not None:
+            work.experts.close()
         server.close()
     return 0
 
 
-def open_ffn(deployment: Deployment, token: str, address: str) -> PullServer:
-    """A warm ffn worker that answers messages at the address; `start` it.
+def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServer, "FFNMessages"]:
+    """A warm ffn worker, and the server that answers messages at the address; `start` it.
 
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
@@ -80,8 +87,9 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> PullServer:
 
 def message_server(
     role: RoleRuntime, deployment: Deployment, source: LeafSource, token: str, address: str
-) -> PullServer:
-    """The ffn worker of this runtime, loaded, compiled and run once, behind its end of the link.
+) -> tuple[PullServer, "FFNMessages"]:
+    """The end of the link, and the ffn worker of this runtime behind it, loaded, compiled and run
+    once.
 
     It is ready for domains with the attention mesh and the step sizes of the deployment; for others
     it gets ready when they join.
@@ -89,13 +97,19 @@ def message_server(
     built = build_ffn(role.templates, deployment, role.mesh, source, role.names)
     work = FFNMessages(role, deployment, *built)
     work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
-    return PullServer(
+    server = PullServer(
         address, role.hello, token, work, mesh=role.mesh, deadlines=deadlines_of(deployment)
     )
+    return server, work
 
 
 class FFNMessages:
-    """An ffn worker as its message server knows it (`link.work.Work`), for any attention mesh."""
+    """An ffn worker as its message server knows it (`link.work.Work`), for any attention mesh.
+
+    Attributes:
+      experts: moves them, between messages: attention workers send logical ids and never know;
+        None: the model has none.
+    """
 
     def __init__(
         self,
@@ -111,6 +125,17 @@ class FFNMessages:
         self._landings = {role.contract.attention_devices: Landing(programs.route, role.mesh)}
         self._programs: dict[int, FFNPrograms] = {}
         self._worker = FFNWorker(programs, executables, weights, slots)
+        self.experts = make_balancer(expert_facts(role.templates), deployment, slots)
+
+    def move_experts(self, between_messages: Callable[[], AbstractContextManager[None]]) -> None:
+        """Carries out what is due for the experts, if anything is."""
+        slots = self._worker.slots
+        if self.experts is None or slots is None or not (actions := self.experts.due()):
+            return
+        with between_messages():
+            for action in actions:
+                slots.carry_out(action)
+        self.experts.carried_out(actions)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

@@ -6,6 +6,7 @@ apart.
 """
 
 import functools
+import random
 import threading
 from typing import NamedTuple
 
@@ -22,9 +23,11 @@ from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.link.pull import PullClient
 from jaxserve.mesh import role_mesh
+from jaxserve.model.ffn.placement import aligned
 from jaxserve.roles.capacity import deployment_buckets
 from tests.jaxserve import layouts
 from tests.jaxserve.link.toy_server import wait_until
+from tests.jaxserve.model.ffn.test_placement import random_placement
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -62,7 +65,7 @@ def role_of(model, role, first, overrides):
 @pytest.fixture(scope="module")
 def server(tiny_model):
     overrides = FFN | {"link.addresses": ["127.0.0.1:1"]}
-    server = message_server(*role_of(tiny_model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
+    server, _ = message_server(*role_of(tiny_model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
     server.address = server.start()
     yield server
     server.close()
@@ -155,3 +158,33 @@ def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expec
     after = survivor.link.counters
     assert (after.failures, after.resends) == (before.failures, before.resends) == (0, 0)
     wait_until(lambda: len(server.domains) == 3)
+
+
+def test_experts_move_between_messages(domains, server, expected):
+    """Domains send logical ids; where experts are, and what they got, is the ffn worker's."""
+    work, draw, done = server.work, random.Random(2), 0
+    sizes = work.experts.facts.sizes
+    work.experts.start()
+    work.move_experts(server.between_messages)
+    wait_until(lambda: work.experts._got == 1)
+    engine = domains["one lane"].engine
+    while done < 20:
+        collector = layouts.Collector()
+        for prompt in PROMPTS:
+            collector.submit(engine, prompt, GREEDY)
+        while collector._open:
+            if not work.experts.view().moving:
+                now = work.experts.placements
+                wanted = {layer: random_placement(draw, sizes) for layer in now}
+                targets = {n: aligned(now[n], wanted[n], sizes.ranks) for n in wanted}
+                done += work.experts.place(targets) > 0
+            work.move_experts(server.between_messages)
+        assert [output.token_ids for output in collector.wait().values()] == expected[0]
+    with work.experts._changed:
+        work.experts._wanted += 1
+    work.move_experts(server.between_messages)
+    wait_until(lambda: work.experts._got == 2)
+    tokens = sum(sum(ranks) for ranks in work.experts.view().loads.values())
+    rows = len(PROMPTS) * (GREEDY.max_tokens - 1)  # and what of prompts was not in the cache
+    assert tokens >= rows * layouts.SIZES.moe_top_k * 2  # layers
+    work.experts.close()
