@@ -1,0 +1,247 @@
+"""The two ends of a pages link over loopback: order, bounds, refusals, and ends that die."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.link.hello import make_hello
+from jaxserve.link.pages_client import FetchedPiece, FetchJob, PagesClient
+from tests.conftest import REPOSITORY
+from tests.jaxserve.link.toy_holder import (
+    DEADLINES,
+    FACTS,
+    SECRET,
+    TOKEN_BYTES,
+    ToyHolder,
+    ToyLanding,
+    toy_server,
+    toy_source,
+)
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def client(**options) -> Iterator[PagesClient]:
+    arguments = {"lease_seconds": 0.6, "deadlines": DEADLINES} | options
+    opened = PagesClient(
+        make_hello("decode", arguments.pop("facts", FACTS)),
+        arguments.pop("token", SECRET),
+        device=jax.devices()[0],
+        landing=ToyLanding(),
+        **arguments,
+    )
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def serving(**options) -> Iterator[tuple]:
+    holder = ToyHolder()
+    server = toy_server(holder, **options)
+    try:
+        yield server, holder
+    finally:
+        holder.go.set()
+        server.close()
+
+
+class Taker:
+    """Takes a fetch's pieces and checks them."""
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.next, self.stop = start, start, stop
+        self.failure: tuple[str, bool] | None = None
+
+    def on_piece(self, first: int, tokens: int, piece: FetchedPiece) -> None:
+        assert first == self.next
+        numbers, wide = map(np.asarray, piece.arrays)
+        expected = np.arange(first, first + piece.tokens)
+        np.testing.assert_array_equal(numbers, expected)
+        np.testing.assert_array_equal(wide, np.repeat(expected[:, None], wide.shape[1], axis=1))
+        self.next += tokens
+
+    def on_failure(self, text: str, mismatch: bool) -> None:
+        assert self.failure is None
+        self.failure = text, mismatch
+
+    @property
+    def ended(self) -> bool:
+        return self.failure is not None or self.next == self.stop
+
+
+def ask(link: PagesClient, server, hand_off: str = "a", start=0, stop=50, tokens=50, **changes):
+    source = toy_source(
+        changes.get("address", server.address), changes.get("epoch", server.epoch), hand_off, tokens
+    )
+    taker = Taker(start, stop)
+    job = FetchJob(
+        changes.get("key", object()),
+        source,
+        changes.get("prompt", range(tokens)),
+        start,
+        stop,
+        0,
+        taker.on_piece,
+        taker.on_failure,
+    )
+    link.fetch(job)
+    return taker, source
+
+
+class TestFetches:
+    def test_a_range_arrives_in_order(self):
+        with serving() as (server, _), client() as link:
+            for start, stop in ((0, 50), (4, 7), (16, 48), (0, 200)):
+                taker, _ = ask(link, server, start=start, stop=stop, tokens=200)
+                until(lambda taker=taker: taker.ended)
+                assert taker.failure is None
+            until(lambda: not server.room.taken)
+            until(lambda: server.counters.queued == 0)
+            assert link.counters.transfers == 4
+            assert link.counters.bytes == server.counters.bytes
+            assert link.counters.bytes == (52 + 4 + 32 + 200) * TOKEN_BYTES
+
+    def test_many_at_once_within_the_bound(self):
+        """A piece of 16 tokens is all that may be registered."""
+        with serving(registered_bytes=16 * TOKEN_BYTES) as (server, _), client() as link:
+            takers = [ask(link, server, f"{n}")[0] for n in range(30)]
+            most = 0
+            while not all(taker.ended for taker in takers):
+                most = max(most, server.room.taken)
+                time.sleep(0.001)
+            assert [taker.failure for taker in takers] == [None] * 30
+            assert most <= 16 * TOKEN_BYTES
+
+    def test_leases_are_renewed_until_they_are_released(self):
+        with serving() as (server, holder), client() as link:
+            source = toy_source(server.address, server.epoch, "a", 50)
+            link.keep(source)
+            until(lambda: len(holder.renewed) >= 3)
+            link.release(source)
+            until(lambda: holder.released == ["a"])
+            count = len(holder.renewed)
+            time.sleep(0.5)
+            assert len(holder.renewed) <= count + 1
+
+    def test_cancelled_fetches_are_not_told(self):
+        with serving() as (server, holder), client() as link:
+            slow, _ = ask(link, server, "slow", key="s")
+            waiting, _ = ask(link, server, "slow", key="w")
+            queued, _ = ask(link, server, "b", key="q")
+            until(lambda: server.counters.queued)
+            for key in "swq":
+                link.cancel(key)
+            holder.go.set()
+            taker, _ = ask(link, server, "c")
+            until(lambda: taker.ended)
+            assert [each.failure for each in (slow, waiting, queued)] == [None] * 3
+            assert queued.next == 0
+            until(lambda: not server.room.taken)
+            assert link.counters.queued == 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "message", "mismatch"),
+        [
+            ({"hand_off": "gone"}, "it is over", False),
+            ({"epoch": 1}, "an earlier life of this prefill worker", False),
+            ({"prompt": range(1, 51)}, "is not that of the prompt's first 50", True),
+            ({"prompt": range(49)}, "is not that of the prompt's first 49", True),
+            ({"address": "127.0.0.1:9"}, "127.0.0.1:9: ", False),
+        ],
+    )
+    def test_a_fetch(self, changes, message, mismatch):
+        with serving() as (server, _), client() as link:
+            taker, _ = ask(link, server, **changes)
+            until(lambda: taker.ended)
+            assert taker.failure is not None
+            assert message in taker.failure[0]
+            assert taker.failure[1] is mismatch
+            taker, _ = ask(link, server)  # the next one is not affected
+            until(lambda: taker.ended)
+            assert taker.failure is None
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"facts": {"model": "other"}}, "model = other, here toy"),
+            ({"token": "another"}, "another token than that of"),
+        ],
+    )
+    def test_a_worker(self, options, message):
+        with serving() as (server, _), client(**options) as link:
+            taker, _ = ask(link, server)
+            until(lambda: taker.ended)
+            assert message in taker.failure[0]
+
+    def test_a_format_that_is_not_taken(self):
+        with serving(cache_format="fp8") as (server, _), client() as link:
+            taker, _ = ask(link, server)
+            until(lambda: taker.ended)
+            assert "cache.format fp8 of" in taker.failure[0]
+            assert "none that is taken here: int32" in taker.failure[0]
+
+
+@contextlib.contextmanager
+def process() -> Iterator["Remote"]:
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.jaxserve.link.toy_holder"],
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            assert running.stdout is not None
+            address, epoch = running.stdout.readline().split()
+            yield Remote(address, int(epoch), running)
+        finally:
+            running.kill()
+
+
+class Remote:
+    """As much of a server as `ask` needs."""
+
+    def __init__(self, address: str, epoch: int, running: subprocess.Popen):
+        self.address, self.epoch, self.running = address, epoch, running
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_worker_that_dies_or_stops(how):
+    """In the middle of a fetch, then before one: told in time, and nothing is left."""
+    threads = threading.active_count()
+    with process() as remote, client() as link:
+        taker, _ = ask(link, remote)
+        until(lambda: taker.ended)
+        assert taker.failure is None
+        slow, _ = ask(link, remote, "slow")
+        time.sleep(0.2)
+        remote.running.send_signal(how)
+        until(lambda: slow.failure is not None)
+        assert slow.failure is not None
+        assert slow.failure[1] is False
+        late, _ = ask(link, remote)
+        until(lambda: late.failure is not None, 40)
+        assert link.counters.queued == 0
+    until(lambda: threading.active_count() <= threads)
