@@ -8,6 +8,7 @@ the engine's process, and `batch.py` runs with the demo model.
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 import threading
@@ -32,7 +33,7 @@ from jaxserve.bench.report import (
     this_machine,
     write_json,
 )
-from jaxserve.bench.stub_engine import StubEngine
+from jaxserve.bench.stub_engine import PacedEngine, StubEngine
 from jaxserve.bench.workers import Worker, run_worker, writing
 from jaxserve.engine.request import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
@@ -53,6 +54,11 @@ TURN = 50
 WARM_UP = 5
 """Requests of a turn before those that count."""
 SECONDS = 120.0
+SMOOTH = (16, 64)
+"""Streams of which the time between events is measured."""
+STEP_SECONDS = 0.0086
+EVENTS = 256
+"""A stream."""
 
 
 def run_bench(quick: bool, json_path: Path | None) -> int:
@@ -80,7 +86,12 @@ def run_bench(quick: bool, json_path: Path | None) -> int:
         for face in faces:
             face.stop(1.0)
         generator.close()
-    parts = [_part(found, bare), streams.measure(quick), batch.measure(quick)]
+    parts = [
+        _part(found, bare),
+        _smooth_part(tokenizer),
+        streams.measure(quick),
+        batch.measure(quick),
+    ]
     print("\n\n".join(map(table, parts)))
     if json_path is not None:
         write_json(json_path, Report("front", quick, machine, parts))
@@ -105,6 +116,27 @@ def _bare_seconds(generator: TextGenerator) -> float:
         ended.wait(SECONDS)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _smooth_part(tokenizer: Tokenizer) -> Part:
+    """The time between the events of a stream over that between its tokens."""
+    generator = TextGenerator(PacedEngine(tokenizer, STEP_SECONDS), tokenizer)
+    server = HttpServer(port=0)
+    address = server.start()
+    server.open(generator)
+    try:
+        found = run_worker(Worker("jaxserve.bench.front", ["--smooth", address]), SECONDS)
+    finally:
+        server.stop(1.0)
+        generator.close()
+    measures = [
+        Measure(
+            f"http, {streams} streams, between events ÷ tokens, p50", found[str(streams)], "", 1.5
+        )
+        for streams in SMOOTH
+    ]
+    notes = [f"An engine stub that has a token for every stream each {STEP_SECONDS * 1e3:g} ms."]
+    return Part("smooth", "how evenly tokens arrive", measures, notes, {})
 
 
 def _part(found: dict[str, Any], bare: float) -> Part:
@@ -183,15 +215,35 @@ async def _clients(options: argparse.Namespace) -> dict[str, Any]:
         return {"seconds": times, "rates": rates}
 
 
+async def _smoothness(address: str) -> dict[str, float]:
+    """Streams → the median time between two events of a stream, over that of its tokens."""
+    client = Client(address)
+    body = msgspec.json.encode({"prompt": [5, 6, 7], "max_tokens": EVENTS, "stream": True})
+    found = {}
+    for streams_ in SMOOTH:
+        outcomes = await asyncio.gather(*(client.complete(body) for _ in range(streams_)))
+        gaps = [
+            later - earlier
+            for outcome in outcomes
+            for earlier, later in itertools.pairwise(outcome.arrivals)
+        ]
+        found[str(streams_)] = statistics.median(gaps) / STEP_SECONDS
+    return found
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--grpc", "--http", "--result"):
-        parser.add_argument(name, required=True)
+    parser.add_argument("--result", required=True)
+    for name in ("--grpc", "--http", "--smooth"):
+        parser.add_argument(name)
     for name in ("--tokens", "--probes"):
-        parser.add_argument(name, type=int, required=True)
+        parser.add_argument(name, type=int)
     options = parser.parse_args()
     with writing(options.result) as result:
-        result |= asyncio.run(_clients(options))
+        if options.smooth:
+            result |= asyncio.run(_smoothness(options.smooth))
+        else:
+            result |= asyncio.run(_clients(options))
 
 
 if __name__ == "__main__":

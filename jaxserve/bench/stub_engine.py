@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.view import PipelineView
 from jaxserve.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class StubEngine:
 
 
 class PacedEngine(StubEngine):
-    """A `TokenEngine` whose thread gives every request one token per step until it is cancelled.
+    """A `TokenEngine` whose thread gives every request one token per step until it has them all.
 
     Args:
       tokenizer: of the model that it pretends to be.
@@ -90,6 +90,7 @@ class PacedEngine(StubEngine):
         self.emitting: list[float] = []
         self._step_seconds = step_seconds
         self._running: dict[str, Callable[[TokenOutput], None]] = {}
+        self._ends: dict[str, int] = {}  # step after which a request ends
         self.thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self.thread.start()
 
@@ -108,11 +109,13 @@ class PacedEngine(StubEngine):
         deadline: float | None = None,
     ) -> str:
         assert request_id is not None
+        self._ends[request_id] = len(self.emitting) + params.max_tokens
         self._running[request_id] = on_output
         return request_id
 
     def cancel(self, request_id: str) -> None:
         self._running.pop(request_id, None)
+        self._ends.pop(request_id, None)
 
     def _run(self) -> None:
         next_step = time.monotonic()
@@ -120,7 +123,14 @@ class PacedEngine(StubEngine):
             token_ids = [self._script[len(self.emitting) % len(self._script)]]
             begin = time.thread_time()
             for request_id, on_output in list(self._running.items()):
-                on_output(TokenOutput(request_id=request_id, token_ids=token_ids))
+                last = len(self.emitting) >= self._ends.get(request_id, 0)
+                reason: FinishReason | None = "length" if last else None
+                output = TokenOutput(
+                    request_id=request_id, token_ids=token_ids, finish_reason=reason
+                )
+                on_output(output)
+                if last:
+                    self.cancel(request_id)
             self.emitting.append(time.thread_time() - begin)
             next_step += self._step_seconds
             time.sleep(max(0.0, next_step - time.monotonic()))

@@ -72,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       prompt_logprobs: the same of the prompt's tokens, which are then all computed.
       skip_special_tokens: special tokens have no text; False spells them out. The tokenizer's
         business, like `stop`.
+      include_stop: the text ends with the stop string rather than before it; also the tokenizer's.
       grammar: decides which tokens may come; an object of the request's own. None: all.
       priority: in [-100, 100]; lower ones are served earlier, see `scheduler.py`.
       cache_salt: requests share cached prompts only with those of equal salt: a tenant's name.
@@ -94,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop: bool = False
     grammar: Any = None
     """A `Grammar` or None."""
     priority: int = 0
@@ -124,7 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for index, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
-        for field in ("ignore_eos", "skip_special_tokens"):
+        for field in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(value := getattr(self, field), bool):
                 raise InvalidRequestError(field, f"{value!r} is not a bool")
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, note=" (max_tokens)")

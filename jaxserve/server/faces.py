@@ -64,7 +64,7 @@ class LocalFaces:
       server: addresses, keys and certificates.
       insecure_bind: whether to bind to a public address without keys or TLS.
       share_ports: whether other processes listen on the same ports.
-      messages_a_second: of all streams together, as far as coalescing keeps them.
+      messages_a_second: of the streams beyond the first few, see `stream.py`.
 
     Raises:
       ConfigError: a public address without protection, or an invalid file of keys or certificates.

@@ -25,7 +25,7 @@ from jaxserve.errors import (
     JaxserveError,
     OverloadedError,
 )
-from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer
+from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer, pause
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
 from jaxserve.text.grammars import FIELD
@@ -173,7 +173,7 @@ class FrontEnd:
     Args:
       max_active: limit of requests that are read, run or answered at the same time.
       max_pending_tokens: tokens that may wait for the reader of a stream.
-      messages_a_second: of all streams together, as far as coalescing keeps them.
+      messages_a_second: of the streams beyond the first few, see `stream.py`.
 
     Attributes:
       generator: None until the engine is ready, and in a process without an engine.
@@ -271,13 +271,18 @@ class FrontEnd:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, function, *arguments)
 
-    async def encode(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
+    async def encode(
+        self, prompt: str | list[int], field: str = "prompt", **options: Any
+    ) -> list[int]:
         """The token ids of a prompt, checked; a long one on another thread.
+
+        Args:
+          prompt, field, options: of `TextGenerator.encode`.
 
         Raises:
           InvalidRequestError: as `TextGenerator.encode`.
         """
-        encode = functools.partial(self.ready().encode, prompt, field=field)
+        encode = functools.partial(self.ready().encode, prompt, field=field, **options)
         return encode() if len(prompt) <= SHORT_PROMPT else await self.in_thread(encode)
 
     @contextlib.asynccontextmanager
@@ -307,7 +312,7 @@ class FrontEnd:
         try:
             for job, request_id in zip(jobs, request_ids, strict=True):
                 buffer = (
-                    StreamBuffer(lambda: generator.live / self._messages_a_second)
+                    StreamBuffer(lambda: pause(generator.live, self._messages_a_second))
                     if stream
                     else WholeBuffer()
                 )

@@ -57,7 +57,7 @@ class GrpcServer(LoopThread):
       insecure_bind: whether to bind to a public address without keys or TLS.
       max_pending_tokens: tokens that may wait for a slow reader.
       share_port: whether other processes listen on the same port.
-      messages_a_second: of all streams together, as far as coalescing keeps them.
+      messages_a_second: of the streams beyond the first few, see `stream.py`.
     """
 
     def __init__(

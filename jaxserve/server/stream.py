@@ -1,10 +1,10 @@
 """Outputs of one request on their way from the text generator's thread to a coroutine, coalesced.
 
-A message costs far more than a token, so a `StreamBuffer` coalesces: the first token is sent at
-once, later ones when there are enough or enough time has passed since the last message. A stream
-slower than that interval is never delayed. With many streams each one sends less often, because
-messages take time from the step loop of the same process. `WholeBuffer` is for requests that are
-not streamed. Called by `front_end.py`; knows no protocol.
+A message costs far more than a token, so a `StreamBuffer` coalesces where the event loop is behind:
+it sends whatever has come since its last turn. Up to `SMOOTH_STREAMS` streams have every token at
+once, as far as one event loop can send so many messages; with more, each one sends less often,
+because messages take time from the step loop of the same process. `WholeBuffer` is for requests
+that are not streamed. Called by `front_end.py`; knows no protocol.
 """
 
 import asyncio
@@ -16,10 +16,22 @@ from collections.abc import Callable
 from jaxserve.text.output import GenerationOutput, merge
 
 COALESCE_TOKENS = 16
-COALESCE_SECONDS = 0.03
-MESSAGES_A_SECOND = 250
-"""Of all streams together, as far as coalescing keeps them, where the step loop is in this process.
-"""
+SMOOTH_STREAMS = 64
+SMOOTH_MESSAGES = 8000
+"""A second, of all smooth streams together: about what one event loop can send."""
+MESSAGES_A_SECOND = 2000
+"""Of all other streams together, where the step loop is in this process."""
+
+
+def pause(streams: int, messages_a_second: float) -> float:
+    """The least seconds between two messages of a stream, of so many.
+
+    Args:
+      streams: that are open.
+      messages_a_second: of those beyond `SMOOTH_STREAMS`.
+    """
+    others = max(0, streams - SMOOTH_STREAMS)
+    return (streams - others) / SMOOTH_MESSAGES + others / messages_a_second
 
 
 class _Waker:
@@ -76,7 +88,7 @@ class StreamBuffer:
         self,
         pause: Callable[[], float] = lambda: 0.0,
         tokens: int = COALESCE_TOKENS,
-        seconds: float = COALESCE_SECONDS,
+        seconds: float = 0.0,
     ):
         self._pause = pause
         self._portion = tokens

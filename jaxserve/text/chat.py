@@ -90,6 +90,7 @@ class ChatTemplate:
         tools: Any = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         field: str = "messages",
     ) -> str:
         """The prompt of a conversation, with all of its special tokens, bos included.
@@ -101,6 +102,8 @@ class ChatTemplate:
           tools: a list of functions that the model may call, as JSON schemas, or None.
           add_generation_prompt: whether the prompt ends where the model's answer begins.
           chat_template_kwargs: switches of the template, such as `enable_thinking`.
+          continue_final_message: whether the prompt ends with the last message's content, without
+            what the template writes after it.
           field: what errors call `messages`.
 
         Raises:
@@ -117,11 +120,14 @@ class ChatTemplate:
             **switches,
         }
         try:
-            return self._templates[name].render(values)
+            text = self._templates[name].render(values)
         except TemplateRefusal as error:
             raise InvalidRequestError(field, f"the chat template refuses: {error}") from None
         except TemplateError as error:
             raise InvalidRequestError(field, f"the chat template failed: {error}") from None
+        return (
+            _until_content(text, values["messages"][-1], field) if continue_final_message else text
+        )
 
     def _checked_switches(self, given: Mapping[str, Any]) -> dict[str, Any]:
         for name in given:
@@ -131,6 +137,19 @@ class ChatTemplate:
                     f"chat_template_kwargs.{name}", f"is no switch of the template; known: {known}"
                 )
         return plain_field(given, "chat_template_kwargs")
+
+
+def _until_content(text: str, message: Mapping[str, Any], field: str) -> str:
+    """The text up to the end of the last message's content."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = content[-1]["text"]
+    for form in (content, (content or "").strip()):
+        if form and form in text:
+            return text[: text.rindex(form) + len(form)]
+    raise InvalidRequestError(
+        "continue_final_message", f"the template does not write the content of {field}[-1]"
+    )
 
 
 def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:

@@ -71,6 +71,7 @@ class Generation:
         # The rest belongs to the generator's thread.
         self._min_tokens = params.min_tokens
         self._has_stops = bool(params.stop)
+        self._include_stop = params.include_stop
         special = not params.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(generator.tokenizer, special=special)
         self._matcher = StopMatcher(params.stop)
@@ -145,6 +146,8 @@ class Generation:
         if stop is None and tokens.finish_reason is not None:
             rest, stop = self._matcher.push(self._detokenizer.finish())
             text += rest + self._matcher.finish()
+        if stop is not None and self._include_stop:
+            text += stop
         return GenerationOutput(
             request_id=self.request_id,
             text=text,

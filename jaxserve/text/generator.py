@@ -101,13 +101,21 @@ class TextGenerator:
             deadline=generation.deadline,
         )
 
-    def encode(self, prompt: Prompt, *, add_bos: bool = True, field: str = "prompt") -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        add_bos: bool = True,
+        field: str = "prompt",
+        keep: int | None = None,
+    ) -> list[int]:
         """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
 
         Args:
           prompt: text, or token ids.
           add_bos: False for the text of a chat template, which writes bos itself if it wants it.
           field: what errors call the prompt.
+          keep: so many of the last tokens; -1: as many as leave room for one more; None: all.
 
         Raises:
           InvalidRequestError: the prompt is empty or too long, or has an id out of range.
@@ -127,6 +135,8 @@ class TextGenerator:
                 raise InvalidRequestError(field, str(error)) from None
         else:
             token_ids = _checked_ids(prompt, self._vocab_size, field)
+        if keep is not None:
+            token_ids = token_ids[-(keep if keep > 0 else self._max_length - 1) :]
         if not token_ids:
             raise InvalidRequestError(field, "is empty")
         if len(token_ids) >= self._max_length:

@@ -6,12 +6,15 @@ faces; knows no protocol.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import llguidance
+
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.structured import GrammarCompiler, GrammarError, TokenGrammar
+from jaxserve.text.structured import GrammarCompiler, GrammarError, TokenGrammar, TokenRules
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 10.0
@@ -30,7 +33,7 @@ def form(asked: Mapping[str, Any]) -> tuple[str, Compile]:
 
     Args:
       asked: `json` (a schema, or its text), `json_object` (True), `regex`, `choice` (texts) and
-        `grammar` (Lark's); exactly one is set.
+        `grammar` (Lark's), `structural_tag` (vLLM's, or its text); exactly one is set.
 
     Raises:
       InvalidRequestError: none is set, or several, or there are no or too many choices.
@@ -48,8 +51,28 @@ def form(asked: Mapping[str, Any]) -> tuple[str, Compile]:
         "regex": lambda compiler: compiler.regex(value),
         "choice": lambda compiler: compiler.choice(value),
         "grammar": lambda compiler: compiler.lark(value),
+        "structural_tag": lambda compiler: compiler.structural_tags(_tags(value)),
     }
     return f"{FIELD}.{name}", compilers[name]
+
+
+def _tags(asked: Any) -> list[llguidance.StructTag]:
+    """`{"structures": [{"begin", "schema", "end"}], "triggers": [text]}`, or its JSON text."""
+    try:
+        found = json.loads(asked) if isinstance(asked, str) else asked
+        return [
+            llguidance.StructTag(
+                trigger=next(mark for mark in found["triggers"] if one["begin"].startswith(mark)),
+                begin=one["begin"],
+                grammar=one["schema"],
+                end=one["end"],
+            )
+            for one in found["structures"]
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError, StopIteration):
+        raise GrammarError(
+            "expected structures with begin (that starts with one of the triggers), schema and end"
+        ) from None
 
 
 class Grammars:
@@ -79,6 +102,10 @@ class Grammars:
         except TimeoutError:
             message = f"was not compiled within {COMPILE_SECONDS:g} s"
             raise InvalidRequestError(field, message) from None
+
+    def ruled(self, grammar: TokenGrammar | None, rules: TokenRules) -> TokenGrammar:
+        """A grammar, or none, with rules for single tokens."""
+        return self._compiler.ruled(grammar, rules)
 
     def close(self) -> None:
         """Stops the thread."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 
 from jaxserve.text.tokenizer import Tokenizer
@@ -38,8 +39,69 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n]{0,20}"}
 """White space between JSON tokens is bounded: a model could write it for ever."""
 
 
+RULED = "rules:"
+"""Begins what other processes get of a grammar with rules."""
+
+
 class GrammarError(ValueError):
     """The grammar is invalid or takes too much work; the message is for the client."""
+
+
+class TokenRules(msgspec.Struct, frozen=True):
+    """What a request says of single tokens.
+
+    Attributes:
+      allowed: the only tokens that may come; empty: all.
+      banned: sequences that must not come whole.
+      budget: tokens of the reasoning, after which `ending` is written; -1: any number.
+      beginning: begins the reasoning; empty: the prompt has begun it.
+      ending: ends the reasoning.
+    """
+
+    allowed: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    budget: int = -1
+    beginning: tuple[int, ...] = ()
+    ending: tuple[int, ...] = ()
+
+    def masked(self, mask: np.ndarray, tokens: Sequence[int], thinking: bool) -> np.ndarray:
+        """The mask without the tokens that the rules exclude.
+
+        Args:
+          mask: uint32 words, as of `TokenGrammar.mask`.
+          tokens: that the text has so far.
+          thinking: whether its reasoning has not ended, if it has one.
+        """
+        place = len(tokens) - len(self.beginning) - self.budget
+        begun = tuple(tokens[: len(self.beginning)]) == self.beginning
+        if thinking and begun and self.budget >= 0 and 0 <= place < len(self.ending):
+            return _only(self.ending[place : place + 1], len(mask))
+        if self.allowed:
+            mask = mask & _only(self.allowed, len(mask))
+        out = [
+            last
+            for *before, last in self.banned
+            if not before or list(tokens[-len(before) :]) == before
+        ]
+        return mask & ~_only(out, len(mask)) if out else mask
+
+
+def _only(token_ids: Sequence[int], words: int) -> np.ndarray:
+    """A mask of some tokens."""
+    mask = np.zeros(words, np.uint32)
+    for token_id in token_ids:
+        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask
+
+
+NO_RULES = TokenRules()
+
+
+class _Serialised(msgspec.Struct):
+    """A grammar with rules, between processes."""
+
+    grammar: str
+    rules: TokenRules
 
 
 class TokenGrammar:
@@ -47,21 +109,26 @@ class TokenGrammar:
 
     Args:
       serialised: the grammar as llguidance's compiler takes it.
-      matcher: llguidance's automaton, in its first state.
+      matcher: llguidance's automaton, in its first state; None: any text.
       words: uint32 words of a mask.
       token_bytes: token id → its bytes; called until `begins_after` has appeared.
       begins_after: the text is free up to these bytes, such as the end of the reasoning.
+      rules: hold for the whole text.
     """
 
     def __init__(
         self,
         serialised: str,
-        matcher: llguidance.LLMatcher,
+        matcher: llguidance.LLMatcher | None,
         words: int,
         token_bytes: Any,
         begins_after: bytes = b"",
+        rules: TokenRules = NO_RULES,
     ):
         self.serialised = serialised
+        self.rules = rules
+        self._tokens: list[int] = []  # where there are rules
+        self._thinking = True
         self.begins_after = begins_after
         self._matcher = matcher
         self._words = words
@@ -70,11 +137,12 @@ class TokenGrammar:
 
     def copy(self) -> "TokenGrammar":
         """An independent copy in the same state."""
-        matcher = self._matcher.deep_copy()
+        matcher = None if self._matcher is None else self._matcher.deep_copy()
         copy = TokenGrammar(
-            self.serialised, matcher, self._words, self._token_bytes, self.begins_after
+            self.serialised, matcher, self._words, self._token_bytes, self.begins_after, self.rules
         )
-        copy._tail = self._tail
+        copy._tail, copy._tokens = self._tail, list(self._tokens)
+        copy._thinking = self._thinking
         return copy
 
     def after(self, begins_after: bytes) -> "TokenGrammar":
@@ -85,7 +153,7 @@ class TokenGrammar:
     @property
     def finished(self) -> bool:
         """Whether the text is complete and nothing may follow."""
-        return not self.begins_after and self._matcher.is_stopped()
+        return not self.begins_after and self._matcher is not None and self._matcher.is_stopped()
 
     def mask(self) -> np.ndarray:
         """The allowed tokens: uint32 `[ceil(vocab / 32)]`, bit t % 32 of word t // 32.
@@ -93,11 +161,15 @@ class TokenGrammar:
         Raises:
           GrammarError: computing it exceeded the work limit.
         """
-        if self.begins_after:
-            return np.full(self._words, 0xFFFFFFFF, np.uint32)
-        mask = self._matcher.compute_bitmask()
-        self._check()
-        return np.frombuffer(mask, np.uint32)[: self._words]
+        if self.begins_after or self._matcher is None:
+            mask = np.full(self._words, 0xFFFFFFFF, np.uint32)
+        else:
+            found = self._matcher.compute_bitmask()
+            self._check(self._matcher)
+            mask = np.frombuffer(found, np.uint32)[: self._words]
+        if self.rules == NO_RULES:
+            return mask
+        return self.rules.masked(mask, self._tokens, self._thinking)
 
     def accept(self, token_id: int) -> None:
         """Takes the next token.
@@ -105,17 +177,22 @@ class TokenGrammar:
         Raises:
           GrammarError: it is not allowed here.
         """
+        if self.rules != NO_RULES:
+            self._tokens.append(token_id)
+            ending = self.rules.ending
+            self._thinking &= not ending or tuple(self._tokens[-len(ending) :]) != ending
         if self.begins_after:
             self._tail = (self._tail + self._token_bytes(token_id))[-4096:]
             if self.begins_after in self._tail:
                 self.begins_after = b""
             return
-        self._matcher.consume_token(token_id)
-        self._check()
+        if self._matcher is not None:
+            self._matcher.consume_token(token_id)
+            self._check(self._matcher)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+    def _check(self, matcher: llguidance.LLMatcher) -> None:
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
 
 
 class GrammarCompiler:
@@ -169,9 +246,32 @@ class GrammarCompiler:
         _check_size(grammar)
         return self._grammar(llguidance.LLMatcher.grammar_from_lark(grammar))
 
+    def structural_tags(self, tags: Sequence[llguidance.StructTag]) -> TokenGrammar:
+        """Free text in which certain marks begin a part with a grammar; raises GrammarError."""
+        try:
+            compiled = llguidance.StructTag.to_grammar(list(tags), assume_special=False)
+        except (ValueError, AssertionError) as error:
+            raise GrammarError(_first_line(str(error))) from None
+        return self.lark(compiled)
+
+    def ruled(self, grammar: TokenGrammar | None, rules: TokenRules) -> TokenGrammar:
+        """A grammar, or none, with rules for single tokens."""
+        plain = "" if grammar is None else grammar.serialised
+        matcher = None if grammar is None else grammar._matcher
+        serialised = msgspec.json.encode(_Serialised(plain, rules)).decode()
+        begins_after = b"" if grammar is None else grammar.begins_after
+        token_bytes = self._tokenizer.token_bytes
+        return TokenGrammar(
+            RULED + serialised, matcher, self._words, token_bytes, begins_after, rules
+        )
+
     def restored(self, serialised: str, begins_after: bytes) -> TokenGrammar:
         """The grammar, in its first state, of another process's `TokenGrammar`."""
-        return self._grammar(serialised).after(begins_after)
+        if not serialised.startswith(RULED):
+            return self._grammar(serialised).after(begins_after)
+        found = msgspec.json.decode(serialised.removeprefix(RULED), type=_Serialised)
+        grammar = self._grammar(found.grammar) if found.grammar else None
+        return self.ruled(grammar, found.rules).after(begins_after)
 
     def _grammar(self, compiled: str) -> TokenGrammar:
         matcher = self._matcher(compiled).deep_copy()

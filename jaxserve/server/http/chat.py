@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.forms import forced_call, grammar
+from jaxserve.server.http.forms import chosen_tools, forced_call, grammar, with_rules
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest, StreamOptions
 from jaxserve.server.http.responses import (
@@ -20,6 +20,7 @@ from jaxserve.server.http.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     FunctionCall,
     ToolCall,
@@ -30,6 +31,7 @@ from jaxserve.server.http.service import Service, UsageCount, stop_reason, toget
 from jaxserve.text.answers import (
     END_THINK,
     MAX_CALLS,
+    THINK,
     AnswerFormat,
     AnswerParser,
     Piece,
@@ -106,6 +108,8 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
     constraint = await forced_call(service, request, form, thought)
     if constraint is None:
         constraint = await grammar(service, request, thought)
+    reasoning = ("" if thought else THINK, END_THINK) if form.thinks else None
+    constraint = with_rules(service, request, constraint, reasoning)
     jobs = _jobs(generator, request, tenant, prompt, token_ids, constraint)
     if tools is not None and form.calls is not None:
         jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
@@ -116,12 +120,13 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools that are passed to the template."""
-    choice = request.tool_choice
-    if choice is None or choice == "auto":
-        return request.tools or None
-    if not request.tools and choice != "none":
+    mode, names = chosen_tools(request)
+    tools = request.tools or None
+    if tools is None and mode == "required":
         raise InvalidRequestError("tool_choice", "is set, but there are no tools")
-    return None if choice == "none" else request.tools
+    if names is not None and tools is not None:
+        tools = [tool for tool in tools if (tool.get("function") or {}).get("name") in names]
+    return None if mode == "none" else tools
 
 
 def _prompt(
@@ -134,13 +139,24 @@ def _prompt(
     switches = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         switches.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents is not None:
+        switches.setdefault("documents", request.documents)
+    continues = request.continue_final_message is True
+    if continues and request.add_generation_prompt:
+        raise InvalidRequestError("add_generation_prompt", "and continue_final_message: set one")
     prompt = template.render(
         request.messages,
         tools=tools,
-        add_generation_prompt=request.add_generation_prompt is not False,
+        add_generation_prompt=request.add_generation_prompt is not False and not continues,
         chat_template_kwargs=switches,
+        continue_final_message=continues,
     )
-    return prompt, generator.encode(prompt, add_bos=False, field="messages")
+    return prompt, generator.encode(
+        prompt,
+        add_bos=request.add_special_tokens is True,
+        field="messages",
+        keep=request.truncate_prompt_tokens,
+    )
 
 
 def _jobs(
@@ -152,14 +168,16 @@ def _jobs(
     constraint: TokenGrammar | None,
 ) -> list[Job]:
     """The jobs of a request: n answers."""
-    if None not in (request.max_tokens, request.max_completion_tokens):
-        raise InvalidRequestError("max_completion_tokens", "is max_tokens by its new name: set one")
+    if request.max_tokens == 0 or request.max_completion_tokens == 0:
+        raise InvalidRequestError("max_tokens", "0 is not in [1, 2147483647]")
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs = true")
     room = int(generator.engine.model_info()["max_length"]) - len(token_ids)
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
     params = sampling_params(
         request,
-        request.max_completion_tokens or room,
+        room,
         tenant,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
@@ -196,6 +214,9 @@ class _Answer:
         self._count = count
         self._parsers = parsers
         self._tokenizer = tokenizer
+        last = request.messages[-1]
+        echoed = request.echo and last.get("role") == "assistant"
+        self._echo = str(last.get("content") or "") if echoed else ""
 
     async def gather(self, sources: Sequence[Source]) -> Chat:
         """Waits for every answer."""
@@ -221,7 +242,7 @@ class _Answer:
         self._chunk.prompt_token_ids = self._prompt_ids(sources)
         chunks = []
         for source in sources:
-            delta = ChatDelta(role="assistant", content="")
+            delta = ChatDelta(role="assistant", content=self._echo)
             chunks.append(self._encode([ChatChunkChoice(index=source.job.index, delta=delta)]))
             self._chunk.prompt_token_ids = UNSET
         return chunks
@@ -242,7 +263,7 @@ class _Answer:
         if ended or (not choices and told and output.token_ids):
             choices.append(ChatChunkChoice(index=index, delta=ChatDelta()))
         if self._request.logprobs and choices:
-            choices[0].logprobs = chat_logprobs(self._tokenizer, output.logprobs)
+            choices[0].logprobs = self._logprobs(output)
         if self._request.return_token_ids and choices:
             choices[0].token_ids = output.token_ids
         if ended:
@@ -268,6 +289,10 @@ class _Answer:
         self._chunk.choices = choices
         self._chunk.usage = UNSET if usage is None and not self._options.include_usage else usage
         return msgspec.json.encode(self._chunk)
+
+    def _logprobs(self, output: GenerationOutput) -> ChatLogprobs:
+        ids = bool(self._request.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, output.logprobs, ids=ids)
 
     def _prompt_ids(self, sources: Sequence[Source]) -> Any:
         return sources[0].job.token_ids if self._request.return_token_ids else UNSET
@@ -305,7 +330,7 @@ class _Answer:
             for call in calls_of(pieces)
         ]
         reasoning = "".join(piece.reasoning for piece in pieces)
-        content = "".join(piece.content for piece in pieces)
+        content = self._echo + "".join(piece.content for piece in pieces)
         shown = reasoning and self._request.include_reasoning is not False
         return ChatChoice(
             index=source.job.index,
@@ -315,9 +340,7 @@ class _Answer:
                 reasoning=reasoning if shown else UNSET,
                 tool_calls=calls or UNSET,
             ),
-            logprobs=(
-                chat_logprobs(self._tokenizer, output.logprobs) if self._request.logprobs else None
-            ),
+            logprobs=(self._logprobs(output) if self._request.logprobs else None),
             finish_reason=_finish_reason(output, parser),
             stop_reason=stop_reason(source, output),
             token_ids=output.token_ids if self._request.return_token_ids else UNSET,

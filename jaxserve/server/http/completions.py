@@ -11,7 +11,7 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.forms import grammar
+from jaxserve.server.http.forms import grammar, with_rules
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -58,13 +58,17 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
         raise InvalidRequestError("best_of", f"{request.best_of} is not n = {n}")
     if request.suffix:
         raise InvalidRequestError("suffix", "is not supported")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequestError("max_tokens", "0 needs echo = true")
+    if request.max_tokens == 0:
+        request = msgspec.structs.replace(request, max_tokens=1)  # the answer leaves it out
     params = sampling_params(
         request,
         DEFAULT_MAX_TOKENS,
         tenant,
         logprobs=request.logprobs,
         prompt_logprobs=_prompt_logprobs(request),
-        grammar=await grammar(service, request),
+        grammar=with_rules(service, request, await grammar(service, request)),
     )
     prompts = _prompts(request.prompt)
     if len(prompts) * n > MAX_CHOICES:
@@ -76,7 +80,12 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
     jobs = []
     for number, prompt in enumerate(prompts):
         field = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
-        token_ids = await service.encode(prompt, field)
+        token_ids = await service.encode(
+            prompt,
+            field,
+            add_bos=request.add_special_tokens is not False,
+            keep=request.truncate_prompt_tokens,
+        )
         text = prompt if isinstance(prompt, str) else None
         if request.echo and text is None:
             special = not params.skip_special_tokens
@@ -128,13 +137,18 @@ class _Answer:
         """Waits for every choice and puts it into the completion."""
         for source in sources:
             output = await source.take()
-            self._count.add(source, output)
+            self._add(source, output)
             self._completion.choices.append(self._choice(source, output, first=True))
         self._completion.usage = self._count.usage()
 
+    def _add(self, source: Source, output: GenerationOutput) -> None:
+        if self._request.max_tokens == 0:
+            output = msgspec.structs.replace(output, token_ids=[])
+        self._count.add(source, output)
+
     def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
         """A chunk with the new tokens of a choice."""
-        self._count.add(source, output)
+        self._add(source, output)
         return self._encode([self._choice(source, output, first)])
 
     def last_chunk(self) -> bytes | None:
@@ -160,6 +174,11 @@ class _Answer:
         return msgspec.json.encode(completion)
 
     def _choice(self, source: Source, output: GenerationOutput, first: bool) -> CompletionChoice:
+        if self._request.max_tokens == 0:
+            reason: Any = output.finish_reason and "length"
+            output = msgspec.structs.replace(
+                output, text="", token_ids=[], logprobs=[], finish_reason=reason
+            )
         job, ids_wanted = source.job, self._request.return_token_ids
         text = (job.prompt or "") + output.text if first and self._request.echo else output.text
         return CompletionChoice(
@@ -182,7 +201,9 @@ class _Answer:
         index = source.job.index
         if index not in self._writers:
             top = self._request.logprobs > 0
-            self._writers[index] = CompletionLogprobsWriter(self._tokenizer, top)
+            self._writers[index] = CompletionLogprobsWriter(
+                self._tokenizer, top, bool(self._request.return_tokens_as_token_ids)
+            )
         writer = self._writers[index]
         if self._request.echo and output.prompt_logprobs is not None:
             prompt = writer.prompt(source.job.token_ids, output.prompt_logprobs)

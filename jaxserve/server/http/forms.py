@@ -3,16 +3,17 @@
 Called by `completions.py` and `chat.py`; the grammars themselves are `text/structured.py`'s.
 """
 
+import functools
 from typing import Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.http.requests import ChatRequest, GenerationFields, NamedToolChoice
+from jaxserve.server.http.requests import ChatRequest, GenerationFields, SamplingFields
 from jaxserve.server.http.service import Service
 from jaxserve.text.answers import AnswerFormat
 from jaxserve.text.grammars import ANY_OBJECT, Compile, form
-from jaxserve.text.structured import TokenGrammar, quoted
+from jaxserve.text.structured import JSON_OPTIONS, TokenGrammar, TokenRules, quoted
 
 
 async def grammar(
@@ -40,6 +41,65 @@ async def grammar(
     return await _compiled(service, *found[0], begins_after)
 
 
+def chosen_tools(request: ChatRequest) -> tuple[str, frozenset[str] | None]:
+    """Whether a call is possible ("none", "auto") or "required", and of which functions.
+
+    Raises:
+      InvalidRequestError: the choice lacks what its type needs.
+    """
+    choice = request.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto", None
+    if choice.type == "function":
+        if choice.function is None:
+            raise InvalidRequestError("tool_choice.function", "is missing")
+        return "required", frozenset({choice.function.name})
+    if choice.allowed_tools is None:
+        raise InvalidRequestError("tool_choice.allowed_tools", "is missing")
+    allowed = choice.allowed_tools
+    return allowed.mode, frozenset(tool.function.name for tool in allowed.tools)
+
+
+def with_rules(
+    service: Service,
+    request: SamplingFields,
+    found: TokenGrammar | None,
+    reasoning: tuple[str, str] | None = None,
+) -> TokenGrammar | None:
+    """The grammar with what the request says of single tokens.
+
+    Args:
+      service: has the tokenizer.
+      request: has the fields.
+      found: the grammar; None: any text.
+      reasoning: what begins a reasoning, empty if the prompt does, and what ends it.
+
+    Raises:
+      InvalidRequestError: a token id is out of range, or there is no reasoning to limit.
+    """
+    generator = service.ready()
+    vocab_size = int(generator.engine.model_info()["vocab_size"])
+    for index, token_id in enumerate(request.allowed_token_ids or ()):
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids[{index}]", f"{token_id} is not in [0, {vocab_size - 1}]"
+            )
+    encode = functools.partial(generator.tokenizer.encode, add_bos=False)
+    spelt = [form for word in request.bad_words or () for form in (word, " " + word.lstrip(" "))]
+    budget = -1 if request.thinking_token_budget is None else request.thinking_token_budget
+    if budget >= 0 and reasoning is None:
+        raise InvalidRequestError("thinking_token_budget", "the model has no reasoning to limit")
+    begin, end = reasoning if reasoning is not None and budget >= 0 else ("", "")
+    rules = TokenRules(
+        allowed=tuple(request.allowed_token_ids or ()),
+        banned=tuple(dict.fromkeys(tuple(encode(word)) for word in spelt)),
+        budget=budget,
+        beginning=tuple(encode(begin)) if begin else (),
+        ending=tuple(encode(end)) if end else (),
+    )
+    return found if rules == TokenRules() else generator.grammars.ruled(found, rules)
+
+
 async def forced_call(
     service: Service, request: ChatRequest, answers: AnswerFormat, begins_after: bytes
 ) -> TokenGrammar | None:
@@ -49,28 +109,29 @@ async def forced_call(
       InvalidRequestError: there is no such tool, its parameters are not a schema, or the model's
         format of tool calls is not known.
     """
-    choice = request.tool_choice
-    if choice is None or choice in ("auto", "none"):
+    mode, names = chosen_tools(request)
+    if mode != "required":
         return None
     calls = answers.calls
     if calls is None:
         raise InvalidRequestError("tool_choice", "this model's calls cannot be forced")
-    wanted = choice.function.name if isinstance(choice, NamedToolChoice) else None
     earlier = [message.get("tool_calls") for message in request.messages]
     number = sum(len(several) for several in earlier if isinstance(several, list))
     alternatives: list[str] = []
     rules: list[str] = []
     for index, tool in enumerate(request.tools or []):
         name, schema = _function(tool, index)
-        if wanted not in (None, name):
+        if names is not None and name not in names:
             continue
         try:
-            rules += calls.rules(name, number, schema, index)
+            bounded = schema if schema is True else {**schema, "x-guidance": JSON_OPTIONS}
+            rules += calls.rules(name, number, bounded, index)
         except ValueError as error:
             raise InvalidRequestError(f"tools[{index}].function.name", str(error)) from None
         alternatives.append(f"call{index}")
     if not alternatives:
-        raise InvalidRequestError("tool_choice.function.name", f"{wanted!r} is no tool")
+        asked = ", ".join(map(repr, sorted(names or ())))
+        raise InvalidRequestError("tool_choice.function.name", f"{asked} is no tool")
     start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)}) {quoted(calls.end)}"
     lark = "\n".join([start, *rules])
     return await _compiled(service, "tools", lambda compiler: compiler.lark(lark), begins_after)
@@ -95,14 +156,25 @@ def _response_format(request: GenerationFields) -> tuple[str, Compile] | None:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return None
+    if wanted.type == "structural_tag":
+        return form({"structural_tag": msgspec.structs.asdict(wanted)})
     if wanted.type == "json_object":
         return "response_format", lambda compiler: compiler.json_schema(ANY_OBJECT)
     if wanted.json_schema is None:
         raise InvalidRequestError("response_format.json_schema", "is missing")
-    schema = wanted.json_schema.schema
+    schema = wanted.json_schema.schema or {}
     return "response_format.json_schema.schema", lambda compiler: compiler.json_schema(schema)
 
 
 def _structured_outputs(request: GenerationFields) -> tuple[str, Compile] | None:
     wanted = request.structured_outputs
-    return None if wanted is None else form(msgspec.structs.asdict(wanted))
+    older = {
+        "json": request.guided_json,
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+        "grammar": request.guided_grammar,
+    }
+    if wanted is None:
+        return form(older) if any(value is not None for value in older.values()) else None
+    names = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+    return form({name: getattr(wanted, name) for name in names})

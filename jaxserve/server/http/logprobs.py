@@ -25,11 +25,13 @@ class CompletionLogprobsWriter:
     Args:
       tokenizer: gives the texts of tokens.
       top: whether the likeliest tokens were asked for, beside the ones that came.
+      ids: whether tokens are named by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: bool):
+    def __init__(self, tokenizer: Tokenizer, top: bool, ids: bool = False):
         self._tokenizer = tokenizer
         self._top = top
+        self._name = _id_of if ids else _text
         self._offset = 0
 
     def prompt(
@@ -48,13 +50,16 @@ class CompletionLogprobsWriter:
         logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, one in zip(token_ids, found, strict=True):
             text = _text(self._tokenizer, token_id)
-            logprobs.tokens.append(text)
+            name = self._name(self._tokenizer, token_id)
+            logprobs.tokens.append(name)
             logprobs.text_offset.append(self._offset)
             logprobs.token_logprobs.append(None if one is None else _number(one.logprob))
             rivals = None
             if one is not None and self._top:
-                rivals = {_text(self._tokenizer, key): _number(value) for key, value in one.top}
-                rivals.setdefault(text, _number(one.logprob))
+                rivals = {
+                    self._name(self._tokenizer, key): _number(value) for key, value in one.top
+                }
+                rivals.setdefault(name, _number(one.logprob))
             logprobs.top_logprobs.append(rivals)
             self._offset += len(text)
         return logprobs
@@ -70,13 +75,15 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The log-probabilities of an answer's tokens, in the format of chats."""
-    content = []
+def chat_logprobs(
+    tokenizer: Tokenizer, found: Sequence[TokenLogprobs], *, ids: bool = False
+) -> ChatLogprobs:
+    """The log-probabilities of an answer's tokens, named by their `ids` or texts."""
+    content, name = [], _id_of if ids else _text
     for one in found:
         rivals = [
             TopLogprob(
-                token=_text(tokenizer, token_id),
+                token=name(tokenizer, token_id),
                 logprob=_number(logprob),
                 bytes=list(tokenizer.token_bytes(token_id)),
             )
@@ -84,7 +91,7 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatL
         ]
         content.append(
             ChatLogprob(
-                token=_text(tokenizer, one.token_id),
+                token=name(tokenizer, one.token_id),
                 logprob=_number(one.logprob),
                 bytes=list(tokenizer.token_bytes(one.token_id)),
                 top_logprobs=rivals,
@@ -125,6 +132,11 @@ def _text(tokenizer: Tokenizer, token_id: int) -> str:
         return found.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _id_of(tokenizer: Tokenizer, token_id: int) -> str:
+    """vLLM's name of a token without its text."""
+    return f"token_id:{token_id}"
 
 
 def _number(logprob: float) -> float:

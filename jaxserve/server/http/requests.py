@@ -17,7 +17,6 @@ from jaxserve.engine.request import (
     MAX_STOP_STRING_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_UINT32,
 )
 from jaxserve.text.messages import MAX_PARTS
 
@@ -32,6 +31,8 @@ MAX_TOOLS = 256
 MAX_TOKENS = 2**20
 """Token ids of one prompt; the model's own limit is below."""
 MAX_METADATA = 16
+MAX_WORDS = 128
+MAX_ALLOWED = 2**18
 
 _TEXT_PART = {
     "type": "object",
@@ -75,11 +76,11 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class StreamOptions(Strict, kw_only=True):
     """How to stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """A last chunk without choices has the usage."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = None
     """Every chunk has the usage so far."""
-    include_obfuscation: bool = False
+    include_obfuscation: bool | None = None
     """Accepted without effect: chunks are not padded."""
 
 
@@ -88,15 +89,19 @@ class JsonSchema(Strict, kw_only=True):
 
     name: str = "schema"
     description: str | None = None
-    schema: JsonObject = {}
+    schema: JsonObject | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(Strict, kw_only=True):
     """The format that the answer must have."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    """Of a structural tag: parts of the text, each with `begin`, `schema` and `end`."""
+    triggers: Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
+    """Of a structural tag: texts that begin such a part."""
 
 
 class StructuredOutputs(Strict, kw_only=True):
@@ -107,6 +112,12 @@ class StructuredOutputs(Strict, kw_only=True):
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
     grammar: str | None = None
+    structural_tag: JsonObject | str | None = None
+    whitespace_pattern: None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    """Taken without effect: white space is bounded."""
+    disable_additional_properties: bool | None = None
 
 
 class SamplingFields(Strict, kw_only=True):
@@ -123,7 +134,8 @@ class SamplingFields(Strict, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=MAX_UINT32)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Of 32 bits; others are folded."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -142,7 +154,28 @@ class SamplingFields(Strict, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     """False spells them out."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the text ends with the stop string."""
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_WORDS)] | None = None
+    """Texts that must not come; as whole tokens, with a space before them and without."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None
+    ) = None
+    """The only tokens that may come."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
+    """Tokens of the reasoning, after which it is ended; -1: any number."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
+    """Keep so many of the prompt's last tokens; -1: as many as leave room for an output."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether log-probabilities name tokens as `token_id:N`."""
     structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    """Older names of structured_outputs' fields."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Requests of lower priority values are scheduled earlier."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
@@ -157,12 +190,25 @@ class SamplingFields(Strict, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    moderation: Any = None
+    spaces_between_special_tokens: bool | None = None
+    mm_processor_kwargs: JsonObject | None = None
+    media_io_kwargs: JsonObject | None = None
+    use_beam_search: Literal[False] | None = None
+    """Only its default, like the following fields."""
+    length_penalty: Literal[1] | Annotated[float, Meta(ge=1, le=1)] | None = None
+    early_stopping: Literal[False] | None = None
+    logits_processors: Annotated[list[Any], Meta(max_length=0)] | None = None
+    kv_transfer_params: None = None
+    vllm_xargs: Annotated[JsonObject, Meta(max_length=0)] | None = None
 
 
 class GenerationFields(SamplingFields, kw_only=True):
     """Fields that completions and chats have in common."""
 
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    """0 with `echo` alone."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     """Not in the chunks of a streamed chat."""
@@ -188,6 +234,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """Must equal `n`."""
     suffix: str | None = None
     """Refused: infilling is not supported."""
+    add_special_tokens: bool | None = None
+    """Whether to begin a text with bos, where the model has one; by default it does."""
 
 
 class FunctionChoice(Strict, kw_only=True):
@@ -196,11 +244,26 @@ class FunctionChoice(Strict, kw_only=True):
     name: str
 
 
-class NamedToolChoice(Strict, kw_only=True):
-    """The one tool to call."""
+class ToolName(Strict, kw_only=True):
+    """A tool by name."""
 
     function: FunctionChoice
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Strict, kw_only=True):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ToolName], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Strict, kw_only=True):
+    """The one tool to call, or the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -209,19 +272,37 @@ class ChatRequest(GenerationFields, kw_only=True):
     messages: Messages
     """Each with `role` and `content`, and further keys that the model's template reads."""
     max_completion_tokens: Count | None = None
-    """The new name of max_tokens."""
+    """The new name of max_tokens, which it overrides."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """Accepted without effect: the model decides."""
+    """False keeps the first call alone."""
     reasoning_effort: str | None = None
     """A template variable, for templates that read it."""
     chat_template_kwargs: JsonObject | None = None
     """Variables of the template, such as enable_thinking."""
     add_generation_prompt: bool | None = None
-    """False continues the last message instead of answering it."""
+    """False: the prompt does not begin an answer."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message."""
+    add_special_tokens: bool | None = None
+    """Whether to begin the prompt with bos once more than the template does."""
+    documents: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    """A template variable."""
+    echo: bool | None = None
+    """Whether the answer begins with the last message, if that is the assistant's."""
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    verbosity: str | None = None
+    """Accepted without effect."""
+    function_call: Literal["none", "auto"] | None = None
+    """Only its defaults, like the following fields."""
+    functions: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    chat_template: None = None
     include_reasoning: bool | None = None
     """False leaves reasoning_content out."""
 

@@ -23,11 +23,11 @@ from jaxserve.server.http.requests import (
     FunctionChoice,
     JsonObject,
     JsonSchema,
-    NamedToolChoice,
     ResponseFormat,
     SamplingFields,
     Strict,
     Text,
+    ToolChoice,
 )
 
 
@@ -87,7 +87,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    """Accepted without effect: the model decides."""
+    """False keeps the first call alone."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -97,6 +97,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     )
     """Accepted without effect: reasoning items always have their text."""
     truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
 
     background: bool | None = None
     """True is refused, like the fields below: the server stores nothing."""
@@ -128,10 +129,11 @@ def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
         max_completion_tokens=request.max_output_tokens,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=(
-            NamedToolChoice(function=FunctionChoice(name=choice.name))
+            ToolChoice(function=FunctionChoice(name=choice.name))
             if isinstance(choice, NamedFunction)
             else choice
         ),
+        parallel_tool_calls=request.parallel_tool_calls,
         response_format=None if form is None else _response_format(form),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         chat_template_kwargs=request.chat_template_kwargs,

@@ -12,7 +12,7 @@ from jaxserve.server.access import prefix_salt
 from jaxserve.server.http.requests import GenerationFields
 
 SAME_NAMES = (
-    *("max_tokens", "min_tokens", "temperature", "top_p", "min_p", "seed", "ignore_eos"),
+    *("max_tokens", "min_tokens", "temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "priority"),
     "skip_special_tokens",
 )
@@ -36,6 +36,8 @@ def sampling_params(
     given: dict[str, Any] = {"max_tokens": max_tokens}
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}
+    given |= {"seed": None if fields.seed is None else _folded(fields.seed)}
+    given |= {"include_stop": fields.include_stop_str_in_output}
     given |= {"stop": fields.stop, "stop_token_ids": fields.stop_token_ids, **more}
     given["cache_salt"] = prefix_salt(tenant, fields.cache_salt or "")
     if given["max_tokens"] is None:
@@ -43,6 +45,11 @@ def sampling_params(
     params = SamplingParams(**{k: value for k, value in given.items() if value is not None})
     params.validate()
     return params
+
+
+def _folded(seed: int) -> int:
+    """A seed of 64 bits as one of 32; those that fit stay what they are."""
+    return seed if 0 <= seed <= MAX_UINT32 else (seed ^ (seed >> 32)) & MAX_UINT32
 
 
 def of_choice(params: SamplingParams, number: int) -> SamplingParams:

@@ -52,7 +52,7 @@ class HttpServer(LoopThread):
       max_pending_tokens: tokens that may wait for a slow reader.
       name: of the key that sets the port, for errors.
       share_port: whether other processes listen on the same port.
-      messages_a_second: of all streams together, as far as coalescing keeps them.
+      messages_a_second: of the streams beyond the first few, see `stream.py`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@ import threading
 import time
 from collections.abc import Coroutine
 
-from jaxserve.server.stream import StreamBuffer
+from jaxserve.server.stream import StreamBuffer, pause
 from jaxserve.text.output import GenerationOutput
 
 
@@ -109,3 +109,20 @@ def test_putting_after_the_loop_is_gone_is_harmless() -> None:
 
     buffer = asyncio.run(make())
     buffer.put(token(0))
+
+
+def test_few_streams_have_every_token_at_once() -> None:
+    assert [pause(streams, 2000) for streams in (1, 16, 64)] == [1 / 8000, 0.002, 0.008]
+    assert pause(2064, 2000) == 1.008
+
+
+def test_tokens_that_came_while_the_loop_was_busy_go_together() -> None:
+    async def check() -> None:
+        buffer = StreamBuffer()
+        buffer.put(token(0))
+        assert (await buffer.take()).token_ids == [0]
+        for number in (1, 2, 3):
+            buffer.put(token(number))
+        assert (await buffer.take()).token_ids == [1, 2, 3]
+
+    run(check())

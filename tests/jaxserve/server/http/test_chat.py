@@ -193,13 +193,13 @@ class TestReasoning:
             "'image_url' is not supported",
         ),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "no room"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "set one"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs = true"),
         ({"tool_choice": "auto!"}, "tool_choice", "invalid enum value"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no switch"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token", "no swi"),
-        ({"function_call": "x"}, "function_call", "is not known here"),
+        ({"function_call": "x"}, "function_call", "invalid enum value"),
+        ({"function_cal": "x"}, "function_cal", "is not known here"),
     ],
 )
 def test_a_bad_field_is_named(
