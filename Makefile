@@ -78,7 +78,7 @@ format: $(VENV)/.installed-all
 	$(BIN)/ruff check --fix
 
 matrix: $(VENV)/.installed-all
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m matrix $(TESTS)
+	LAYOUT_TOKENS=64 JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m matrix $(TESTS)
 
 bench: $(VENV)/.installed-serve
 	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)

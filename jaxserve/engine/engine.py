@@ -556,7 +556,7 @@ _running: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     """Ends the threads of engines that were not closed.
 
     They are inside JAX most of the time; the interpreter would abort when it ends around them.

@@ -3,6 +3,8 @@
 Importing this module starts no JAX backend.
 """
 
+import atexit
+import threading
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config.deployment import Deployment
@@ -22,8 +24,33 @@ def open_engine(deployment: Deployment, **options: Any) -> "Engine":
     from jaxserve.fleet.arguments import ProcessArguments
     from jaxserve.fleet.bootstrap import initialise
 
-    initialise(ProcessArguments(), deployment)
-    engine = build_engine(deployment, **options)
-    if engine.status == "starting":
-        engine.start()
-    return engine
+    opened, thread = threading.Event(), threading.current_thread()
+    _opening[thread] = opened
+    try:
+        initialise(ProcessArguments(), deployment)
+        engine = build_engine(deployment, **options)
+        if engine.status == "starting":
+            engine.start()
+        return engine
+    finally:
+        _opening.pop(thread, None)
+        opened.set()
+
+
+EXIT_SECONDS, LAST_SECONDS = 60.0, 10.0
+"""For an engine to be built, and for the thread that asked for it to let go of it."""
+_opening: dict[threading.Thread, threading.Event] = {}
+
+
+@atexit.register
+def _wait() -> None:
+    """Waits for engines that daemon threads are building: the interpreter would abort when it ends
+    around a thread that loads or compiles. Then ends them, as their module does with others."""
+    if waited := dict(_opening):
+        for opened in waited.values():
+            opened.wait(EXIT_SECONDS)
+        from jaxserve.engine.engine import close_all
+
+        close_all()
+        for thread in waited:
+            thread.join(LAST_SECONDS)

@@ -7,6 +7,7 @@ reference lie within `TIE` of each other, and what follows it is another text.
 
 import itertools
 import json
+import os
 import random
 import threading
 import time
@@ -37,7 +38,8 @@ SIZES = TinyStep3(
 SEED = 18
 """Of the weights; with these the reference's best logit is always more than ten `TIE` ahead."""
 
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = int(os.environ.get("LAYOUT_TOKENS", "32"))
+"""Of every prompt; four pages. `make matrix` asks for 64."""
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
 
 _LENGTHS = (1, 70, 2, 47, 24, 25, 23, 69, 48, 49, 13, 5, 1, 33, 60, 8, 9, 17)

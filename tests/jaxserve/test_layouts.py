@@ -9,6 +9,7 @@ import contextlib
 import pytest
 
 from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 
@@ -47,8 +48,9 @@ def check(tokens, reference, case, record_property):
 
 
 def test_the_reference_decides(reference):
-    """16 prompts and more, 64 tokens each, and no token hangs on the last digits of a logit."""
-    assert [len(tokens) for tokens in reference.tokens] == [64] * 18
+    """16 prompts and more, each with all its tokens, none of which hangs on the last digits
+    of a logit."""
+    assert [len(tokens) for tokens in reference.tokens] == [layouts.OUTPUT_TOKENS] * 18
     assert len(set(map(tuple, reference.tokens))) == 18
     assert reference.smallest_margin > 1e-3
 
@@ -93,24 +95,27 @@ def test_quantised_wire_is_the_colocated_run_that_quantises_at_the_same_place(
 def test_preempted_requests_give_the_same_tokens(
     tiny_model, reference, record_property, afd_runtime
 ):
-    """Of 18 prompts only a few fit 40 pages at a time, so the youngest is sent back again and
+    """Of 18 prompts only a few fit 22 pages at a time, so the youngest is sent back again and
     again, and recomputes what it had."""
-    small_pool = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 40})
+    small_pool = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 22})
     runtime = afd_runtime._replace(deployment=small_pool)
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()
     tokens = layouts.generate(engine)
     layouts.idle(engine)
     engine.close()
-    assert engine.schedulers[0].num_preemptions > 5
+    assert engine.schedulers[0].num_preemptions > 2
     check(tokens, reference, "preemption", record_property)
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize("mode", ["colocated", "afd"])
 def test_bfloat16_runs(mode, tiny_model, reference):
     """Other roundings, other tokens, but the texts begin alike."""
-    tokens = tokens_of(tiny_model, {"mode": mode, "dtype": "bfloat16"})
-    assert [len(row) for row in tokens] == [64] * 18
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with running(tiny_model, {"mode": mode, "dtype": "bfloat16"}) as engine:
+        tokens = layouts.generate(engine, params=params)
+    assert [len(row) for row in tokens] == [9] * 18
     agree = sum(a[0] == b[0] for a, b in zip(tokens, reference.tokens, strict=True))
     assert agree >= 14, f"{agree} of 18 first tokens agree"
 

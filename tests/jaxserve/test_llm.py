@@ -312,6 +312,7 @@ def test_one_that_the_engine_refuses_keeps_the_others_from_it(
 
 
 TWO_MODELS = """
+import threading, time
 import jax
 from jaxserve import LLM, SamplingParams
 
@@ -321,10 +322,13 @@ print(sum(array.nbytes for array in jax.live_arrays()))
 llm = LLM("configs/demo.yaml")
 for piece in llm.stream("Once", SamplingParams(max_tokens=100)):
     break
+threading.Thread(target=LLM, args=["configs/demo.yaml"], daemon=True).start()
+time.sleep(0.5)
 """
 
 
 def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly() -> None:
+    """Also where a daemon thread is opening another when the interpreter ends."""
     ran = subprocess.run(
         [sys.executable, "-c", TWO_MODELS],
         cwd=REPOSITORY,
