@@ -11,11 +11,16 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.fleet.attention_runtime import open_attention
+from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
 from tests.jaxserve.hand_offs import (
+    TOKEN,
     Held,
     at_rest,
+    attach,
     hand_over,
+    limits,
     prefill,
     until,
     workers,
@@ -390,3 +395,31 @@ class TestPressure:
 def _with_waiting(deployment, waiting):
     limits = msgspec.structs.replace(deployment.scheduler, max_waiting=waiting)
     return msgspec.structs.replace(deployment, scheduler=limits)
+
+
+def test_a_domain_whose_ffn_worker_is_in_another_runtime(tmp_path):
+    """AFD over pull as the decode side; pages are written between its gated stages."""
+    CATALOGUE["qwen3_moe"].write(tmp_path)
+    apart = {"mode": "afd", "lanes": 2, "link.transport": "pull", "ffn.runtime": "ffn"}
+    anywhere = {"link.addresses": ["127.0.0.1:9"]}
+    server, *_ = open_ffn(limits(tmp_path, apart | anywhere), TOKEN, "127.0.0.1:0")
+    address = server.start()
+    try:
+        engine, link = open_attention(
+            limits(tmp_path, apart | {"link.addresses": [address]}),
+            TOKEN,
+            prepare=lambda engine: attach(engine, "decode"),
+        )
+        try:
+            prompts = draw_prompts(20)
+            with workers(tmp_path, prefill={"cache.page_size": 8, "cache.pages": 64}) as (source,):
+                expected = alone(engine, prompts)
+                assert hand_over(source, engine, prompts, GREEDY) == expected
+                assert counters(engine).transfers > 0
+                for each in (source, engine):
+                    at_rest(each)
+        finally:
+            engine.close()
+            link.close()
+    finally:
+        server.close()
