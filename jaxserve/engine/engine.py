@@ -181,6 +181,7 @@ class Engine:
             pages=cache.pages,
             compilations=self.compilations_after_ready,
             held=self.hand_offs.held,
+            hand_offs=self.hand_offs.load,
             domains=[
                 DomainLoad(
                     running=scheduler.num_running,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jaxserve.engine.fetches import FetchOrder
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
+from jaxserve.engine.load import PagesLoad
 from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPages, Loop
 from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
@@ -93,6 +94,30 @@ class HandOffs:
     def held(self) -> int:
         """Prompts whose pages are held."""
         return self._loop.holds.held if self._loop.holds is not None else 0
+
+    @property
+    def load(self) -> PagesLoad | None:
+        """What this engine's ends of the link have done; from any thread."""
+        if self.prefill is not None and self._loop.holds is not None:
+            exported = self.prefill.server.counters
+            return PagesLoad(
+                transfers=exported.transfers,
+                bytes=exported.bytes,
+                failures=exported.failures,
+                queued=exported.queued,
+                expired=self._loop.holds.expired,
+                registered_bytes=exported.registered_bytes,
+            )
+        if not self.domains:
+            return None
+        fetched = [end.client.counters for end in self.domains]
+        return PagesLoad(
+            transfers=sum(each.transfers for each in fetched),
+            bytes=sum(each.bytes for each in fetched),
+            failures=sum(each.failures for each in fetched),
+            queued=sum(each.queued for each in fetched),
+            wait_seconds=sum(each.wait_seconds for each in fetched),
+        )
 
     @property
     def page_size(self) -> int:

@@ -44,6 +44,28 @@ class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
     invalid_logits: int = 0
 
 
+class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's end of the pages link, since its start.
+
+    Attributes:
+      transfers: that came, or were taken, whole.
+      bytes: of them.
+      failures: that did not come, or could not be given.
+      queued: that have not ended; now.
+      wait_seconds: of a domain, from the order of a hand-off to its last piece, summed.
+      expired: of a prefill worker, leases that ran out.
+      registered_bytes: of a prefill worker, of pieces that wait to be pulled; now.
+    """
+
+    transfers: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queued: int = 0
+    wait_seconds: float = 0.0
+    expired: int = 0
+    registered_bytes: int = 0
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of the moment, and counters since the start.
 
@@ -65,6 +87,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: those of the figures that each domain has of its own.
+      hand_offs: what its end of the pages link has done; None: it has none.
     """
 
     running: int = 0
@@ -83,6 +106,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     replays: int = 0
     refusals: int = 0
     domains: list[DomainLoad] = []
+    hand_offs: PagesLoad | None = None
 
     @classmethod
     def of(
@@ -94,6 +118,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         pages: int,
         compilations: int,
         held: int = 0,
+        hand_offs: PagesLoad | None = None,
     ) -> "EngineLoad":
         """Of all domains together.
 
@@ -113,4 +138,5 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             compilations=compilations,
             held=held,
             domains=list(domains),
+            hand_offs=hand_offs,
         )

@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.text.output import GenerationOutput
@@ -219,7 +219,27 @@ class _EngineCollector(Collector):
         )
         if load.workers:
             yield from self._fleet_metrics(load)
+        if load.hand_offs is not None:
+            yield from self._hand_off_metrics(load.hand_offs)
         yield from self._pipeline_metrics(self._pipeline())
+
+    def _hand_off_metrics(self, pages: PagesLoad) -> Iterator[Metric]:
+        """Of a worker's end of the pages link."""
+        for name, text, count in (
+            ("transfers", "Hand-offs of KV pages that came or were taken whole.", pages.transfers),
+            ("bytes", "Bytes of hand-offs.", pages.bytes),
+            ("failures", "Hand-offs that failed.", pages.failures),
+            ("wait_seconds", "From order to last piece, summed.", pages.wait_seconds),
+            ("expired", "Leases that ran out.", pages.expired),
+        ):
+            yield self._counter(f"hand_off_{name}", text, count)
+        for name, text, value in (
+            ("queued", "Hand-offs that have not ended.", pages.queued),
+            ("registered_bytes", "Bytes that wait to be pulled.", pages.registered_bytes),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + f"hand_off_{name}", text, labels=[LABEL])
+            gauge.add_metric([self._model], value)
+            yield gauge
 
     def _fleet_metrics(self, load: EngineLoad) -> Iterator[Metric]:
         """Of a router: its workers, by role."""

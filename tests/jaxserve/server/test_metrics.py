@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.engine.load import DomainLoad, EngineLoad, PagesLoad, WorkerLoad
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
@@ -154,6 +154,18 @@ def test_what_fleet_routers_read() -> None:
     assert found["cache_config_info block_size=16 num_gpu_blocks=20"] == 1
     assert found["num_preemptions_total"] == 0
     assert found["prefix_cache_hits_total"] == 0
+
+
+def test_the_pages_link() -> None:
+    metrics = Metrics("m")
+    engine = FakeEngine([5])
+    pages = PagesLoad(transfers=3, bytes=4096, failures=1, queued=2, wait_seconds=0.5, expired=4)
+    engine.load = lambda: EngineLoad(hand_offs=pages)
+    metrics.watch(engine)
+    found = samples(metrics)
+    names = ("transfers", "bytes", "failures", "wait_seconds", "expired")
+    assert [found[f"hand_off_{name}_total"] for name in names] == [3, 4096, 1, 0.5, 4]
+    assert (found["hand_off_queued"], found["hand_off_registered_bytes"]) == (2, 0)
 
 
 def test_the_workers_of_a_fleet() -> None:
