@@ -5,7 +5,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import fleet, front, kills, load, pipeline, quality, router, serving, step_host
+from jaxserve.bench import (
+    experts,
+    fleet,
+    front,
+    kills,
+    load,
+    pipeline,
+    quality,
+    router,
+    serving,
+    step_host,
+)
 from jaxserve.bench import options as sampling_options
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.errors import JaxserveError
@@ -53,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_router = benches.add_parser("router", help="one router before a thousand stub workers")
     of_router.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_router.add_argument("--quick", action="store_true", help="few workers: a smoke test")
+    of_experts = benches.add_parser("experts", help="what moving experts gains and costs")
+    of_experts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_experts.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
     of_kills = benches.add_parser("kills", help="ffn workers are killed while requests run")
     of_kills.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_kills.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="deployment")
@@ -77,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return front.run_bench(options.quick, options.json)
         if options.bench == "router":
             return router.run(options.quick, options.json)
+        if options.bench == "experts":
+            return experts.run(options.quick, options.json)
         if options.bench == "host":
             return step_host.run(options.quick, options.json)
         if options.bench == "load":

@@ -1,0 +1,305 @@
+"""`python -m jaxserve.bench experts`: what moving experts gains, and what moving and counting cost.
+
+One MoE layer over eight simulated devices with a redundant slot each, whose busiest expert gets
+more than eight times the mean. Devices share the cores here, so a stage's time is that of the
+busiest rank, every rank timed alone; its rows are those that the moved placement gives it.
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxserve.bench.random_model import deployment_of, templates_of
+from jaxserve.bench.report import (
+    Measure,
+    Part,
+    Report,
+    describe_machine,
+    missed,
+    table,
+    this_machine,
+    write_json,
+)
+from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.checkpoint.step3 import step3_names
+from jaxserve.config.model import MFA, ModelConfig, Rope, Router
+from jaxserve.config.sections import Experts
+from jaxserve.mesh import FFN_AXES, cached_sharding
+from jaxserve.model.ffn.placement import Placement, aligned, replica_table
+from jaxserve.model.ffn.replicas import choose_slots
+from jaxserve.model.message import Message
+from jaxserve.roles.actions import CountExperts
+from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts
+from jaxserve.roles.expert_policy import Options, propose
+from jaxserve.roles.expert_slots import counts_of_ranks
+from jaxserve.roles.ffn import FFNWorker, build_ffn
+from jaxserve.roles.weights import RandomLeaves
+from pallas_kernels.grouped_matmul.routed import routed_swiglu
+
+RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
+D_MODEL, D_FF = 256, 256
+LAYERS = 8
+"""Messages that make a step."""
+SECONDS = 900.0
+
+
+def run(quick: bool, json_file: Path | None) -> int:
+    """Measures in a process with nine simulated devices; 1 if a target is missed."""
+    machine = this_machine()
+    print(describe_machine(machine), flush=True)
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(RANKS + 1)}
+    arguments = ["--quick"] if quick else []
+    found = run_worker(Worker("jaxserve.bench.experts", arguments, environment), SECONDS)
+    part = _part(found)
+    print(f"\n{table(part)}", flush=True)
+    if json_file is not None:
+        write_json(json_file, Report("experts", quick, machine, [part]))
+    if late := missed([part]):
+        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
+    return int(bool(late))
+
+
+def _part(found: dict[str, Any]) -> Part:
+    before, after = found["stage_ms"]
+    measures = [
+        Measure("busiest expert ÷ mean", found["skew"], limit=8.0, better="more"),
+        Measure("mean ÷ max tokens of a rank, at home", found["balance"][0]),
+        Measure("the same, moved", found["balance"][1], limit=0.85, better="more"),
+        Measure("ffn stage (busiest rank's experts), at home", before, "ms"),
+        Measure("the same, moved", after, "ms"),
+        Measure("moved ÷ at home", after / before, limit=1.0),
+        Measure("p99 of a step's time while experts move ÷ at rest", found["p99"], limit=1.1),
+        Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01),
+    ]
+    notes = [f"{found['moves']} experts moved, {found['rounds']} rounds while steps were timed"]
+    title = f"{EXPERTS} experts, EP {RANKS}, one redundant slot a device, {ROWS} rows of {TOP_K}"
+    return Part("experts", title, measures, notes, found)
+
+
+class _Layer(NamedTuple):
+    """A MoE layer on the ffn mesh, and who moves its experts."""
+
+    worker: FFNWorker
+    balancer: ExpertBalancer
+    message: jax.Array
+    rows: Message
+    programs: Any
+    weights: Any
+
+    def step(self) -> None:
+        """Runs as many messages as a step has layers, with what is due before them."""
+        self.boundary()
+        size = self.programs.contract.size(ROWS)
+        for _ in range(LAYERS):
+            answer = self.worker.answer(0, size, [self.message])
+        jax.block_until_ready(answer)
+
+    def boundary(self) -> None:
+        """Carries out what is due."""
+        actions, slots = self.balancer.due(), self.worker.slots
+        assert slots is not None
+        for action in actions:
+            slots.carry_out(action)
+        self.balancer.carried_out(actions)
+
+    def counted(self) -> np.ndarray:
+        """Tokens so far, [ranks, experts]."""
+        slots = self.worker.slots
+        assert slots is not None
+        slots.carry_out(CountExperts(0))
+        assert slots.counted is not None
+        ranks = counts_of_ranks(slots.counted[1])
+        return np.stack([ranks[rank][0] for rank in sorted(ranks)]).astype(np.int64)
+
+
+def model_config() -> ModelConfig:
+    """One MoE layer without a shared expert."""
+    return ModelConfig(
+        vocab=64,
+        d_model=D_MODEL,
+        layers=1,
+        attention=MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8),
+        rope=Rope(theta=1e4),
+        d_ff=16,
+        moe_layers=frozenset((0,)),
+        router=Router(experts=EXPERTS, top_k=TOP_K),
+        expert_d_ff=D_FF,
+        norm_epsilon=1e-5,
+        max_positions=64,
+    )
+
+
+def skewed_rows(seed: int = 0) -> Message:
+    """Rows of which three in five choose expert 0; the others fall off slowly."""
+    draw = np.random.default_rng(seed)
+    weights = 1 / (4 + np.arange(EXPERTS))
+    noise = draw.gumbel(size=(ROWS, EXPERTS)) + np.log(weights)
+    noise[:, 0] = np.where(draw.random(ROWS) < 0.6, np.inf, -np.inf)
+    experts = np.argsort(-noise, axis=1)[:, :TOP_K].astype(np.int32)
+    x = draw.normal(size=(ROWS, D_MODEL)).astype(np.float32)
+    gates = np.full((ROWS, TOP_K), 1 / TOP_K, np.float32)
+    return Message(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))
+
+
+def make_layer() -> _Layer:
+    """Built, loaded and warm."""
+    sizes: dict[str, Any] = {"ffn.ep": RANKS, "ffn.redundant_slots": 1, "ffn.exchange": "gather"}
+    deployment = deployment_of(slots=ROWS, max_length=16, page_size=16, **sizes)
+    config = model_config()
+    templates, _, meshes = templates_of(deployment, config)
+    built = build_ffn(templates, deployment, meshes.ffn, RandomLeaves(), step3_names(config))
+    worker, facts = FFNWorker(*built), expert_facts(templates)
+    assert facts is not None
+    slots = worker.slots
+    assert slots is not None
+
+    def read(number: int, seconds: float) -> dict[int, np.ndarray]:
+        assert slots.counted is not None
+        return counts_of_ranks(slots.counted[1])
+
+    rows, programs = skewed_rows(), built[0]
+    packed = np.asarray(programs.formats["moe"].pack(rows))
+    everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
+    everywhere[:ROWS] = packed
+    sharding = cached_sharding(programs.mesh, jax.sharding.PartitionSpec(FFN_AXES))
+    message = jax.device_put(everywhere, sharding)
+    balancer = ExpertBalancer(facts, Experts(window_seconds=3600.0), read)
+    layer = _Layer(worker, balancer, message, rows, programs, built[2])
+    layer.step()
+    return layer
+
+
+def rebalance(layer: _Layer) -> None:
+    """Places by what was counted, and moves all of it."""
+    counts = layer.counted().sum(axis=0)[None]
+    facts = layer.balancer.facts
+    proposal = propose({0: counts}, layer.balancer.placements, facts.sizes, Options())
+    layer.balancer.place({each.layer: tuple(each.placement) for each in proposal.layers})
+    while layer.balancer.view().moving:
+        layer.boundary()
+        time.sleep(0.001)
+
+
+def stage_ms(layer: _Layer, placement: Placement, rounds: int) -> float:
+    """Core milliseconds of the busiest rank's experts, every rank alone."""
+    sizes = layer.balancer.facts.sizes
+    entries = jnp.asarray(replica_table(placement, sizes))
+    chosen = choose_slots(jnp.asarray(layer.rows.experts), entries, sizes.total)
+    leaves = [np.asarray(leaf) for leaf in layer.weights.layers[0]]
+    run = jax.jit(routed_swiglu)
+    times = []
+    for rank in range(RANKS):
+        own = [jnp.asarray(leaf[rank * sizes.local : (rank + 1) * sizes.local]) for leaf in leaves]
+        down, gate, up = own  # by name
+        call = (layer.rows.tokens, chosen - rank * sizes.local, layer.rows.gates, gate, up, down)
+        times.append(_core_ms(functools.partial(run, *call), rounds))
+    return max(times)
+
+
+def counting(layer: _Layer, rounds: int) -> float:
+    """Core time of the layer's program over that of one that leaves the counts as they are."""
+    program = layer.programs.ffn(ROWS, "moe")
+
+    def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        return *program.body(*arguments)[:-1], arguments[2]
+
+    slots = layer.worker.slots
+    assert slots is not None
+    leaves, counts = layer.weights.layers[0], {}
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, each in (("with", program), ("without", program._replace(body=body))):
+        compiled = each.compile()
+        counts[name] = jax.device_put(np.asarray(slots.counts[0]), slots.counts[0].sharding)
+
+        def run_layer(name: str, compiled: Any) -> Any:
+            answer, counts[name] = compiled(layer.message, slots.tables[0], counts[name], *leaves)
+            return answer
+
+        calls[name] = functools.partial(run_layer, name, compiled)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(_core_ms(call, 5))
+    return statistics.median(
+        a / b for a, b in zip(samples["with"], samples["without"], strict=True)
+    )
+
+
+def step_times(layer: _Layer, steps: int, *, moving: bool) -> tuple[list[float], int]:
+    """Seconds of each step; with `moving`, experts move all the time at the rate of the default.
+    And the rounds."""
+    draw, times, rounds = random.Random(1), [], 0
+    sizes = layer.balancer.facts.sizes
+    for _ in range(steps):
+        if moving and not layer.balancer.view().moving:
+            now = layer.balancer.placements[0]
+            wanted = list(now)
+            draw.shuffle(wanted)
+            rounds += layer.balancer.place({0: aligned(now, tuple(wanted), sizes.ranks)})
+        start = time.perf_counter()
+        layer.step()
+        times.append(time.perf_counter() - start)
+    return times, rounds
+
+
+def _core_ms(call: Callable[[], Any], calls: int) -> float:
+    samples = []
+    for _ in range(calls + 1):
+        start = time.process_time()
+        jax.block_until_ready(call())
+        samples.append(time.process_time() - start)
+    return statistics.median(samples[1:]) * 1e3
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """All of it, in this process."""
+    layer, rounds, steps = make_layer(), 3 if quick else 15, 20 if quick else 200
+    home = layer.balancer.placements[0]
+    per_expert = np.bincount(np.asarray(layer.rows.experts).ravel(), minlength=EXPERTS)
+    balances, stages = [], [stage_ms(layer, home, rounds)]
+    rest: list[float] = []
+    for moved in (False, True):
+        if moved:
+            rebalance(layer)
+            stages.append(stage_ms(layer, layer.balancer.placements[0], rounds))
+        before = layer.counted()
+        rest += step_times(layer, steps // 2, moving=False)[0]
+        ranks = (layer.counted() - before).sum(axis=1)
+        balances.append(float(ranks.mean() / ranks.max()))
+    moves = layer.balancer.view().moves
+    cost = counting(layer, rounds)
+    times, made = step_times(layer, steps, moving=True)
+    return {
+        "skew": float(per_expert.max() / per_expert.mean()),
+        "balance": balances,
+        "stage_ms": stages,
+        "moves": moves,
+        "rounds": made,
+        "p99": float(np.percentile(times, 99) / np.percentile(rest, 99)),
+        "p50": float(np.percentile(times, 50) / np.percentile(rest, 50)),
+        "counting": cost,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The process that measures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    options.result.write_bytes(msgspec.json.encode(measure(options.quick)))
+
+
+if __name__ == "__main__":
+    main()
