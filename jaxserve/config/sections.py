@@ -164,6 +164,9 @@ class Server(Section, frozen=True):
     follower_http_port: OptionalPort = -1
     """Port on which processes other than 0 answer `/health` and `/ready`; 0: any free one, which
     several processes of a host need; -1: none."""
+    model_names: Annotated[list[str], Meta(max_length=16)] = []
+    """What HTTP clients may call the model; answers to requests without a name have the first.
+    Empty: the name of the model's folder."""
     processes: Annotated[int, Meta(ge=0, le=64)] = 0
     """Processes of their own for gRPC and HTTP, which share the ports; 0: threads of the engine's
     process, which is best for few streams. One suffices for some thousand streams."""

@@ -103,6 +103,7 @@ class LocalFaces:
                 access=access,
                 insecure_bind=insecure_bind,
                 request_seconds=server.request_seconds,
+                model_names=server.model_names,
                 share_port=share_ports,
                 messages_a_second=messages_a_second,
             )

@@ -229,6 +229,11 @@ class FrontEnd:
             if not self._active:
                 self._idle.set()
 
+    @property
+    def active_requests(self) -> int:
+        """Requests that are read, run or answered."""
+        return self._active
+
     async def drain(self, seconds: float) -> None:
         """Refuses new requests and waits up to `seconds` until the others are answered."""
         self.draining = True

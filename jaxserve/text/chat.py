@@ -79,6 +79,11 @@ class ChatTemplate:
             raise CheckpointError(f"chat template of {folder}: " + "; ".join(unique))
         return cls(sources, special_tokens) if sources else None
 
+    @property
+    def source(self) -> str:
+        """The default template."""
+        return self._sources["default"]
+
     def mentions(self, text: str) -> bool:
         """Whether a template contains `text`, such as a marker that the model then knows."""
         return any(text in source for source in self._sources.values())

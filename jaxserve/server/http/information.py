@@ -5,8 +5,16 @@ import time
 import jaxserve
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.responses import Model, ModelList, Status, Version
+from jaxserve.server.http.responses import (
+    Model,
+    ModelList,
+    ServerLoad,
+    Status,
+    TokenizerInfo,
+    Version,
+)
 from jaxserve.server.http.service import Service
+from jaxserve.text.tokenizer import Tokenizer
 
 STUCK_SECONDS = 60.0
 """A step loop without an iteration for this long is not alive; steps have shorter deadlines."""
@@ -39,16 +47,45 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def models(service: Service, exchange: Exchange) -> None:
-    """The list of models: the one that is served."""
-    await exchange.reply(ModelList(data=[_model(service)]))
+    """The names of the model that is served."""
+    names = service.model_names()
+    await exchange.reply(ModelList(data=[_model(service, name) for name in names]))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
     """A model by name."""
-    service.model(exchange.scope["path_params"]["model"])
-    await exchange.reply(_model(service))
+    name = service.model(exchange.scope["path_params"]["model"])
+    await exchange.reply(_model(service, name))
 
 
-def _model(service: Service) -> Model:
+async def load(service: Service, exchange: Exchange) -> None:
+    """Requests that are read, run or answered."""
+    await exchange.reply(ServerLoad(server_load=service.active_requests))
+
+
+async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+    """What a client needs to count tokens and to write prompts as the server does."""
+    generator = service.ready()
+    tokenizer = generator.tokenizer
+    bos = tokenizer.bos_token_id
+    await exchange.reply(
+        TokenizerInfo(
+            vocab_size=tokenizer.vocab_size,
+            model_max_length=int(generator.engine.model_info()["max_length"]),
+            bos_token_id=bos,
+            bos_token=None if bos is None else _name(tokenizer, bos),
+            eos_token_ids=sorted(tokenizer.eos_token_ids),
+            eos_tokens=[_name(tokenizer, token_id) for token_id in sorted(tokenizer.eos_token_ids)],
+            chat_template=None if service.template is None else service.template.source,
+        )
+    )
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], special=True)
+
+
+def _model(service: Service, name: str) -> Model:
     info = service.ready().engine.model_info()
-    return Model(id=str(info["model"]), created=service.created, max_model_len=info["max_length"])
+    root = str(info["model"])
+    return Model(id=name, root=root, created=service.created, max_model_len=info["max_length"])

@@ -197,11 +197,32 @@ class Model(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jaxserve"
+    root: str
+    """The name of its folder."""
     max_model_len: int
 
 
+class ServerLoad(msgspec.Struct, kw_only=True):
+    """How busy the server is."""
+
+    server_load: int
+    """Requests that are read, run or answered."""
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The model's tokenizer and chat template."""
+
+    vocab_size: int
+    model_max_length: int
+    bos_token_id: int | None
+    bos_token: str | None
+    eos_token_ids: list[int]
+    eos_tokens: list[str]
+    chat_template: str | None
+
+
 class ModelList(msgspec.Struct, kw_only=True):
-    """The list of served models: one."""
+    """The list of the model's names."""
 
     object: Literal["list"] = "list"
     data: list[Model]

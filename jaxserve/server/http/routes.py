@@ -56,6 +56,15 @@ METRICS = Endpoint(
 
 PROBES = (
     Endpoint(
+        path="/ping",
+        handler=information.health,
+        summary="The same as /health",
+        gives=responses.Status,
+        statuses=INFORMATION,
+        public=True,
+        counted=False,
+    ),
+    Endpoint(
         path="/health",
         handler=information.health,
         summary="Whether the process lives",
@@ -121,6 +130,21 @@ ENDPOINTS = (
         summary="A model that is served",
         gives=responses.Model,
         statuses=(404, *INFORMATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/tokenizer_info",
+        handler=information.tokenizer_info,
+        summary="The tokenizer and the chat template",
+        gives=responses.TokenizerInfo,
+        statuses=INFORMATION,
+        counted=False,
+    ),
+    Endpoint(
+        path="/load",
+        handler=information.load,
+        summary="How many requests are being served",
+        gives=responses.ServerLoad,
         counted=False,
     ),
     Endpoint(

@@ -50,6 +50,7 @@ class HttpServer(LoopThread):
       endpoints: which routes to serve.
       request_seconds: the longest that a request may run.
       max_pending_tokens: tokens that may wait for a slow reader.
+      model_names: what the model may be called; empty: the engine says.
       name: of the key that sets the port, for errors.
       share_port: whether other processes listen on the same port.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
@@ -65,6 +66,7 @@ class HttpServer(LoopThread):
         endpoints: Sequence[Endpoint] = ENDPOINTS,
         request_seconds: float = 3600.0,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
+        model_names: Sequence[str] = (),
         name: str = "server.http_port",
         share_port: bool = False,
         messages_a_second: float = MESSAGES_A_SECOND,
@@ -76,6 +78,7 @@ class HttpServer(LoopThread):
         self._endpoints = endpoints
         self._request_seconds = request_seconds
         self._max_pending_tokens = max_pending_tokens
+        self._model_names = tuple(model_names)
         self._share_port = share_port
         self._messages_a_second = messages_a_second
 
@@ -139,7 +142,10 @@ class HttpServer(LoopThread):
         listener = bind(self._host, self._port, self._key, reuse_port=self._share_port)
         listener.setblocking(False)
         self._service = Service(
-            self._request_seconds, self._max_pending_tokens, self._messages_a_second
+            self._request_seconds,
+            self._max_pending_tokens,
+            self._messages_a_second,
+            self._model_names,
         )
         config = uvicorn.Config(
             App(self._service, self._endpoints, self._access),

@@ -33,6 +33,7 @@ class Service(FrontEnd):
       request_seconds: the longest that a request may run.
       max_pending_tokens: tokens that may wait for a slow reader.
       messages_a_second: see `FrontEnd`.
+      model_names: what the model may be called; empty: the engine says.
 
     Attributes:
       template: of chats; None where the model has none.
@@ -42,7 +43,13 @@ class Service(FrontEnd):
       created: seconds of the epoch at which this server started.
     """
 
-    def __init__(self, request_seconds: float, max_pending_tokens: int, messages_a_second: float):
+    def __init__(
+        self,
+        request_seconds: float,
+        max_pending_tokens: int,
+        messages_a_second: float,
+        model_names: Sequence[str] = (),
+    ):
         super().__init__(MAX_ACTIVE, max_pending_tokens, messages_a_second)
         self.template: ChatTemplate | None = None
         self.metrics: Metrics | None = None
@@ -50,18 +57,25 @@ class Service(FrontEnd):
         self.on_drain: Callable[[], None] | None = None
         self.created = int(time.time())
         self._request_seconds = request_seconds
+        self._model_names = tuple(model_names)
+
+    def model_names(self) -> tuple[str, ...]:
+        """What the model may be called; the first is its name."""
+        return self._model_names or (str(self.ready().engine.model_info()["model"]),)
 
     def model(self, asked: str | None) -> str:
-        """The served model's name; raises HttpError if another one is asked for."""
-        name = str(self.ready().engine.model_info()["model"])
-        if asked is not None and asked != name:
+        """The name that was asked for, or the first; HttpError if the model is not called so."""
+        self.ready()
+        names = self.model_names()
+        if asked is not None and asked not in names:
+            served = " and ".join(map(repr, names))
             raise HttpError(
                 404,
-                f"model: {asked[:128]!r} is not served here; {name!r} is",
+                f"model: {asked[:128]!r} is not served here; {served} is",
                 param="model",
                 code="model_not_found",
             )
-        return name
+        return asked or names[0]
 
     def live_requests(self) -> LiveRequests:
         """The requests of all clients, for operators; raises as `ready`."""

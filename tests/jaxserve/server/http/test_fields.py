@@ -173,3 +173,22 @@ def test_no_thoughts_to_limit() -> None:
     fields = {"messages": messages, "thinking_token_budget": 3}
     assert rig.refused("/v1/chat/completions", **fields)["param"] == "thinking_token_budget"
     rig.close()
+
+
+def test_the_models_names() -> None:
+    rig = HttpRig(model_names=["small", "demo/small"])
+    ids = [model["id"] for model in rig.client.get("/v1/models").json()["data"]]
+    assert ids == ["small", "demo/small"]
+    assert rig.client.get("/v1/models/small").json()["root"] == "fake"
+    assert rig.chat(model="demo/small").json()["model"] == "demo/small"
+    assert rig.chat().json()["model"] == "small"
+    assert rig.chat(model="fake").status_code == 404
+    rig.close()
+
+
+def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
+    assert rig.client.get("/ping").json() == {"status": "ready"}
+    assert rig.client.get("/load").json() == {"server_load": 0}
+    info = rig.client.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_tokens"]) == ("<s>", ["</s>"])
+    assert info["chat_template"] == TEMPLATE
