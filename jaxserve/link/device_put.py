@@ -1,10 +1,14 @@
 """Copies device to device inside one runtime, also between its processes.
 
 One copy a slot, however many devices it reaches: the host pays for its own devices' pieces and not
-for those of the other side. A list of arrays in one call is paired up wrongly between processes
-(seen with jax 0.12 on CPU), single arrays are not.
+for those of the other side. Only where the processes of the two sides do not match one to one is
+there a copy for every pair of them, since JAX refuses what would go to several; every process takes
+part in each, because JAX pairs the ends of copies by their number. A list of arrays in one call is
+paired up wrongly between processes (seen with jax 0.12 on CPU), single arrays are not.
 """
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -50,31 +54,30 @@ class DevicePutTransport(Transport):
         local = [device for device in source if device.process_index == here]
         self._legs = []
         placed: list[list[jax.Device]] = []
+        slots: list[int] = []
         for leg in route.legs:
             from_, to = (
                 (leg.attention, leg.ffn) if direction == "dispatch" else (leg.ffn, leg.attention)
             )
-            senders, receivers = [source[i] for i in from_], [destination[i] for i in to]
-            taken = tuple(local.index(d) for d in senders if d.process_index == here)
-            join = None
-            if senders != source:
-                shape = len(senders) * piece[0], piece[1]
-                join = make_assemble(shape, dtype, _line(senders))
-            self._legs.append(
-                _Leg(
-                    leg.slot if direction == "combine" else 0,
-                    taken,
-                    join,
-                    make_copy(
-                        self.destination_sharding if receivers == destination else _line(receivers)
-                    ),
+            for pairs in _copies([source[i] for i in from_], [destination[i] for i in to]):
+                senders = [sender for sender, _ in pairs]
+                receivers = [receiver for _, receiver in pairs]
+                taken = tuple(local.index(d) for d in senders if d.process_index == here)
+                join = None
+                if senders != source:
+                    shape = len(senders) * piece[0], piece[1]
+                    join = make_assemble(shape, dtype, _line(senders))
+                copy = make_copy(
+                    self.destination_sharding if receivers == destination else _line(receivers)
                 )
-            )
-            placed.append(receivers)
+                array = leg.slot if direction == "combine" else 0
+                self._legs.append(_Leg(array, taken, join, copy))
+                placed.append(receivers)
+                slots.append(leg.slot)
         complete = all(receivers == destination for receivers in placed)
         self._fill: list[list[Shard]] | None = None
         if not complete:
-            self._fill = _fill_orders(placed, destination, direction, piece, dtype)
+            self._fill = _fill_orders(placed, slots, destination, direction, piece, dtype)
         self._copy_whole = None
         if len(self._legs) == 1 and self._legs[0].join is None and complete:
             self._copy_whole = self._legs[0].copy
@@ -113,6 +116,7 @@ padding where no piece lands."""
 
 def _fill_orders(
     placed: list[list[jax.Device]],
+    slots: list[int],
     destination: list[jax.Device],
     direction: Direction,
     piece: tuple[int, int],
@@ -121,12 +125,13 @@ def _fill_orders(
     """For each of the receiver's arrays its local shards in order.
 
     Args:
-      placed: devices that each leg reaches, in the order of its shards.
+      placed: devices that each copy reaches, in the order of its shards.
+      slots: of each copy.
     """
     here = jax.process_index()
     mine = [[device for device in leg if device.process_index == here] for leg in placed]
     # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
-    arrays = [[leg] for leg in range(len(placed))]
+    arrays = [[leg for leg, of in enumerate(slots) if of == slot] for slot in sorted(set(slots))]
     if direction == "combine":
         arrays = [list(range(len(placed)))]
     orders: list[list[Shard]] = []
@@ -140,6 +145,24 @@ def _fill_orders(
             ]
         )
     return orders
+
+
+def _copies(
+    senders: list[jax.Device], receivers: list[jax.Device]
+) -> Iterator[list[tuple[jax.Device, jax.Device]]]:
+    """The pairs of devices, divided as JAX can copy them: all at once where each process has pairs
+    with one other at most, else by pairs of processes."""
+    pairs = list(zip(senders, receivers, strict=True))
+    processes = {(sender.process_index, receiver.process_index) for sender, receiver in pairs}
+    if len({a for a, _ in processes}) == len({b for _, b in processes}) == len(processes):
+        yield pairs
+        return
+
+    def ends(pair: tuple[jax.Device, jax.Device]) -> tuple[int, int]:
+        return pair[0].process_index, pair[1].process_index
+
+    for _, of_two in groupby(sorted(pairs, key=ends), key=ends):
+        yield list(of_two)
 
 
 def _line(devices: list[jax.Device]) -> NamedSharding:

@@ -83,9 +83,10 @@ def test_processes_give_the_colocated_tokens(
 def test_domains_over_processes_give_the_colocated_tokens(
     tiny_model, reference, tmp_path, record_property
 ):
-    """Both attention processes have their half of both domains."""
+    """Both attention processes have their half of both domains; the ffn process has two devices,
+    so that processes of the two sides do not match one to one."""
     overrides = {"domains": 2, "lanes": 2, "attention.dp": 2, "attention.processes": 2}
-    overrides |= {"ffn.processes": 1}
+    overrides |= {"ffn.processes": 1, "ffn.ep": 2}
     tokens = run(tiny_model, overrides, 3, tmp_path).tokens
     check(tokens, reference, "2 domains", record_property)
 
