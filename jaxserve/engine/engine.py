@@ -391,7 +391,7 @@ class Engine:
         """Drops the weights and the KV cache, which belong to the driver, once the loop is over."""
         if self._thread.is_alive():
             return
-        self._watch = None
+        self._watch = self.experts = None  # it moves the weights of experts
         if self.__dict__.pop("driver", None) is not None:
             gc.collect()  # programs and weights refer to each other
 
