@@ -42,7 +42,7 @@ from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
-OPEN = ("/health", "/ready", "/")
+OPEN = ("/health", "/ping", "/ready", "/")
 """What needs no key: probes, and the page, which is the same everywhere and asks for one itself."""
 SECONDS = 20
 """No attack takes longer."""

@@ -1,7 +1,9 @@
 """The openai Python SDK against the server, as its users call it."""
 
 import asyncio
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -136,3 +138,25 @@ def test_many_streams_of_an_asynchronous_client(rig: HttpRig) -> None:
             return await asyncio.gather(*(one(client) for _ in range(64)))
 
     assert asyncio.run(many()) == ["one two three"] * 64
+
+
+def test_tools_over_three_turns(rig: HttpRig) -> None:
+    """What the SDK got is what it sends back, with all of its empty fields."""
+    rig.engine.max_length = rig.generator._max_length = 5000
+    written = 'Wait.<tool_call>\n{"name": "now", "arguments": {"z": %d}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", timeout=SECONDS) as client:
+        for turn in range(2):
+            rig.engine.script = ids_of((written % turn).removeprefix("Wait." if turn else ""))
+            with client.chat.completions.stream(
+                model="fake", messages=messages, tools=tools
+            ) as stream:
+                message = stream.get_final_completion().choices[0].message
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == {"z": turn}
+            messages.append(message.model_dump(exclude={"parsed"}))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(turn)})
+        rig.engine.script = ids_of("It is late.")
+        last = client.chat.completions.create(model="fake", messages=messages, tools=tools)
+    assert last.choices[0].message.content == "It is late."
