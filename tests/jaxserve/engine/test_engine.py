@@ -202,7 +202,7 @@ class TestBadRequests:
     def test_ids_of_numpy_become_plain_ones(self, make):
         """Step plans go to other processes, and msgpack knows no NumPy."""
         plans = []
-        engine, _ = make(broadcast=lambda new, measured: plans.extend(new))
+        engine, _ = make(broadcast=lambda new, measured, actions: plans.extend(new))
         collector = Collector()
         collector.submit(engine, list(np.arange(3)), SamplingParams(max_tokens=1))
         assert collector.wait()["request 0"] == Output([3], "length")
