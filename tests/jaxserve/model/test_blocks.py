@@ -150,6 +150,14 @@ class TestLayoutsThatDoNotFit:
         for tp in (1, 2, 3, 6):
             self.check(attention__tp=tp)
         self.check(ffn__ep=8, ffn__tp=7)
+        self.check(ffn__ep=12)  # more ranks than experts: some have none, or replicas
+        self.check(ffn__redundant_slots=2)
+
+    def test_redundant_slots_are_for_routed_experts(self):
+        deployment = load_deployment(REPOSITORY, {"ffn.redundant_slots": 1})
+        dense = step3_config(TinyStep3(moe_layers=()).config())
+        with pytest.raises(ConfigError, match="redundant_slots = 1, but the model has no"):
+            check_layout(dense, deployment)
 
     @pytest.mark.parametrize(
         ("overrides", "message"),
@@ -157,11 +165,6 @@ class TestLayoutsThatDoNotFit:
             (
                 {"attention__tp": 4},
                 "attention.tp = 4 does not divide the model's query heads = 6",
-            ),
-            ({"ffn__ep": 9}, "ffn.ep = 9 is more than the model's 8 experts"),
-            (
-                {"mode": "colocated", "attention__dp": 9},
-                "attention.dp = 9 is more than the model's 8 experts",
             ),
             (
                 {"scheduler__max_length": 4096},
