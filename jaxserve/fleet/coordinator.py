@@ -105,9 +105,7 @@ class Coordinator:
         worker = self.placement.workers.get(name)
         if worker is None:
             return []
-        load = state.load
-        total = load.running + load.waiting + load.prompts + load.held
-        worker.load, worker.others = load, max(0, total - len(worker.requests))
+        worker.load, worker.others = state.load, state.others
         worker.suspect = state.turn_age > self._cluster.heartbeat_seconds or state.status != "ready"
         return self._go_on()
 

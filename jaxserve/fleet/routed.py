@@ -102,7 +102,7 @@ class Worker:
     """Attempt → this router's requests that it has: of a prefill worker those it holds, too."""
     load: EngineLoad = field(default_factory=EngineLoad)
     others: int = 0
-    """Requests of other routers, by its last state and what this router had there then."""
+    """Requests of other routers, by its last state."""
     suspect: bool = False
     """Whether its step loop has not gone round for some time."""
     full_until: float = 0.0

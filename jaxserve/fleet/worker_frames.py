@@ -153,12 +153,14 @@ class State(Frame):
     Attributes:
       status: of the engine.
       turn_age: seconds since its step loop last went round: a loop that is stuck grows old.
+      others: requests that it has of other routers.
     """
 
     status: str
     turn_age: float
     load: EngineLoad
     failure: str | None = None
+    others: int = 0
 
 
 class Pipeline(Frame):

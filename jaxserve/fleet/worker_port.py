@@ -148,14 +148,14 @@ class WorkerPort:
         assert self.facts is not None
         return self._restore(grammar, self.facts.vocab) if grammar.serialised else None
 
-    def state(self) -> frames.State:
-        """Of the engine, now."""
+    def state(self, others: int) -> frames.State:
+        """Of the engine, now, for a router beside which there are so many requests of others."""
         engine = self.engine
         assert engine is not None
         failure = None if engine.failure is None else str(engine.failure)
         status = "draining" if self.draining and engine.status == "ready" else engine.status
         age = time.monotonic() - engine.last_turn
-        return frames.State(status, age, engine.load(), failure)
+        return frames.State(status, age, engine.load(), failure, others)
 
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
@@ -201,7 +201,7 @@ class WorkerPort:
             router = RouterConnection(self, channel, join.router)
             with self._lock:
                 self._routers.add(router)
-            router.post(self.state())
+            self._send_state()
             router.serve()
         except (OSError, EOFError, msgspec.DecodeError, ValueError) as error:
             logger.info("router at %s: %s", channel.peer, error or "left")
@@ -223,9 +223,10 @@ class WorkerPort:
 
     def _send_state(self) -> None:
         if self.engine is not None:
-            state = self.state()
-            for router in self._connected():
-                router.post(state)
+            counts = {router: router.count for router in self._connected()}
+            everyone = sum(counts.values())
+            for router, own in counts.items():
+                router.post(self.state(everyone - own))
 
 
 class RouterConnection:
@@ -243,6 +244,11 @@ class RouterConnection:
         """Waits, for so many seconds at most, until everything queued is sent."""
         self.end = channel.shutdown
         """Ends the connection."""
+
+    @property
+    def count(self) -> int:
+        """Requests and prompts that it has here."""
+        return len(self._submitted) + len(self._prefills)
 
     def serve(self) -> None:
         """Takes frames until the router leaves; then ends everything it has here."""

@@ -236,7 +236,7 @@ class FakeWorker:
         self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore)
         self.port.start()
         self.port.open(self.engine)
-        self.address = self.port.address
+        self.address, self.model = self.port.address, model
 
     def kill(self) -> None:
         """As if the process were gone: connections end, nothing is said."""

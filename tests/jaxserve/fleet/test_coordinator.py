@@ -367,7 +367,7 @@ class TestChoices:
         world.join("d0")
         world.join("d1")
         load = EngineLoad(running=4, kv_usage=[0.5])
-        world.take(world.coordinator.state("d0", State("ready", 0.0, load)))
+        world.take(world.coordinator.state("d0", State("ready", 0.0, load, others=4)))
         for n in range(1, 5):
             world.submit(f"a{n}", 10)
         assert {action.worker for action in world.sent} == {"d1"}
