@@ -311,14 +311,13 @@ def test_an_asyncio_client_with_many_streams(rig: Rig) -> None:
 # ------------------------------------------------------------------------------ coalescing
 
 
-def test_fast_tokens_share_messages_and_the_first_does_not_wait(rig: Rig) -> None:
-    """Those that come while a message is being sent go together with the next."""
+def test_tokens_of_one_step_share_a_message(rig: Rig) -> None:
+    """More of them may, if they come while a message is being sent: `test_stream.py`."""
     rig.engine.script = ids_of("x" * 90)
+    rig.engine.chunk = 30
     deltas = [e.delta for e in rig.stream(text="hi") if e.HasField("delta")]
-    # How many share one depends on the machine; waiting for all would show in the first.
-    assert len(deltas[0].token_ids) < 90
     assert sum(len(delta.token_ids) for delta in deltas) == 90
-    assert len(deltas) < 80
+    assert 1 <= len(deltas) <= 3
 
 
 def test_slow_tokens_go_one_by_one(rig: Rig) -> None:
