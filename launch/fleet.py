@@ -130,4 +130,5 @@ def _deployment(forwarded: Sequence[str]) -> Deployment:
     known, _ = parser.parse_known_args(forwarded)
     if known.config is None and known.model is None:
         raise ConfigError("--fleet: say --config or --model")
-    return read_deployment(known.config, known.model, known.set)
+    elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]  # the file's addresses are not used here
+    return read_deployment(known.config, known.model, [*known.set, *elsewhere])

@@ -108,7 +108,7 @@ def test_given_devices():
 
 def test_rules():
     assert partition_spec(("d_model", "q_heads"), ATTENTION_RULES) == PartitionSpec(None, "tp")
-    assert partition_spec(("experts", "d_model", "expert_d_ff"), FFN_RULES) == PartitionSpec(
+    assert partition_spec(("slots", "d_model", "expert_d_ff"), FFN_RULES) == PartitionSpec(
         "ep", None, "tp"
     )
     assert partition_spec(("d_model", "d_ff"), FFN_RULES) == PartitionSpec(None, ("ep", "tp"))
@@ -116,9 +116,9 @@ def test_rules():
 
 
 def test_an_axis_cannot_be_used_twice():
-    message = "dimensions ('experts', 'd_ff') use a mesh axis twice: ['ep', 'ep', 'tp']"
+    message = "dimensions ('slots', 'd_ff') use a mesh axis twice: ['ep', 'ep', 'tp']"
     with pytest.raises(ValueError, match=re.escape(message)):
-        partition_spec(("experts", "d_ff"), FFN_RULES)
+        partition_spec(("slots", "d_ff"), FFN_RULES)
 
 
 def test_axis_product():

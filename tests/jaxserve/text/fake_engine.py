@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.load import DomainLoad, EngineLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
@@ -133,8 +133,17 @@ class FakeEngine:
         return time.monotonic()
 
     def load(self) -> EngineLoad:
+        running = len(self._running)
         return EngineLoad(
-            running=len(self._running), waiting=2, kv_usage=[0.25, 0.75], page_size=16, pages=10
+            running=running,
+            waiting=2,
+            kv_usage=[0.25, 0.75],
+            page_size=16,
+            pages=10,
+            domains=[
+                DomainLoad(running=running, waiting=2, kv_usage=[0.25]),
+                DomainLoad(kv_usage=[0.75]),
+            ],
         )
 
     def pipeline(self) -> PipelineView:
