@@ -19,6 +19,7 @@ The policy:
 """
 
 import bisect
+import heapq
 import itertools
 from collections.abc import Callable
 
@@ -320,18 +321,19 @@ class Coordinator:
         One that finds no room holds back those that need the same, and no others.
         """
         actions: list[Action] = []
-        for queue in self._queues.values():
-            blocked: set[str] = set()
-            for request in queue[:LOOK_AHEAD] if queue else ():
-                needs = self.placement.needs(request)
-                if needs in blocked:
-                    continue
-                action = self._place(request)
-                if action is None:
-                    blocked.add(needs)
-                else:
-                    queue.remove(request)
-                    actions.append(action)
+        blocked: set[str] = set()
+        first = [queue[:LOOK_AHEAD] for queue in self._queues.values()]
+        for request in heapq.merge(*first, key=lambda request: request.rank):
+            needs = self.placement.needs(request)
+            if needs in blocked:
+                continue
+            queue = self._queues[request.place]
+            action = self._place(request)
+            if action is None:
+                blocked.add(needs)
+            else:
+                queue.remove(request)
+                actions.append(action)
         return actions
 
     def _lost(self, request: Routed, why: str) -> list[Action]:

@@ -147,6 +147,8 @@ class Placement:
             return None
         choose = self.choose_prefill if role == "prefill" else self.choose_domain
         worker = choose(request)
+        if worker is None and role == "domain" and waiting < fleet.prefill_waiting:
+            return None  # it holds no pages anywhere
         if worker is None or waiting >= fleet.prefill_waiting:
             workers = self._roles[role].values()
             what = "prompts computed or held" if role == "prefill" else "requests running"

@@ -422,6 +422,22 @@ class TestServiceLevel:
         assert isinstance(world.sent[-1], SendPrefill)
 
 
+def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
+    """Prompts of less than a page: one runs, one waits at the domain, three at the router, and the
+    sixth is refused."""
+    world = World(fleet__domain_waiting=1, fleet__prefill_waiting=3)
+    world.join("p0")
+    world.join("d0", slots=1)
+    for n in range(5):
+        world.submit(f"a{n}", 2, max_tokens=1)
+    assert len(world.running) == 2
+    with pytest.raises(OverloadedError, match="2 requests running or waiting at 1 domain workers"):
+        world.submit("a5", 2)
+    while world.running:
+        world.emit(next(iter(world.running)))
+    assert list(world.ended) == ["a0", "a1", "a2", "a3", "a4"]
+
+
 def test_ids_are_unique():
     world = World()
     world.submit("a", 5)
