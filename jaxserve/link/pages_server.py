@@ -7,7 +7,6 @@ wire form; its bytes are bounded over all connections, and are free again when t
 or the connection ends. `pages_client.py` is the other end. Knows nothing of requests and pages.
 """
 
-import contextlib
 import functools
 import logging
 import queue
@@ -29,11 +28,10 @@ from jaxserve.link.channel import (
     Deadlines,
     accept,
     cut_off,
-    join_address,
-    listen,
 )
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.listener import Listener
 from jaxserve.link.pages_frames import (
     Failed,
     Fetch,
@@ -149,21 +147,19 @@ class PagesServer:
         self.address = ""
         """Once it is started."""
         self.room = _Room(registered_bytes)
-        self._address, self._token = address, token
+        self._token = token
         self._token_bytes = token_bytes
         self._counting = threading.Lock()
         self._transfers = self._bytes = self._failures = 0
         self._queued = 0
-        self._socket: socket.socket | None = None
         self._pullers: set[_Puller] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name="pages server", daemon=True)
+        self._listener = Listener(
+            "pages", address, token, self._admit, lambda: len(self._pullers), MOST_CONNECTIONS
+        )
 
     def start(self) -> str:
         """Begins to serve and returns the address; raises ConfigError as `listen` does."""
-        self._socket = listen(self._address, self._token)
-        self.address = join_address(*self._socket.getsockname()[:2])
-        self._thread.start()
+        self.address = self._listener.start()
         return self.address
 
     @property
@@ -194,12 +190,7 @@ class PagesServer:
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        self._closing = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._thread.join(seconds)
-            self._socket.close()
+        self._listener.close(seconds)
         for puller in list(self._pullers):
             puller.fail("the prefill worker ends")
         for puller in list(self._pullers):
@@ -209,23 +200,10 @@ class PagesServer:
         """The connection's threads have ended."""
         self._pullers.discard(puller)
 
-    def _accept(self) -> None:
-        assert self._socket is not None
-        while not self._closing:
-            try:
-                sock, address = self._socket.accept()
-            except OSError as error:
-                if not self._closing:
-                    logger.warning("pages: a connection could not be accepted: %s", error)
-                    threading.Event().wait(TICK_SECONDS)
-                continue
-            if len(self._pullers) >= MOST_CONNECTIONS:
-                logger.warning("pages: %s turned away: %d connections", address, MOST_CONNECTIONS)
-                sock.close()
-                continue
-            puller = _Puller(self, sock, self._token)
-            self._pullers.add(puller)
-            puller.thread.start()
+    def _admit(self, sock: socket.socket) -> None:
+        puller = _Puller(self, sock, self._token)
+        self._pullers.add(puller)
+        puller.thread.start()
 
 
 class _Room:

@@ -29,8 +29,6 @@ from jaxserve.link.channel import (
     Deadlines,
     accept,
     cut_off,
-    join_address,
-    listen,
 )
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.frames import (
@@ -45,6 +43,7 @@ from jaxserve.link.frames import (
     encode,
 )
 from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.listener import Listener
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, PROBE_BYTES, TICK_SECONDS
 from jaxserve.link.transfers import Transfers, refuse_several_processes
 from jaxserve.link.turns import Turns
@@ -87,13 +86,13 @@ class PullServer:
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self.device: jax.Device = mesh.devices.flat[0]
-        self._address, self._token = address, token
-        self._socket: socket.socket | None = None
+        self._token = token
         self._domains: set[_Domain] = set()
         self.turns = Turns(lambda: len(self._domains) > 1)
         self.preparations = Preparations(work, self.turns)
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name="link server", daemon=True)
+        self._listener = Listener(
+            "link", address, token, self._admit, lambda: len(self._domains), MOST_CONNECTIONS
+        )
 
     def start(self) -> str:
         """Begins to serve and returns the address.
@@ -101,9 +100,7 @@ class PullServer:
         Raises:
           ConfigError: the address cannot be listened on, or needs a token.
         """
-        self._socket = listen(self._address, self._token)
-        self._thread.start()
-        return join_address(*self._socket.getsockname()[:2])
+        return self._listener.start()
 
     @property
     def domains(self) -> list[str]:
@@ -118,12 +115,7 @@ class PullServer:
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        self._closing = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._thread.join(seconds)
-            self._socket.close()
+        self._listener.close(seconds)
         for domain in list(self._domains):
             domain.fail("the ffn worker ends")
         for domain in list(self._domains):
@@ -133,22 +125,6 @@ class PullServer:
         """The domain's threads have ended."""
         self._domains.discard(domain)
         self.turns.forget(domain)
-
-    def _accept(self) -> None:
-        assert self._socket is not None
-        while not self._closing:
-            try:
-                sock, address = self._socket.accept()
-            except OSError as error:
-                if not self._closing:
-                    logger.warning("link: a connection could not be accepted: %s", error)
-                    threading.Event().wait(TICK_SECONDS)
-                continue
-            if len(self._domains) < MOST_CONNECTIONS:
-                self._admit(sock)
-            else:
-                logger.warning("link: %s turned away: %d connections", address, MOST_CONNECTIONS)
-                sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
         domain = _Domain(self, sock, self._token)
