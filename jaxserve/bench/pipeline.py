@@ -1,19 +1,10 @@
 """`python -m jaxserve.bench pipeline`: what AFD costs the host and what it gains, in five parts."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.bench import host, link, overlap, startup, tokens
-from jaxserve.bench.report import (
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Part, run_parts
 
 PARTS: dict[str, Callable[[bool], Part]] = {
     "host": host.measure,
@@ -26,15 +17,4 @@ PARTS: dict[str, Callable[[bool], Part]] = {
 
 def run(names: Sequence[str], quick: bool, json_file: Path | None) -> int:
     """Measures the parts one after the other; 1 if a target is missed."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    parts = []
-    for name in names:
-        part = PARTS[name](quick)
-        print(f"\n{table(part)}", flush=True)
-        parts.append(part)
-    if json_file is not None:
-        write_json(json_file, Report("pipeline", quick, machine, parts))
-    if late := missed(parts):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return run_parts("pipeline", PARTS, names, quick, json_file)

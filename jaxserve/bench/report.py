@@ -7,7 +7,8 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,3 +134,25 @@ def _number(value: float) -> str:
     """Three significant digits, without an exponent."""
     size = abs(value)
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3}f}"
+
+
+def run_parts(
+    name: str,
+    parts: Mapping[str, Callable[[bool], Part]],
+    chosen: Sequence[str],
+    quick: bool,
+    json_file: Path | None,
+) -> int:
+    """Measures the chosen parts one after the other and prints each; 1 if a target is missed."""
+    machine = this_machine()
+    print(describe_machine(machine), flush=True)
+    measured = []
+    for key in chosen:
+        part = parts[key](quick)
+        print(f"\n{table(part)}", flush=True)
+        measured.append(part)
+    if json_file is not None:
+        write_json(json_file, Report(name, quick, machine, measured))
+    if late := missed(measured):
+        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
+    return int(bool(late))
