@@ -9,6 +9,7 @@ Not simulated: leases that run out, lost workers, prefix hits, what the router i
 memory of pages that a prefill worker holds, of which `pages.held` bounds the number.
 """
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable
@@ -161,7 +162,7 @@ class FleetSimulation:
         for number in range(self._traffic.requests):
             gap = 1 / self._traffic.rate
             at += gap if self._traffic.even else float(self._random.exponential(gap))
-            self._at(at, lambda number=number: self._arrive(number))  # type: ignore[misc]
+            self._at(at, functools.partial(self._arrive, number))
         while self._turn():
             pass
         return self._result()
@@ -175,7 +176,7 @@ class FleetSimulation:
             happen()
         elif due < float("inf"):
             for news in worker.engine.turn():
-                self._at(news.at, lambda news=news: self._news(name, news))  # type: ignore[misc]
+                self._at(news.at, functools.partial(self._news, name, news))
         else:
             return False
         return True
