@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-SIZE_LIMIT = 16_000_000  # bytes of the whole folder
+SIZE_LIMIT = 18_500_000  # bytes of the whole folder
 
 
 def checkpoint_name(path: tuple, layers: int) -> str:
@@ -27,13 +27,14 @@ def checkpoint_name(path: tuple, layers: int) -> str:
     parts = [str(part) for part in path]
     if parts[-1] == "weight":
         parts.pop()
-    if parts[0] == "prediction":
-        if parts[1] == "decoder":
-            parts = ["layers", str(layers), *parts[2:]]
-        elif parts[1] == "norm":
-            parts = ["layers", str(layers), "shared_head", "norm"]
+    if parts[0] == "predictions":
+        layer, part = str(layers + int(parts[1])), parts[2]
+        if part == "decoder":
+            parts = ["layers", layer, *parts[3:]]
+        elif part == "norm":
+            parts = ["layers", layer, "shared_head", "norm"]
         else:
-            parts = ["layers", str(layers), *parts[1:]]
+            parts = ["layers", layer, *parts[2:]]
     prefix = "" if parts[0] == "lm_head" else "model."
     return f"{prefix}{'.'.join(parts)}.weight"
 

@@ -26,7 +26,9 @@ def score(model: DemoModel, windows: jax.Array) -> dict[str, jax.Array]:
     """Per position of windows [batch, length + 2]: nats, right or wrong, and experts chosen.
 
     `agreement` is whether the prediction module's choice of t_{i+2} is what the main model would
-    choose itself one token later: the acceptance rate of one greedy draft.
+    choose itself one token later: the acceptance rate of one greedy draft. `both` and, where there
+    is a second module, `both_modules` are whether a second draft is accepted, too: made by the
+    first module on its own states, or by the second.
     """
     length = windows.shape[1] - 2
     hidden, routings = model.hidden(windows[:, :length])
@@ -34,11 +36,18 @@ def score(model: DemoModel, windows: jax.Array) -> dict[str, jax.Array]:
     ahead, routing = model.predict(windows[:, 1 : length + 1], hidden)
     choice = jnp.argmax(logits, axis=-1)
     drafted = jnp.argmax(model.lm_head(ahead), axis=-1)
+    agreement = drafted == jnp.roll(choice, -1, axis=1)
+    second = {}
+    for name, module in zip(("both", "both_modules"), range(len(model.predictions)), strict=False):
+        further, _ = model.predict(windows[:, 2:], ahead, module)
+        redrafted = jnp.argmax(model.lm_head(further), axis=-1)
+        second[name] = agreement & (redrafted == jnp.roll(choice, -2, axis=1))
     return {
         "nats": optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1 : length + 1]),
         "correct": choice == windows[:, 1 : length + 1],
         "prediction": drafted == windows[:, 2:],
-        "agreement": drafted == jnp.roll(choice, -1, axis=1),
+        "agreement": agreement,
+        **second,
         "expert": jnp.stack(
             [r.expert.reshape(*choice.shape, -1) for r in [*routings, routing]], axis=-2
         ),
@@ -80,7 +89,10 @@ def evaluate(folder: Path) -> None:
     inner = counted.copy()  # positions after which two counted tokens stand in the window
     inner[:, :-1] &= counted[:, 1:]
     inner[:, -1] = False
-    sums = dict.fromkeys(("nats", "correct", "prediction", "agreement"), 0.0)
+    innermost = inner.copy()  # and three
+    innermost[:, :-1] &= inner[:, 1:]
+    names = ["nats", "correct", "prediction", "agreement", "both", "both_modules"]
+    sums = dict.fromkeys(names[: 4 + len(model.predictions)], 0.0)
     experts = model.config.moe_num_experts
     load = np.zeros((len(model.config.moe_layers) + 1, experts))
     for first in range(0, len(windows), ROWS):
@@ -92,6 +104,7 @@ def evaluate(folder: Path) -> None:
         }
         for name in sums:
             mask = counted if name in ("nats", "correct") else inner
+            mask = innermost if name.startswith("both") else mask
             sums[name] += scores[name][mask[first : first + ROWS]].sum(dtype=np.float64)
         chosen = scores["expert"][counted[first : first + ROWS]]  # [tokens, layers, top_k]
         for layer in range(len(load)):
@@ -106,6 +119,13 @@ def evaluate(folder: Path) -> None:
     print(f"next token, top-1   {sums['correct'] / counted.sum():.4f}")
     print(f"next-next token of the prediction module, top-1 {sums['prediction'] / inner.sum():.4f}")
     print(f"the same against the main model's own choice    {sums['agreement'] / inner.sum():.4f}")
+    one, count = 1 + sums["agreement"] / inner.sum(), innermost.sum()
+    print(f"tokens a step, one draft                       {one:.4f}")
+    print(f"two drafts of the first module                 {one + sums['both'] / count:.4f}")
+    if "both_modules" in sums:
+        print(
+            f"two drafts, the second of a second module {one + sums['both_modules'] / count:9.4f}"
+        )
     print(f"expert load, max/mean a layer (the last is the prediction module) {imbalance}")
 
 

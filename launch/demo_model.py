@@ -46,7 +46,8 @@ class DemoConfig:
     num_nextn_predict_layers: int = 1
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer holds experts; the prediction module (the last index) always does."""
+        """Whether a layer holds experts; prediction modules, numbered after the layers, always
+        do."""
         return layer in self.moe_layers or layer >= self.num_hidden_layers
 
     @property
@@ -338,7 +339,9 @@ class DemoModel(nnx.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, scale=0.2, rngs=rngs)
-        self.prediction = PredictionModule(config, rngs)
+        self.predictions = nnx.List(
+            [PredictionModule(config, rngs) for _ in range(config.num_nextn_predict_layers)]
+        )
 
     def hidden(
         self, tokens: Int[Array, "batch tokens"]
@@ -353,7 +356,14 @@ class DemoModel(nnx.Module):
         return self.norm(x), routings
 
     def predict(
-        self, next_tokens: Int[Array, "batch tokens"], hidden: Array
+        self, next_tokens: Int[Array, "batch tokens"], hidden: Array, module: int = 0
     ) -> tuple[Float[Array, "batch tokens d_model"], Routing]:
-        """The prediction module's states; `lm_head` makes logits of t_{i+2} of them."""
-        return self.prediction(self.embed_tokens[...][next_tokens], hidden)
+        """A prediction module's states; `lm_head` makes logits of them.
+
+        Args:
+          next_tokens: t_{i+1} for the first module, whose states predict t_{i+2}; one further on
+            for every module after it.
+          hidden: h_i of the main model, or the states of the module before.
+          module: its number.
+        """
+        return self.predictions[module](self.embed_tokens[...][next_tokens], hidden)
