@@ -164,18 +164,20 @@ class HandOffs:
                 return
             hold = self._loop.holds.of_request(request.request_id) if self._loop.holds else None
             if output.finish_reason == "length" and hold is not None:
-                on_held(self._source(hold))
+                on_held(self._source(hold, output.cached_tokens))
                 return
             text = output.error or "the prefill was cancelled, or its deadline passed"
             on_held(EngineFailedError(text))
 
         return on_output
 
-    def _source(self, hold: Hold) -> PagesSource:
+    def _source(self, hold: Hold, cached: int) -> PagesSource:
         assert self.prefill is not None
         server = self.prefill.server
         hold.digest = pages_digest(hold.request.prompt, server.hello.digest, server.cache_format)
-        return PagesSource(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch)
+        return PagesSource(
+            *(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch, cached)
+        )
 
     # -------------------------------------------------- what the server asks for, on its threads
     def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:

@@ -147,7 +147,7 @@ class Coordinator:
         request.place, request.computed_at = "held", self._clock()
         actions: list[Action] = []
         if source.tokens:
-            request.source = source
+            request.source, request.found = source, source.cached
             request.renew_at = self._clock() + self._pages.lease_seconds / 3
         else:
             request.direct = True
@@ -341,7 +341,7 @@ class Coordinator:
         self._unqueue(request)
         self._take_from_domain(request)
         actions = self._release(request)
-        request.source, request.direct = None, False
+        request.source, request.found, request.direct = None, None, False
         request.lost += 1
         self.replays += 1
         if request.lost > self._fleet.attempts:

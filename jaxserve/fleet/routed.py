@@ -68,6 +68,9 @@ class Routed:
     placed_at: float = 0.0
     computed_at: float | None = None
     """When a prefill worker had its prompt computed."""
+    found: int | None = None
+    """Tokens that the prefill worker which computed its prompt had in its prefix cache; None: the
+    domain computes the prompt."""
     waited: float = 0.0
     """Seconds in which no worker had it, or its pages were held."""
     last_at: float | None = None
@@ -81,9 +84,11 @@ class Routed:
     def cached(self, output: TokenOutput) -> int:
         """Tokens of its prompt that nobody had to compute, by the domain's first output.
 
-        What a prefill worker has computed for it is in the domain's prefix cache, too.
+        What a prefill worker has computed for it is in the domain's prefix cache, too, so there
+        the prefill worker's count is the one.
         """
-        return min(output.cached_tokens, len(self.job.prompt)) if self.computed_at is None else 0
+        cached = output.cached_tokens if self.found is None else self.found
+        return min(cached, len(self.job.prompt))
 
     def queued(self, output: TokenOutput) -> float:
         """Seconds that it waited for workers, by the domain's first output."""

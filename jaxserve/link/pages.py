@@ -24,6 +24,7 @@ class PagesSource(msgspec.Struct, frozen=True):
       digest: of the token ids, their number, the model and the cache's format, see `pages_digest`;
         both ends compare it, and a difference fails the request.
       epoch: number of the pages server's life: a lease does not survive its worker.
+      cached: tokens of those held that the prefill worker found in its prefix cache.
     """
 
     address: str
@@ -31,6 +32,7 @@ class PagesSource(msgspec.Struct, frozen=True):
     tokens: int
     digest: str
     epoch: int = 0
+    cached: int = 0
 
 
 NOTHING_HELD = PagesSource("", "", 0, "")

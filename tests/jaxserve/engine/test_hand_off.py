@@ -67,6 +67,16 @@ PAIRS = {
         {},
         {"attention.tp": 2, "cache.page_size": 32, "cache.pages": 16},
     ),
+    "GQA, bfloat16 to float32 of a model in bfloat16": (
+        "qwen3",
+        {"dtype": "bfloat16"},
+        {
+            "dtype": "bfloat16",
+            "cache.format": "float32",
+            "prefill.workers": 1,
+            "prefill.cache": {"format": "bfloat16"},
+        },
+    ),
     "MLA, int8, pages of 32 to 16, prefill by two roles": (
         "deepseek_v3",
         {"mode": "afd", "cache.page_size": 32, "cache.pages": 16, "cache.format": "int8"},
@@ -92,6 +102,40 @@ def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
         for engine in (source, domain):
             at_rest(engine)
             assert engine.compilations_after_ready == 0
+
+
+def test_quantised_entries_are_converted_where_they_arrive(tmp_path):
+    """FP8 to INT8: the log-probabilities are nearly those that the domain's own entries give, and
+    far from those after another prompt."""
+    CATALOGUE["qwen3"].write(tmp_path)
+    prompts = draw_prompts(0, [33, 65, 97, 150])
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    decode = {"cache.format": "int8", "prefill.workers": 1, "prefill.cache": {"format": "fp8"}}
+    with workers(tmp_path, prefill={"cache.format": "fp8"}, decode=decode) as (source, domain):
+        collector = Collector()
+        for number, prompt in enumerate(prompts):
+            held = prefill(source, prompt)
+            own = msgspec.structs.replace(params, cache_salt="own")
+            collector.submit(domain, prompt, own, request_id=f"own {number}")
+            collector.submit(domain, prompt, params, request_id=f"got {number}", source=held)
+        collector.wait()
+        assert counters(domain).transfers == 4
+        for engine in (source, domain):
+            at_rest(engine)
+
+    def apart(name, other):
+        """By how much the likelier tokens' log-probabilities differ, and how many are in both."""
+        ((first,), (second,)) = map(collector.outputs, (name, other))
+        one, two = dict(first.logprobs[0].top), dict(second.logprobs[0].top)
+        both = one.keys() & two.keys()
+        return max((abs(one[token] - two[token]) for token in both), default=9.0), len(both)
+
+    for number in range(4):
+        difference, both = apart(f"got {number}", f"own {number}")
+        assert difference < 0.2
+        assert both >= 16
+        difference, both = apart(f"got {number}", f"own {(number + 1) % 4}")
+        assert difference > 0.4 or both < 8
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +180,14 @@ class TestTokens:
     def test_a_prefill_worker_that_holds_a_prefix_computes_the_rest(self, pair):
         source, domain = pair
         (prompt,) = draw_prompts(4, [150])
-        prefill(source, prompt[:97], request_id="first")
+        assert prefill(source, prompt[:97], request_id="first").cached == 0
         source.release("first")
         found = source.schedulers[0].prompt_tokens_found
         expected = alone(domain, [prompt])
         assert hand_over(source, domain, [prompt], GREEDY) == expected
         assert source.schedulers[0].prompt_tokens_found - found == 96
+        assert prefill(source, prompt, request_id="again").cached == 128
+        source.release("again")
 
     def test_what_was_emitted_elsewhere_is_held_too(self, pair):
         source, domain = pair

@@ -60,6 +60,8 @@ class FakeWorkerEngine:
     stuck: bool = False
     allowed: int = 10**6
     """Tokens that a request gets here at most, until it is raised."""
+    found: int = 0
+    """Tokens of each prompt that its prefix cache has."""
 
     status: str = "ready"
     failure: EngineFailedError | None = None
@@ -177,7 +179,9 @@ class FakeWorkerEngine:
     def _step(self) -> None:
         for request_id, (prompt, on_held) in list(self.prompts.items()):
             tokens = len(prompt) // PAGE * PAGE
-            source = PagesSource("here", request_id, tokens, f"{sum(prompt[:tokens])}")
+            source = PagesSource(
+                "here", request_id, tokens, f"{sum(prompt[:tokens])}", cached=self.found
+            )
             with self._lock:
                 if self.prompts.pop(request_id, None) is None:
                     continue

@@ -132,6 +132,17 @@ def test_tokens(prefills, domains):
             assert all(worker.engine.submits for worker in fleet.domains)
 
 
+def test_cached_tokens_are_those_that_nobody_computed():
+    """Of a prompt that was handed over the prefill worker's hits, of others the domain's."""
+    with rig() as fleet:
+        fleet.prefills[0].engine.found = 8
+        fleet.submit(LONG, 3, "handed over")
+        fleet.submit([7] * 4, 3, "too short to be")
+        fleet.results.until(lambda: len(fleet.results.last) == 2)
+        found = {name: output.cached_tokens for name, output in fleet.results.last.items()}
+        assert found == {"handed over": 8, "too short to be": 4}
+
+
 def test_without_a_seed_the_router_draws_one():
     with rig(0, 1) as fleet:
         for name in ("a", "b", "c"):
