@@ -345,6 +345,11 @@ class Engine:
         """Ends a request; unknown and ended ones are fine."""
         self._post(lambda: self._loop.cancel(request_id))
 
+    def withdraw(self, request_id: str) -> None:
+        """Ends a request, as cancelled, if it still waits for its first slot; pages that are held
+        for it stay held, for another domain. One that runs, or is unknown, goes on."""
+        self._post(lambda: self._withdraw(request_id))
+
     def drain(self, timeout: float) -> bool:
         """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
         end = time.monotonic() + timeout
@@ -444,6 +449,12 @@ class Engine:
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
             ]
         return []
+
+    def _withdraw(self, request_id: str) -> list[TokenOutput]:
+        if not self._loop.waits(request_id):
+            return []
+        self.hand_offs.leave(request_id)
+        return self._loop.cancel(request_id)
 
     def _run(self) -> None:
         try:

@@ -151,6 +151,13 @@ class HandOffs:
         if client is not None and source is not None:
             client.release(source)
 
+    def leave(self, request_id: str) -> None:
+        """The request goes elsewhere: what is held for it stays held, and others renew it."""
+        with self._lock:
+            client, source = self._sources.pop(request_id, (None, None))
+        if client is not None and source is not None:
+            client.leave(source)
+
     def whole_pages(self, prompt: Sequence[int]) -> list[int]:
         """The tokens of a prompt whose entries are held: the last one is always fed elsewhere."""
         size = self.page_size

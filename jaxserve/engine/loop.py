@@ -172,6 +172,10 @@ class Loop:
             self.holds.ended(request_id)
         return outputs
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request has not had a slot yet."""
+        return any(scheduler.waits(request_id) for scheduler in self.schedulers)
+
     def prefill(self, request: Request) -> None:
         """Takes a prompt of whole pages in, to be held; its last output says when it is.
 

@@ -344,6 +344,11 @@ class Scheduler:
         """Whether a request has not ended, or a step is in flight."""
         return bool(self._live) or any(self._in_flight)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request has not had a slot yet."""
+        sequence = self._live.get(request_id)
+        return sequence is not None and sequence.status == "waiting" and sequence.found is None
+
     def waiting_ids(self) -> list[str]:
         """The requests that wait, the next one first."""
         return [sequence.request.request_id for sequence in self._queue.waiting]

@@ -13,7 +13,8 @@ The policy:
 3. When its pages are held, it goes to the domain whose KV cache has the most room for it and its
    output (xDeepServe §4.3): what its requests will take, and once more what it lacks of the prompt.
    Which DP group takes it is the domain's scheduler's business. Where no domain has room it stays
-   held; where all prefill workers have as much as they may, new requests are refused.
+   held; where all prefill workers have as much as they may, new requests are refused. One that
+   waits for a slot at a domain goes to another that has one first.
 4. What a domain generates is logged. If the domain is lost, prompt and log are prefilled and go on
    elsewhere, with the seed, so that the tokens are those it would have given.
 """
@@ -38,6 +39,7 @@ from jaxserve.fleet.routing_actions import (
     SendRelease,
     SendRenew,
     SendSubmit,
+    SendWithdraw,
 )
 from jaxserve.fleet.worker_frames import State, WorkerFacts, WorkerRole
 from jaxserve.link.pages import PagesSource
@@ -163,7 +165,7 @@ class Coordinator:
         worker = request.worker if attempt == request.attempt else request.prefill
         if isinstance(error, InvalidRequestError):
             return self._end(request, "error", str(error))
-        if worker is not None:
+        if worker is not None and not request.asked:
             worker.full_until = self._clock() + FULL_SECONDS
         if not isinstance(error, OverloadedError):
             return self._lost(request, str(error)) + self._go_on()
@@ -227,9 +229,18 @@ class Coordinator:
                 if seconds > self._fleet.absent_seconds:
                     why = f"no {role} worker was there for {seconds:.0f} s (fleet.absent_seconds)"
                     actions += self._end(request, "error", why, unavailable=True)
-        return actions + self._go_on()
+        return actions + self._go_on() + self._move()
 
     # ----------------------------------------------------------------------------- movements
+
+    def _move(self) -> list[Action]:
+        """Asks for requests that wait at a domain while another has free slots."""
+        actions: list[Action] = []
+        for request in self.placement.stranded():
+            assert request.worker is not None
+            request.asked = True
+            actions.append(SendWithdraw(request.worker.name, request.attempt))
+        return actions
 
     def _place(self, request: Routed) -> Action | None:
         """Sends a request to a worker; None where none has room for it."""
@@ -256,7 +267,7 @@ class Coordinator:
         attempt = self._attempt(request)
         self._leave_queue(request)
         request.place, request.worker, request.attempt = "domain", worker, attempt
-        request.last_at = None
+        request.last_at, request.asked, request.placed_at = None, False, self._clock()
         request.promised = self._estimates.promised(request)
         worker.promised += request.promised
         worker.requests[attempt] = request

@@ -4,6 +4,7 @@ Pure, with the coordinator's clock. A router knows of its workers what they said
 has sent them since.
 """
 
+import heapq
 from collections.abc import Callable, Iterator
 
 from jaxserve.config.deployment import Deployment
@@ -12,6 +13,10 @@ from jaxserve.fleet.estimates import Estimates
 from jaxserve.fleet.prefix_index import PrefixIndex
 from jaxserve.fleet.routed import Routed, Worker
 from jaxserve.fleet.worker_frames import WorkerRole
+
+STRANDED_SECONDS = 0.5
+"""For which a request has waited at a domain when it may go to another: what a domain says of
+itself is as old."""
 
 
 class Placement:
@@ -132,6 +137,28 @@ class Placement:
             if best is None or key < best[0]:
                 best = key, worker
         return None if best is None else best[1]
+
+    def stranded(self) -> list[Routed]:
+        """Requests that wait for a slot at a domain while others have free ones, the first due
+        first and no more than those."""
+        domains, now = self._roles["domain"].values(), self._clock()
+        free = sum(
+            max(0, worker.facts.slots - worker.count)
+            for worker in self._usable("domain")
+            if not worker.load.waiting
+        )
+        found: list[Routed] = []
+        for worker in domains if free else ():
+            waiting = max(worker.count - worker.facts.slots, worker.load.waiting)
+            if waiting <= 0:
+                continue
+            silent = [request for request in worker.requests.values() if request.last_at is None]
+            for request in sorted(silent, key=lambda request: request.rank)[-waiting:]:
+                if request.asked:
+                    free -= 1
+                elif now - request.placed_at >= STRANDED_SECONDS:
+                    found.append(request)
+        return heapq.nsmallest(max(0, free), found, key=lambda request: request.rank)
 
     def room_for(self, request: Routed, waiting: int) -> Worker | None:
         """The worker for a new request, where so many wait for one already; None: it waits, too.

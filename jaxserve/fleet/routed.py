@@ -56,6 +56,8 @@ class Routed:
     """Who computes or holds its pages, from `prefill` until its first token."""
     prefill_attempt: str = ""
     source: PagesSource | None = None
+    asked: bool = False
+    """Whether its domain was asked to give it back, as another has a free slot."""
     direct: bool = False
     """Whether its prompt has no page to hold, as a prefill worker found."""
     cost: float = 0.0

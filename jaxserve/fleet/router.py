@@ -43,6 +43,7 @@ from jaxserve.fleet.routing_actions import (
     SendRelease,
     SendRenew,
     SendSubmit,
+    SendWithdraw,
 )
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.observe.view import PipelineView
@@ -326,7 +327,8 @@ class RouterEngine:
         return ended
 
     def _frame(
-        self, action: SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel
+        self,
+        action: SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel | SendWithdraw,
     ) -> Frame:
         match action:
             case SendPrefill(attempt=attempt, request=request, priority=priority):
@@ -357,6 +359,8 @@ class RouterEngine:
                 return frames.Renew(hand_off)
             case SendCancel(attempt=attempt):
                 return Cancel(attempt)
+            case SendWithdraw(attempt=attempt):
+                return frames.Withdraw(attempt)
 
     def _deliver(self, news: list[tuple[OnOutput, TokenOutput]]) -> None:
         for on_output, output in news:

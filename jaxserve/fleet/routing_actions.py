@@ -44,6 +44,13 @@ class SendCancel(NamedTuple):
     attempt: str
 
 
+class SendWithdraw(NamedTuple):
+    """A request that a domain may give back, if it waits there: another one has a free slot."""
+
+    worker: str
+    attempt: str
+
+
 class End(NamedTuple):
     """A request that ends without a worker's last output."""
 
@@ -54,4 +61,4 @@ class End(NamedTuple):
     """Whether it might succeed later."""
 
 
-Action = SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel | End
+Action = SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel | SendWithdraw | End

@@ -1,6 +1,7 @@
 """What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
 
-    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | AskPipeline | Echo)*
+    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | Withdraw | AskPipeline
+                                | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
 Every request has an id that its router made for this attempt to run it, different from all others'.
@@ -110,6 +111,13 @@ class Renew(Frame):
     hand_off: str
 
 
+class Withdraw(Frame):
+    """A request may go elsewhere: it comes back as `Rejected` if it still waits for a slot, and
+    goes on otherwise."""
+
+    request_id: str
+
+
 class AskPipeline(Frame):
     """Asks for a view of the steps measured last; answered by `Pipeline`."""
 
@@ -169,7 +177,7 @@ class Pipeline(Frame):
     view: PipelineView
 
 
-FromRouter = Join | Submit | Prefill | Release | Renew | Cancel | AskPipeline | Echo
+FromRouter = Join | Submit | Prefill | Release | Renew | Cancel | Withdraw | AskPipeline | Echo
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
 
 encode = msgspec.msgpack.Encoder().encode

@@ -21,7 +21,7 @@ import jaxserve
 from jaxserve.clock import AwakeClock
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError
+from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError, OverloadedError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
@@ -54,6 +54,7 @@ class WorkerEngine(Protocol):
     def model_info(self) -> Mapping[str, Any]: ...
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None: ...
     def cancel(self, request_id: str) -> None: ...
+    def withdraw(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
     def renew(self, hand_off: str) -> None: ...
     def submit(
@@ -237,6 +238,7 @@ class RouterConnection:
         self._port, self._engine, self._channel, self.name = port, port.engine, channel, name
         self._submitted: dict[str, None] = {}  # ids; changed by the reader and the engine's thread
         self._prefills: dict[str, None] = {}  # ids; until released
+        self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
         self._outbox = Outbox(f"router-{name}", self._send, lambda ended: [], channel.shutdown)
         self.post = self._outbox.post
         """Queues a frame or an output for the router."""
@@ -293,6 +295,10 @@ class RouterConnection:
             case Cancel(request_id=request_id):
                 if request_id in self._submitted:
                     self._engine.cancel(request_id)
+            case frames.Withdraw(request_id=request_id):
+                if request_id in self._submitted:
+                    self._withdrawn.add(request_id)
+                    self._engine.withdraw(request_id)
             case frames.AskPipeline():
                 self.post(frames.Pipeline(self._engine.pipeline()))
             case frames.Echo():
@@ -336,8 +342,15 @@ class RouterConnection:
             raise
 
     def _output(self, output: TokenOutput) -> None:
-        if output.finish_reason is not None:
-            self._submitted.pop(output.request_id, None)
+        request_id, reason = output.request_id, output.finish_reason
+        if reason is not None:
+            self._submitted.pop(request_id, None)
+        if request_id in self._withdrawn:
+            self._withdrawn.discard(request_id)
+            if reason == "cancelled" and not output.token_ids:
+                text = "it waited for a slot, and another domain has one"
+                self.post(frames.Rejected(request_id, Refusal.of(OverloadedError(text))))
+                return
         self.post(output)
 
     def _prefill(self, frame: frames.Prefill) -> None:

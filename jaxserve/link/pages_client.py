@@ -142,6 +142,13 @@ class PagesClient:
             if not self._closed:
                 self._peer(source.address).release(source.hand_off)
 
+    def leave(self, source: PagesSource) -> None:
+        """The lease is somebody else's to renew or release from now on."""
+        with self._lock:
+            peer = self._peers.get(source.address)
+        if peer is not None:
+            peer.leave(source.hand_off)
+
     def fetch(self, job: FetchJob) -> None:
         """Queues a fetch; one of its callbacks says how it went on."""
         with self._lock:
@@ -262,6 +269,11 @@ class _Peer:
             self._kept.discard(hand_off)
             self._released.append(hand_off)
             self._used()
+
+    def leave(self, hand_off: str) -> None:
+        """Does not renew a lease any more."""
+        with self._changed:
+            self._kept.discard(hand_off)
 
     def put(self, job: FetchJob) -> None:
         """Queues a fetch."""

@@ -354,6 +354,34 @@ class TestFailures:
         source.release("r")
 
 
+def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
+    source, domain = pair
+    (prompt,) = draw_prompts(12, [70])
+    expected = alone(domain, [prompt])
+    long = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    running = Collector()
+    for number in range(4):  # as many as there are slots
+        running.submit(domain, [number + 2] * 20, long, request_id=f"w{number}")
+    running.wait_for_tokens("w3", 1)
+    held = prefill(source, prompt, request_id="w")
+    collector = Collector()
+    collector.submit(domain, prompt, GREEDY, request_id="w", source=held)
+    until(lambda: domain.load().waiting == 1)
+    domain.withdraw("w0")
+    domain.withdraw("unknown")
+    domain.withdraw("w")
+    output = collector.wait()["w"]
+    assert (output.token_ids, output.finish_reason) == ([], "cancelled")
+    assert source.load().held == 1
+    assert len(running.output("w0").token_ids) < 100, "it has a slot, and goes on"
+    for number in range(4):
+        assert running.wait()[f"w{number}"].finish_reason == "length"
+    before = counters(domain).transfers
+    collector.submit(domain, prompt, GREEDY, request_id="again", source=held)
+    assert collector.wait()["again"].token_ids == expected[0]
+    assert counters(domain).transfers == before + 1
+
+
 class TestPressure:
     def test_many_requests_through_four_slots(self, pair):
         """More than the domain takes wait there, and beyond that at the prefill worker."""

@@ -60,6 +60,8 @@ class FakeWorkerEngine:
     stuck: bool = False
     allowed: int = 10**6
     """Tokens that a request gets here at most, until it is raised."""
+    slots: int = 10**6
+    """Requests that get tokens at a time."""
     found: int = 0
     """Tokens of each prompt that its prefix cache has."""
 
@@ -152,6 +154,12 @@ class FakeWorkerEngine:
         if running is not None:
             running.on_output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
 
+    def withdraw(self, request_id: str) -> None:
+        with self._lock:
+            one = self.running.get(request_id)
+            if one is not None and not one.sent:
+                self.cancel(request_id)
+
     def release(self, request_id: str) -> None:
         with self._lock:
             self.prompts.pop(request_id, None)
@@ -187,7 +195,7 @@ class FakeWorkerEngine:
                     continue
                 self.held[request_id] = source
             on_held(source)
-        for request_id, one in list(self.running.items()):
+        for request_id, one in list(self.running.items())[: self.slots]:
             if one.deadline is not None and time.monotonic() >= one.deadline:
                 self.cancel(request_id)
                 continue

@@ -20,6 +20,7 @@ from jaxserve.fleet.routing_actions import (
     SendRelease,
     SendRenew,
     SendSubmit,
+    SendWithdraw,
 )
 from jaxserve.fleet.worker_frames import State, WorkerFacts
 from jaxserve.link.pages import PagesSource
@@ -43,6 +44,7 @@ class World:
         self.running: dict[str, tuple[str, Routed]] = {}
         self.ended: dict[str, str] = {}
         self.log: dict[str, list[int]] = {}
+        self.withdrawn: set[str] = set()
         self.sent: list[Any] = []
 
     def facts(self, role: str, slots: int = 4, tokens: int = 16000) -> WorkerFacts:
@@ -104,6 +106,9 @@ class World:
                 case SendCancel(worker=worker, attempt=attempt):
                     assert worker in workers
                     self.running.pop(attempt, None)
+                case SendWithdraw(worker=worker, attempt=attempt):
+                    assert self.running[attempt][0] == worker
+                    self.withdrawn.add(attempt)
                 case SendRenew(hand_off=hand_off):
                     assert hand_off in self.held
 
@@ -113,7 +118,15 @@ class World:
         source = PagesSource("a", attempt, length // PAGE * PAGE, "d")
         self.take(self.coordinator.held(attempt, source))
 
+    def give_back(self, attempt: str) -> None:
+        """A domain gives a request back that it was asked for, and that has no token there."""
+        self.withdrawn.discard(attempt)
+        if attempt in self.running:
+            del self.running[attempt]
+            self.take(self.coordinator.rejected(attempt, OverloadedError("another has a slot")))
+
     def emit(self, attempt: str) -> None:
+        self.withdrawn.discard(attempt)
         _, request = self.running[attempt]
         name, log = request.job.request_id, self.log[request.job.request_id]
         last = len(log) + 1 == request.job.max_tokens
@@ -205,6 +218,11 @@ class Fleet(RuleBasedStateMachine):
             whose, actions = self.world.coordinator.output(attempt, news)
             assert whose is None
             self.world.take(actions)
+
+    @rule(data=st.data())
+    def gives_back(self, data):
+        if self.world.withdrawn:
+            self.world.give_back(data.draw(st.sampled_from(sorted(self.world.withdrawn))))
 
     @rule(data=st.data())
     def cancel(self, data):
@@ -436,6 +454,60 @@ def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
     while world.running:
         world.emit(next(iter(world.running)))
     assert list(world.ended) == ["a0", "a1", "a2", "a3", "a4"]
+
+
+class TestMoves:
+    """Two domains of one slot; requests without a prefill worker, a2 and a3 wait at d0."""
+
+    def world(self) -> World:
+        world = World(prefill__workers=0, fleet__prefill=[], fleet__domain_waiting=4)
+        world.join("d0", slots=1)
+        for n in range(4):
+            world.submit(f"a{n}", 10, max_tokens=1 + 9 * (n == 0))
+        world.join("d1", slots=1)
+        return world
+
+    def where(self, world: World) -> dict[str, str]:
+        return {r.job.request_id: worker for worker, r in world.running.values()}
+
+    def asked(self, world: World) -> list[str]:
+        return [world.running[attempt][1].job.request_id for attempt in sorted(world.withdrawn)]
+
+    def test_the_first_that_waits_goes_to_a_slot_that_is_free(self):
+        world = self.world()
+        world.take(world.coordinator.tick())
+        assert not world.withdrawn, "it has only just come"
+        world.now += 0.5
+        for expected in ("a1", "a2", "a3"):
+            world.take(world.coordinator.tick())
+            assert self.asked(world) == [expected]
+            world.take(world.coordinator.tick())
+            assert self.asked(world) == [expected], "one slot, one request"
+            world.give_back(*world.withdrawn)
+            assert self.where(world)[expected] == "d1"
+            (attempt,) = [a for a, (worker, _) in world.running.items() if worker == "d1"]
+            world.emit(attempt)
+        world.take(world.coordinator.tick())
+        assert not world.withdrawn, "what runs stays"
+        assert world.ended == {"a1": "length", "a2": "length", "a3": "length"}
+        assert world.coordinator.replays == 0
+
+    def test_one_that_has_a_token_meanwhile_stays(self):
+        world = self.world()
+        world.now += 1.0
+        world.take(world.coordinator.tick())
+        (attempt,) = world.withdrawn
+        world.emit(attempt)  # it ends at d0; nothing comes back
+        world.take(world.coordinator.tick())
+        assert self.asked(world) == ["a2"]
+
+    def test_a_domain_that_is_full_is_not_waited_for(self):
+        world = self.world()
+        world.now += 1.0
+        busy = EngineLoad(running=1, kv_usage=[0.9], waiting=1)
+        world.take(world.coordinator.state("d1", State("ready", 0.0, busy)))
+        world.take(world.coordinator.tick())
+        assert not world.withdrawn
 
 
 def test_ids_are_unique():

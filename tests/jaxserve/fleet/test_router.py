@@ -304,8 +304,36 @@ def test_a_router_that_is_gone_leaves_nothing():
         fleet.until_idle()
 
 
+def test_one_that_waits_at_a_domain_goes_to_another_that_has_a_slot():
+    with rig(1, 2, fleet__domain_waiting=8) as fleet:
+        busy, free = (worker.engine for worker in fleet.domains)
+        busy.slots, busy.allowed, free.allowed = 4, 3, 3
+        for n in range(8):
+            fleet.submit([*LONG, n], 5, f"{n}")
+        until(lambda: len(busy.running) == len(free.running) == 4)
+        for n in range(8, 14):
+            fleet.submit([*LONG, n], 5, f"{n}")
+        until(lambda: len(busy.running) + len(free.running) == 14)
+        waited = [prompt[-1] for prompt, _, _ in busy.submits[4:]]
+        until(lambda: len(fleet.prefills[0].engine.held) == len(waited) > 0)
+        free.allowed = 5
+        fleet.results.until(lambda: {f"{n}" for n in waited} <= set(fleet.results.last))
+        assert len(busy.running) == 4, "which go nowhere"
+        moved = [prompt[-1] for prompt, _, _ in free.submits[4:]]
+        assert moved[-len(waited) :] == waited, "the first one first"
+        assert all(source is not None for _, _, source in free.submits)
+        assert len(fleet.prefills[0].engine.prefilled) == 14, "nothing is computed twice"
+        busy.allowed = 5
+        fleet.results.until(lambda: len(fleet.results.last) == 14)
+        for n in range(14):
+            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
+        fleet.until_idle()
+        assert fleet.router.load().replays == 0
+
+
 def test_backpressure():
-    """The domain runs four, one waits there; five prompts are held; further ones are refused."""
+    """The domain runs four, one waits there; five prompts are held; further ones are refused. Of
+    200 requests, each of which comes again until it is taken, every one ends, in order."""
     prefill = FakeWorker("prefill")
     fleet = Rig(
         [prefill],
@@ -340,7 +368,21 @@ def test_backpressure():
             "one of them"
         )
         domain.allowed = 10
-        fleet.results.until(lambda: len(fleet.results.last) == len(taken))
+        most = 0
+        for n in range(20, 200):
+
+            def accepted(n: int = n) -> bool:
+                with contextlib.suppress(OverloadedError):
+                    fleet.submit([*LONG, n], 5, f"{n}")
+                    return True
+                return False
+
+            until(accepted)
+            taken.append(n)
+            most = max(most, len(prefill.engine.held) + len(prefill.engine.prompts))
+        fleet.results.until(lambda: len(fleet.results.last) == len(taken) == 190)
+        assert most <= 5
+        fleet.until_idle()
         for n in taken:
             assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
         order = [prompt[-1] for prompt, _, _ in domain.submits]
