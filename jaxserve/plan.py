@@ -22,6 +22,7 @@ from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import deployment_text, write_deployment
+from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
@@ -114,8 +115,9 @@ def _search(options: argparse.Namespace) -> int:
         tpot=seconds(options.tpot),
         max_devices=options.max_devices,
         modes=tuple(options.modes or MODES),
+        most_drafts=options.drafts,
     )
-    found = Searcher(calculator, attention, ffn).search(target)
+    found = Searcher(calculator, attention, ffn, _accepted(options, calculator)).search(target)
     if not found.plans:
         print(f"error: {why_not(calculator, attention, ffn, target, found)}", file=sys.stderr)
         return 1
@@ -132,6 +134,16 @@ def _search(options: argparse.Namespace) -> int:
     else:
         _print(results, found.plans[0])
     return 0
+
+
+def _accepted(options: argparse.Namespace, calculator: Calculator) -> Acceptance:
+    if not options.drafts:
+        return NO_DRAFTS
+    if not calculator.model.mtp_layers:
+        raise ConfigError(
+            f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
+        )
+    return acceptance(options.acceptance, options.drafts)
 
 
 def _results(
@@ -271,6 +283,8 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     formats = get_args(Format)
     for name in ("weights", "cache", "dispatch"):
         add(f"--{name}", choices=formats, default="fp8", help="number format: fp8")
+    add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
+    add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")
     add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
     add("--best", type=_count, default=3, help="plans a mode: 3")
     add("--price", nargs="+", default=[], metavar="NAME=USD", help="a device and hour")
@@ -279,6 +293,12 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--svg", type=Path, metavar="FILE", help="draws the front there")
     add("--write", type=Path, metavar="FILE", help="writes the cheapest plan's deployment there")
     command.set_defaults(run=_search)
+
+
+def _drafts(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 8:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 8")
+    return int(text)
 
 
 def _count(text: str) -> int:

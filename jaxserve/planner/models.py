@@ -101,6 +101,8 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vocab: Count
     attention: list[AttentionLayers]
     ffn: list[FFNLayers]
+    mtp_layers: Width = 0
+    """Multi-token-prediction modules in the checkpoint; they are none of the layers above."""
 
     @property
     def layers(self) -> int:
@@ -149,6 +151,24 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         groups = [group for group in self.ffn if group.experts]
         return max(groups, key=lambda group: group.layers, default=None)
 
+    @property
+    def module(self) -> tuple[AttentionLayers, FFNLayers]:
+        """A multi-token-prediction module as one more layer: full attention, and experts where the
+        model has them (DeepSeek-V3 §2.2)."""
+        attention = next((group for group in self.attention if not group.window), self.attention[0])
+        ffn = self.moe or self.ffn[0]
+        return (
+            msgspec.structs.replace(attention, layers=1),
+            msgspec.structs.replace(ffn, layers=1),
+        )
+
+    def with_module(self) -> "CostModel":
+        """The model with a module as a layer like the others, for weights and cache."""
+        attention, ffn = self.module
+        return msgspec.structs.replace(
+            self, attention=[*self.attention, attention], ffn=[*self.ffn, ffn]
+        )
+
 
 def cost_model(config: ModelConfig) -> CostModel:
     """Of a model that the engine runs."""
@@ -172,7 +192,13 @@ def cost_model(config: ModelConfig) -> CostModel:
                 shared_d_ff=config.shared_d_ff,
             )
         )
-    return CostModel(d_model=config.d_model, vocab=config.vocab, attention=attention, ffn=ffn)
+    return CostModel(
+        d_model=config.d_model,
+        vocab=config.vocab,
+        attention=attention,
+        ffn=ffn,
+        mtp_layers=config.mtp_layers,
+    )
 
 
 def _attention_layers(config: ModelConfig, layers: int, window: int) -> AttentionLayers:

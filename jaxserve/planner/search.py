@@ -11,8 +11,16 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.drafts import (
+    NO_DRAFTS,
+    Acceptance,
+    Pass,
+    entrance_bytes,
+    entrance_seconds,
+    passes,
+)
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.models import FFNLayers
+from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.stages import Calculator, StageTime
 
 Mode = Literal["afd", "ep", "tp"]
@@ -32,6 +40,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     ep: int
     ffn_tp: int
     lanes: int
+    drafts: int = 0
+    """Of a sequence in a step, by a multi-token-prediction module."""
 
     @property
     def attention_devices(self) -> int:
@@ -72,6 +82,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of an attention device: weights and cache."""
     ffn_bytes: float
     """Memory of an ffn device; 0 if colocated."""
+    tokens_a_step: float = 1.0
+    """That a sequence gets, with its accepted drafts."""
 
     @property
     def sequences(self) -> int:
@@ -101,6 +113,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
     max_devices: int = 64
     modes: tuple[Mode, ...] = ("afd", "ep", "tp")
+    most_drafts: int = 0
+    """Every number of drafts a step up to this one is tried."""
 
 
 class Found(NamedTuple):
@@ -122,6 +136,7 @@ class Searcher:
     Args:
       calculator: the model, its context and formats.
       attention, ffn: hardware by name that each role may use; colocated modes use those in both.
+      acceptance: of drafts, as many as a target's `most_drafts`.
     """
 
     def __init__(
@@ -129,9 +144,12 @@ class Searcher:
         calculator: Calculator,
         attention: Mapping[str, Hardware],
         ffn: Mapping[str, Hardware],
+        acceptance: Acceptance = NO_DRAFTS,
     ):
         self._calculator = calculator
+        self._drafting = calculator._replace(model=calculator.model.with_module())
         self._attention, self._ffn = attention, ffn
+        self._acceptance = acceptance
 
     def search(self, target: Target) -> Found:
         """All layouts of up to `target.max_devices`."""
@@ -181,6 +199,11 @@ class Searcher:
 
     def layouts(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""
+        for layout in self._shapes(target):
+            for drafts in range(target.most_drafts + 1):
+                yield msgspec.structs.replace(layout, drafts=drafts) if drafts else layout
+
+    def _shapes(self, target: Target) -> Iterator[Layout]:
         if "afd" in target.modes:
             for a_name, a in self._attention.items():
                 for f_name, f in self._ffn.items():
@@ -245,10 +268,10 @@ class Searcher:
 
     def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
         """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
-        calculator = self._calculator
+        calculator = self._memory(layout)
         usable = 1 - calculator.assumed.reserve
         attention = self._attention[layout.attention].memory * usable
-        weights = calculator.attention_weights(layout.tp)
+        weights = self._attention_weights(layout)
         ffn_weights = calculator.ffn_weights(layout.ffn_mesh)
         if layout.mode == "afd":
             ffn = self._ffn[layout.ffn].memory * usable
@@ -259,40 +282,42 @@ class Searcher:
         lane = layout.lanes * calculator.sequence_bytes(layout.tp)
         return int((attention - weights) // lane), ("attention", weights + lane, attention)
 
+    def _memory(self, layout: Layout) -> Calculator:
+        """What sums up weights and cache: with drafts, those of the module, too."""
+        return self._drafting if layout.drafts else self._calculator
+
+    def _attention_weights(self, layout: Layout) -> float:
+        calculator = self._memory(layout)
+        more = entrance_bytes(calculator.model) if layout.drafts else 0.0
+        return calculator.attention_weights(layout.tp) + more
+
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """What a layout does with a batch; whether it fits is not asked."""
-        calculator = self._calculator
+        calculator, memory = self._calculator, self._memory(layout)
         model = calculator.model
         a = self._attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
+        whole = Pass(batch, 1 + layout.drafts)
         for a_group in model.attention:
-            attend = calculator.attend(a_group, a, batch, layout.tp)
             for f_group in model.ffn:
                 share = a_group.layers * f_group.layers / model.layers
-                if layout.mode == "afd":
-                    times = self._afd_stages(layout, batch, f_group)
-                else:
-                    tokens = layout.dp * batch
-                    parts = calculator.ffn(f_group, a, tokens, layout.ffn_mesh)
-                    times = {
-                        "dispatch": StageTime(parts.spread, "network"),
-                        "ffn": parts.work,
-                        "combine": StageTime(parts.gather, "network"),
-                    }
-                times = {"attend": attend, **times}
+                times = self._layer(layout, a_group, f_group, whole)
                 step += share * layer_seconds(
                     [times[name].seconds for name in STAGES], layout.lanes
                 )
                 if share > most:
-                    most, stages = share, {name: times[name] for name in STAGES}
-        tpot = step + layout.lanes * calculator.head(a, batch, layout.tp)
+                    most, stages = share, times
+        step += layout.lanes * calculator.head(a, batch * whole.rows, layout.tp)
+        step += self._drafts_seconds(layout, batch)
+        tokens_a_step = self._acceptance.tokens(layout.drafts)
+        tpot = step / tokens_a_step
         price = a.price * layout.attention_devices
         if layout.mode == "afd":
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
-        ffn_bytes = calculator.ffn_weights(layout.ffn_mesh)
-        held = calculator.attention_weights(layout.tp)
-        held += layout.lanes * batch * calculator.sequence_bytes(layout.tp)
+        ffn_bytes = memory.ffn_weights(layout.ffn_mesh)
+        held = self._attention_weights(layout)
+        held += layout.lanes * batch * memory.sequence_bytes(layout.tp)
         colocated = layout.mode != "afd"
         return Plan(
             layout=layout,
@@ -303,7 +328,37 @@ class Searcher:
             dollars=price / 3600 / rate * 1e6,
             attention_bytes=held + (ffn_bytes if colocated else 0.0),
             ffn_bytes=0.0 if colocated else ffn_bytes,
+            tokens_a_step=tokens_a_step,
         )
+
+    def _drafts_seconds(self, layout: Layout, batch: int) -> float:
+        """Seconds of a step's passes of the module, all lanes."""
+        calculator, a = self._calculator, self._attention[layout.attention]
+        seconds = 0.0
+        for one in passes(batch, layout.drafts):
+            times = self._layer(layout, *calculator.model.module, one)
+            seconds += layer_seconds([times[name].seconds for name in STAGES], layout.lanes)
+            of_lane = entrance_seconds(calculator, a, one.batch * one.rows)
+            of_lane += calculator.head(a, batch, layout.tp)
+            seconds += layout.lanes * of_lane
+        return seconds
+
+    def _layer(
+        self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
+    ) -> dict[str, StageTime]:
+        """The stages of one layer and lane."""
+        calculator, a = self._calculator, self._attention[layout.attention]
+        attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
+        rows = tokens.batch * tokens.rows
+        if layout.mode == "afd":
+            return {"attend": attend, **self._afd_stages(layout, rows, ffn)}
+        parts = calculator.ffn(ffn, a, layout.dp * rows, layout.ffn_mesh)
+        return {
+            "attend": attend,
+            "dispatch": StageTime(parts.spread, "network"),
+            "ffn": parts.work,
+            "combine": StageTime(parts.gather, "network"),
+        }
 
     def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, StageTime]:
         calculator = self._calculator

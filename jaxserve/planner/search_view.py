@@ -72,10 +72,11 @@ def layout_text(plan: Plan) -> str:
     """Devices and sharding in a few words."""
     layout = plan.layout
     attention = f"{layout.attention_devices} {layout.attention} (dp {layout.dp} tp {layout.tp})"
+    drafts = f", {layout.drafts} draft{'s' * (layout.drafts > 1)}" if layout.drafts else ""
     if layout.mode != "afd":
-        return attention
+        return attention + drafts
     ffn = f"{layout.ffn_devices} {layout.ffn} (ep {layout.ep} tp {layout.ffn_tp})"
-    return f"{attention} + {ffn}"
+    return f"{attention} + {ffn}{drafts}"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
@@ -93,6 +94,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "devices": plan.layout.devices,
         "batch": plan.batch,
         "sequences": plan.sequences,
+        "tokens_a_step": plan.tokens_a_step,
         "tpot_seconds": plan.tpot,
         "stages": {
             name: {"seconds": stage.seconds, "bound": stage.bound}

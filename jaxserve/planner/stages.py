@@ -136,14 +136,20 @@ class Calculator(NamedTuple):
             parts["memory" if reading >= computing else "compute"] += max(reading, computing)
         return StageTime(sum(parts.values()), max(parts, key=parts.__getitem__))
 
-    def attend(self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int) -> StageTime:
-        """A layer's attention: `batch` sequences of a DP group over `tp` devices."""
-        seen = self._cached_tokens(group)
+    def attend(
+        self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int, rows: int = 1
+    ) -> StageTime:
+        """A layer's attention: `batch` sequences of a DP group over `tp` devices.
+
+        Args:
+          rows: tokens of a sequence in the step, drafts included; its cache is read once.
+        """
+        seen, tokens = self._cached_tokens(group), batch * rows
         read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
-        stage = self._work(hardware, self._attend_kernels(group, tp, batch, read, batch * seen))
+        stage = self._work(hardware, self._attend_kernels(group, tp, tokens, read, tokens * seen))
         seconds, bound = stage
         if tp > 1:
-            moving = self._sum_over(hardware, tp, batch)
+            moving = self._sum_over(hardware, tp, tokens)
             seconds, bound = seconds + moving, "network" if moving > seconds else bound
         return StageTime(self.measured.correct("attend", hardware.name, seconds), bound)
 
@@ -293,8 +299,14 @@ class Calculator(NamedTuple):
         there = latency * self.assumed.collective_seconds if moved.there else 0.0
         return seconds[0] + there, seconds[1] + self.assumed.collective_seconds
 
+    def kernels_seconds(
+        self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]
+    ) -> float:
+        """Seconds of kernels of (bytes, FLOPs, format) inside a stage, without its constant."""
+        return self._work(hardware, kernels).seconds - self.assumed.stage_seconds
+
     def head(self, hardware: Hardware, batch: int, tp: int) -> float:
-        """Seconds of embedding, head and sampling, once a step and lane."""
+        """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""
         parameters = self.model.vocab * self.model.d_model / tp
         return self._work(hardware, [(2 * parameters, 2 * batch * parameters, "bfloat16")]).seconds
 
