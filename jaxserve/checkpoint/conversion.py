@@ -82,6 +82,8 @@ class _Model(NamedTuple):
             return getattr(self.templates, block.name), ATTENTION_RULES
         _, layer, role = block.name.split(".")
         kind = self.config.kind(int(layer))
+        if role == "prediction":
+            return self.templates.prediction, ATTENTION_RULES
         if role == "attention":
             return self.templates.attention[kind], ATTENTION_RULES
         return self.templates.ffn[kind.ffn], self.meshes.ffn_rules
@@ -116,6 +118,9 @@ def convert(
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
     checkpoint = HFCheckpoint(source, names)
+    if checkpoint.has_any(names.unloaded):
+        config, names = read_config(source, ignored, config.mtp_layers)
+        checkpoint = HFCheckpoint(source, names)
     checkpoint.on_read = on_read
     dtype = _dtype(checkpoint, names, weights)
     wanted = {None: "auto", "bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}[weights]

@@ -33,7 +33,7 @@ from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources
 from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
 from jaxserve.config.model import ModelConfig
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.module import Template
 
 READABLE = ("F64", "F32", "F16", "BF16")
@@ -45,7 +45,7 @@ SCALES = "_scale_inv"
 
 
 def read_config(
-    folder: str | Path, ignored: Collection[str] = ()
+    folder: str | Path, ignored: Collection[str] = (), modules: int = 0
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The architecture in a folder's config.json, and its tensors' names.
 
@@ -53,8 +53,10 @@ def read_config(
 
     Args:
       ignored: entries of config.json that the user declares irrelevant.
+      modules: multi-token-prediction modules to load.
 
     Raises:
+      ConfigError: the model has fewer modules.
       CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
         that are missing or of a wrong type (all of them).
     """
@@ -77,6 +79,12 @@ def read_config(
         config = family.config(tree, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    if modules > config.mtp_layers:
+        raise ConfigError(
+            f"speculative.modules = {modules}, but the model has {config.mtp_layers} modules of "
+            "multi-token prediction (num_nextn_predict_layers)"
+        )
+    config = msgspec.structs.replace(config, modules=modules)
     manifest = read_manifest(Path(folder))
     if manifest is not None:
         if manifest.config != tree:
@@ -113,6 +121,10 @@ class HFCheckpoint:
     def size(self) -> int:
         """Bytes of the files."""
         return sum(path.stat().st_size for path in self._files)
+
+    def has_any(self, names: Collection[str]) -> bool:
+        """Whether the files have a tensor with one of these safetensors names."""
+        return not self._tensors.keys().isdisjoint(names)
 
     def kind(self, name: str) -> str:
         """The dtype of a tensor, by its safetensors name."""
@@ -236,11 +248,24 @@ class HFCheckpoint:
 def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
     """The problems of a folder's tensors: missing, unexpected or of the wrong shape or dtype."""
     # transformers drops the MTP modules when it saves: all or none of their tensors must be
-    # present.
-    some = not names.unloaded.keys().isdisjoint(listing.tensors.keys() | listing.lost)
-    expected = dict(names.unloaded) if some else {}
+    # present, where they are not loaded.
+    there = listing.tensors.keys() | listing.lost
+    expected = {} if names.unloaded.keys().isdisjoint(there) else dict(names.unloaded)
+    problems = list(listing.problems)
     matrices = set()
-    for sources in (names.embedding, names.head, *names.attention, *names.ffn):
+    blocks = [names.embedding, names.head, *names.attention, *names.ffn, *names.predictions]
+    for sources in names.predictions:
+        own = [name for source in sources.values() for name in source.names]
+        if there.isdisjoint(own):
+            problems.append(
+                f"no prediction module {own[0].removesuffix('enorm.weight')}*, which "
+                "speculative.modules asks for; transformers leaves them out when it saves"
+            )
+            layer = -len(names.predictions) + names.predictions.index(sources)
+            blocks.remove(sources)
+            blocks.remove(names.attention[layer])
+            blocks.remove(names.ffn[layer])
+    for sources in blocks:
         for source in sources.values():
             expected |= source.tensors
             matrices |= set(source.names)
@@ -253,7 +278,6 @@ def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
             expected[name + SCALES] = known[name + SCALES] = _grid_shape(tensor.shape)
     present = {name for name in tensors if not name.startswith(names.ignored)}
     missing = expected.keys() - present - listing.lost
-    problems = list(listing.problems)
     problems += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
     problems += [f"unexpected {name}" for name in sorted(present - known.keys())]
     for name in sorted(present & known.keys()):

@@ -72,14 +72,19 @@ class Block(NamedTuple):
 
 
 def blocks_of(names: CheckpointNames) -> list[Block]:
-    """The embedding, the head, and every layer's share of each role."""
+    """The embedding, the head, every layer's share of each role, and of loaded modules what they
+    have beside their layer."""
     blocks = [Block("embedding", names.embedding), Block("head", names.head)]
     for layer, (attention, ffn) in enumerate(zip(names.attention, names.ffn, strict=True)):
         blocks += [
             Block(f"layers.{layer}.attention", attention),
             Block(f"layers.{layer}.ffn", ffn),
         ]
-    return blocks
+    first = len(names.attention) - len(names.predictions)
+    return blocks + [
+        Block(f"layers.{first + index}.prediction", sources)
+        for index, sources in enumerate(names.predictions)
+    ]
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -49,10 +49,14 @@ class CheckpointNames(NamedTuple):
     embedding: Sources
     head: Sources
     attention: list[Sources]
-    """One entry per layer, as in `ffn`."""
+    """One entry per layer, those of loaded multi-token-prediction modules included, as in `ffn`."""
     ffn: list[Sources]
+    predictions: list[Sources]
+    """What a module that is loaded has beside its layer."""
     unloaded: dict[str, Shape]
-    """Tensors that belong to the model and have no leaf yet (multi-token prediction)."""
+    """Tensors of the modules that are not loaded."""
+    unloaded_layers: range
+    """Numbers of their layers."""
     optional: dict[str, Shape]
     """Tensors that duplicate others and may be missing."""
     ignored: tuple[str, ...]
@@ -113,8 +117,8 @@ def decoder_names(
       optional, ignored: as in `CheckpointNames`.
     """
     d, table = config.d_model, "model.embed_tokens.weight"
-    prefixes = layer_prefixes(config)
-    kinds = [config.kind(layer).ffn for layer in range(config.layers)]
+    prefixes = layer_prefixes(config) + mtp_prefixes(config)[: config.modules]
+    kinds = [config.kind(layer).ffn for layer in range(config.all_layers)]
     return CheckpointNames(
         embedding={"table": Source((table,), ((config.vocab, d),))},
         head={
@@ -123,7 +127,9 @@ def decoder_names(
         },
         attention=[attention(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
         ffn=[ffn(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
-        unloaded=mtp_tensors(config, attention, ffn),
+        predictions=[prediction(config, layer) for layer in prefixes[config.layers :]],
+        unloaded=_unloaded(config, attention, ffn),
+        unloaded_layers=range(config.all_layers, config.layers + config.mtp_layers),
         optional={**mtp_copies(config), **optional},
         ignored=ignored,
     )
@@ -139,19 +145,23 @@ def mtp_prefixes(config: ModelConfig) -> list[str]:
     return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
 
 
-def mtp_tensors(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, Shape]:
-    """The tensors of the multi-token-prediction modules (DeepSeek-V3 §2.2); each has a MoE
-    layer."""
-    tensors: dict[str, Shape] = {}
+def prediction(config: ModelConfig, layer: str) -> Sources:
+    """The leaves of `model.prediction.Prediction`."""
     d = config.d_model
-    for layer in mtp_prefixes(config):
-        tensors |= {
-            f"{layer}enorm.weight": (d,),
-            f"{layer}hnorm.weight": (d,),
-            f"{layer}eh_proj.weight": (d, 2 * d),
-            f"{layer}shared_head.norm.weight": (d,),
-        }
-        for sources in (attention(config, layer, "moe"), ffn(config, layer, "moe")):
+    return {
+        "token_norm": vector(f"{layer}enorm.weight", d),
+        "hidden_norm": vector(f"{layer}hnorm.weight", d),
+        "projection": matrix(f"{layer}eh_proj.weight", d, 2 * d),
+        "norm": vector(f"{layer}shared_head.norm.weight", d),
+    }
+
+
+def _unloaded(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, Shape]:
+    """The tensors of the modules that are not loaded; each has a MoE layer."""
+    tensors: dict[str, Shape] = {}
+    for layer in mtp_prefixes(config)[config.modules :]:
+        blocks = attention(config, layer, "moe"), ffn(config, layer, "moe")
+        for sources in (prediction(config, layer), *blocks):
             for source in sources.values():
                 tensors |= source.tensors
     return tensors

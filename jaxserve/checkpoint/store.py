@@ -254,8 +254,12 @@ def open_blocks(
     arrays: dict[str, dict[str, StoredArray]] = {}
     problems = []
     expected = {block.name: block.sources.keys() for block in blocks_of(names)}
-    problems += [f"missing block {name}" for name in sorted(expected.keys() - manifest.blocks)]
-    problems += [f"unexpected block {name}" for name in sorted(manifest.blocks - expected.keys())]
+    unloaded = tuple(f"layers.{layer}." for layer in names.unloaded_layers)
+    there = {name for name in manifest.blocks if not name.startswith(unloaded)}
+    problems += [f"missing block {name}" for name in sorted(expected.keys() - there)]
+    problems += [f"unexpected block {name}" for name in sorted(there - expected.keys())]
+    if len(names.predictions) and not any(name.endswith(".prediction") for name in there):
+        problems.append("it was converted without the prediction modules; convert it again")
     for name in expected.keys() & manifest.blocks.keys():
         stored = manifest.blocks[name]
         arrays[name] = {}

@@ -136,6 +136,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     only)."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
+    modules: int = 0
+    """Of those, the ones that are loaded: each has a decoder layer, numbered behind `layers`."""
 
     @property
     def experts(self) -> int:
@@ -147,8 +149,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Routed experts a token."""
         return self.router.top_k if self.router else 0
 
+    @property
+    def all_layers(self) -> int:
+        """Decoder layers, those of the loaded modules included."""
+        return self.layers + self.modules
+
     def kind(self, layer: int) -> LayerKind:
-        """The kind of a layer."""
+        """The kind of a layer; modules have experts (DeepSeek-V3 §2.2)."""
+        if layer >= self.layers:
+            return LayerKind("moe")
         return LayerKind(
             "moe" if layer in self.moe_layers else "dense",
             self.window if layer in self.window_layers else 0,
@@ -156,10 +165,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def kinds(self) -> list[LayerKind]:
         """The distinct kinds, in order of first occurrence."""
-        return list(dict.fromkeys(self.kind(layer) for layer in range(self.layers)))
+        return list(dict.fromkeys(self.kind(layer) for layer in range(self.all_layers)))
 
     def runs(self) -> list[tuple[LayerKind, int, int]]:
-        """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer)."""
+        """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer);
+        without those of modules."""
         runs: list[tuple[LayerKind, int, int]] = []
         for layer in range(self.layers):
             kind = self.kind(layer)

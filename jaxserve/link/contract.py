@@ -37,7 +37,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       d_model: values a row.
       top_k: routed experts a row of a MoE layer.
       experts: routed experts of the model, without padding.
-      layers: kind of every layer's FFN.
+      layers: kind of every layer's FFN, those of prediction modules included.
       dispatch: format of rows on their way to the ffn mesh.
       combine: dtype of rows on their way back.
     """
@@ -60,7 +60,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
             d_model=config.d_model,
             top_k=config.top_k,
             experts=config.experts,
-            layers=tuple(config.kind(layer).ffn for layer in range(config.layers)),
+            layers=tuple(config.kind(layer).ffn for layer in range(config.all_layers)),
             dispatch=deployment.dispatch_format,
             combine=deployment.dtype,
         )

@@ -35,6 +35,7 @@ from jaxserve.model.module import (
     scale,
     weight,
 )
+from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, WireFormat, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.api import RowFormat
@@ -167,8 +168,15 @@ class Head(Module):
 
     def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """FP32 logits."""
-        normed = rms_norm(x, self.norm[...], self.config.norm_epsilon)
-        local = matmul(normed, self.weight[...])
+        return self.logits(self.normed(x))
+
+    def normed(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
+        """The hidden states that logits are made of."""
+        return rms_norm(x, self.norm[...], self.config.norm_epsilon)
+
+    def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
+        """FP32, of hidden states behind a norm."""
+        local = matmul(hidden, self.weight[...])
         logits = jax.lax.all_gather(local, "tp", axis=1, tiled=True)
         return logits[:, : self.config.vocab]
 
@@ -201,6 +209,7 @@ class ModelTemplates:
         )
         self.embedding = Template(functools.partial(Embedding, config, dtype))
         self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
+        self.prediction = Template(functools.partial(Prediction, config, dtype))
         self.attention = {
             kind: Template(
                 functools.partial(

@@ -99,7 +99,7 @@ def build_attention(
     """Loads and compiles: what `AttentionWorker` takes beside its link."""
     programs = AttentionPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
-    with load_progress(source, 2 + templates.config.layers) as counted:
+    with load_progress(source, 2 + templates.config.all_layers) as counted:
         weights = AttentionWeights(counted, names, programs)
     compiled = compile_all(attention_programs(programs, buckets))
     return programs, attention_executables(programs, buckets, compiled), weights

@@ -60,10 +60,10 @@ def _prediction(config: ModelConfig) -> int:
     """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
     if not config.mtp_layers:
         return 0
-    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)))
+    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)), modules=0)
     templates = _whole(layer)
-    blocks = (*templates.attention.values(), *templates.ffn.values())
-    return sum(map(_size, blocks)) + 2 * config.d_model**2 + 3 * config.d_model
+    blocks = (*templates.attention.values(), *templates.ffn.values(), templates.prediction)
+    return sum(map(_size, blocks))
 
 
 def _whole(config: ModelConfig) -> ModelTemplates:
@@ -95,7 +95,7 @@ class RoleBytes(NamedTuple):
     weights: int
     """In the role's formats, with scales and with the padding to equal shares."""
     cache: int
-    """KV pages of all layers, with scales."""
+    """KV pages of all layers, those of prediction modules included, with scales."""
     activations: int
     """Of the largest step; an estimate, see `_attention_activations` and `_ffn_activations`."""
 
@@ -116,12 +116,17 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     meshes = AbstractSubmeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     attention = _bytes(
-        [(templates.embedding, 1), (templates.head, 1), *_repeated(templates, "attention")],
+        [
+            (templates.embedding, 1),
+            (templates.head, 1),
+            (templates.prediction, config.modules),
+            *_repeated(templates, "attention"),
+        ],
         meshes.attention,
         ATTENTION_RULES,
     )
     ffn = _bytes(_repeated(templates, "ffn"), meshes.ffn, meshes.ffn_rules)
-    cache = config.layers * sum(
+    cache = config.all_layers * sum(
         _shard_bytes(array.shape, array.dtype, NamedSharding(meshes.attention, PAGES_SPEC))
         for array in page_arrays(config, deployment)
     )
@@ -158,7 +163,7 @@ def token_sizes(deployment: Deployment) -> list[int]:
 def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int]]:
     """A role's blocks, and how many layers have each."""
     config = templates.config
-    kinds = [config.kind(layer) for layer in range(config.layers)]
+    kinds = [config.kind(layer) for layer in range(config.all_layers)]
     if role == "attention":
         return [(template, kinds.count(kind)) for kind, template in templates.attention.items()]
     ffn: list[FFNKind] = [kind.ffn for kind in kinds]

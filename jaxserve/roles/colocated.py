@@ -69,7 +69,7 @@ def build_colocated(
     """Loads and compiles: what `ColocatedWorker` takes."""
     programs = ColocatedPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
-    with load_progress(source, 2 + 2 * templates.config.layers) as counted:
+    with load_progress(source, 2 + 2 * templates.config.all_layers) as counted:
         weights = ColocatedWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     compiled = compile_all(colocated_programs(programs, buckets) | moving)

@@ -38,6 +38,11 @@ class ColocatedPrograms(TokenPrograms):
             for kind, start, stop in self.stacked()
             if kind.ffn == "moe"
         )
+        self.stacked_banks = len(self.banks)
+        """The first ones are those of the step; one may follow, that of the prediction modules."""
+        if self.config.modules:
+            modules = range(self.config.layers, self.config.all_layers)
+            self.banks += (Bank(tuple(modules), templates.slots),)
         self.experts: ExpertPrograms | None = None
         if self.banks:
             self.experts = ExpertPrograms(
@@ -51,10 +56,11 @@ class ColocatedPrograms(TokenPrograms):
 
     @property
     def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Global shapes of the pages of all layers."""
+        """Global shapes of the pages of all layers, those of prediction modules behind the
+        others."""
         return tuple(
             jax.ShapeDtypeStruct(
-                (self.config.layers * array.shape[0], *array.shape[1:]), array.dtype
+                (self.config.all_layers * array.shape[0], *array.shape[1:]), array.dtype
             )
             for array in self.page_arrays
         )
@@ -70,7 +76,7 @@ class ColocatedPrograms(TokenPrograms):
         tokens that the experts got on each device, `[dp, moe layers, experts]`, and the pages are a
         DP group's of all layers, layer after layer: `[dp * layers * pages, …]`."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
-        banks = [bank.shape for bank in self.banks]
+        banks = [bank.shape for bank in self.banks[: self.stacked_banks]]
         counts_spec = [bank.counts_spec(ATTENTION_AXES[0]) for bank in banks]
         parts = [len(pages_spec), len(banks), len(banks)]
         parts += [len(templates.embedding.leaves), len(templates.head.leaves)]

@@ -63,7 +63,7 @@ def expert_facts(templates: ModelTemplates) -> ExpertFacts | None:
         for leaf, names in zip(template.leaves, template.dimensions, strict=True)
         if names[0] == "slots"
     )
-    layers = [layer for layer in range(config.layers) if config.kind(layer).ffn == "moe"]
+    layers = [layer for layer in range(config.all_layers) if config.kind(layer).ffn == "moe"]
     return ExpertFacts(layers, sizes, total // sizes.total, config.router.groups)
 
 

@@ -62,7 +62,7 @@ def build_ffn(
 ) -> tuple[FFNPrograms, FFNExecutables, FFNWeights, ExpertSlots | None]:
     """Loads and compiles: what `FFNWorker` takes."""
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
-    with load_progress(source, templates.config.layers) as counted:
+    with load_progress(source, templates.config.all_layers) as counted:
         weights = FFNWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     compiled = compile_all(ffn_programs(programs, sizes) | moving)

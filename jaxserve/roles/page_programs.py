@@ -48,7 +48,7 @@ class PagePrograms:
     def __init__(self, programs: TokenPrograms, *, stacked: bool):
         config, deployment = programs.config, programs.deployment
         self.mesh = programs.mesh
-        self.layers = config.layers
+        self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
         self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
         self.kv_heads = config.attention.kv_heads

@@ -138,7 +138,8 @@ def _load(
 
 
 class AttentionWeights:
-    """Embedding, head, and one tuple of leaves a layer."""
+    """Embedding, head, and one tuple of leaves a layer, those of prediction modules included; and
+    what these have beside their layers."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
         templates, mesh, config = programs.templates, programs.mesh, programs.config
@@ -150,12 +151,14 @@ class AttentionWeights:
         self.head = load(templates.head, names.head)
         self.layers = [
             load(templates.attention[config.kind(layer)], names.attention[layer])
-            for layer in range(config.layers)
+            for layer in range(config.all_layers)
         ]
+        self.predictions = [load(templates.prediction, sources) for sources in names.predictions]
 
 
 class FFNWeights:
-    """One tuple of leaves a layer; one with routed experts is a bank."""
+    """One tuple of leaves a layer, those of prediction modules included; one with routed experts is
+    a bank."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: FFNPrograms):
         templates, config = programs.templates, programs.config
@@ -167,7 +170,7 @@ class FFNWeights:
                 programs.mesh,
                 FFN_RULES,
             )
-            for layer in range(config.layers)
+            for layer in range(config.all_layers)
         ]
         self._banks = [bank.layers[0] for bank in programs.banks]
 
@@ -181,7 +184,13 @@ class FFNWeights:
 
 
 class ColocatedWeights:
-    """Embedding, head, and per run of equal layers the stacked leaves of both roles, flat."""
+    """Embedding, head, and per run of equal layers the stacked leaves of both roles, flat.
+
+    Attributes:
+      flat: those.
+      modules: of prediction modules, likewise: what they have beside their layers, then the leaves
+        of both roles; empty without any.
+    """
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: ColocatedPrograms):
         templates, mesh = programs.templates, programs.mesh
@@ -198,13 +207,28 @@ class ColocatedWeights:
             if kind.ffn == "moe":
                 self._banks.append(slice(len(flat) - len(template.leaves), len(flat)))
         self.flat: Leaves = flat
+        self.modules: Leaves = ()
+        if names.predictions:
+            kind, first = programs.config.kind(programs.config.layers), programs.config.layers
+            for template, tables, rules in (
+                (templates.prediction, names.predictions, ATTENTION_RULES),
+                (templates.attention[kind], names.attention[first:], ATTENTION_RULES),
+                (templates.ffn[kind.ffn], names.ffn[first:], COLOCATED_FFN_RULES),
+            ):
+                self._own_experts = slice(len(self.modules), None)
+                self.modules += _stack(source, template, tables, mesh, rules)
 
     def bank(self, number: int) -> Leaves:
         """The stacked leaves of a bank's ffn blocks."""
+        if number == len(self._banks):
+            return self.modules[self._own_experts]
         return self.flat[self._banks[number]]
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
         """Puts others in their place."""
+        if number == len(self._banks):
+            self.modules = *self.modules[: self._own_experts.start], *leaves
+            return
         place = self._banks[number]
         self.flat = *self.flat[: place.start], *leaves, *self.flat[place.stop :]
 

@@ -12,11 +12,12 @@ class BothRoles(NamedTuple):
     head: Leaves
     attention: list[Leaves]
     ffn: list[Leaves]
+    predictions: list[Leaves]
 
     @property
     def leaves(self) -> list:
         """All arrays."""
-        blocks = (self.embedding, self.head, *self.attention, *self.ffn)
+        blocks = (self.embedding, self.head, *self.attention, *self.ffn, *self.predictions)
         return [leaf for block in blocks for leaf in block]
 
 
@@ -24,4 +25,6 @@ def load_both(source, names, templates, deployment, meshes) -> BothRoles:
     attention = AttentionPrograms(templates, deployment, meshes.attention)
     weights = AttentionWeights(source, names, attention)
     ffn = FFNWeights(source, names, FFNPrograms(templates, deployment, meshes.ffn))
-    return BothRoles(weights.embedding, weights.head, weights.layers, ffn.layers)
+    return BothRoles(
+        weights.embedding, weights.head, weights.layers, ffn.layers, weights.predictions
+    )

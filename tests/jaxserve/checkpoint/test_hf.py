@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from tests.jaxserve import layouts
@@ -92,6 +92,23 @@ class TestForms:
             open_folder(folder)
         save_file(kept, folder / "model.safetensors")
         assert len(all_leaves(folder)) == 1 + 2 + 2 * (6 + 3) + 2 * (7 + 6)
+
+    def test_a_missing_prediction_module(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.4.")}
+        save_file(kept, folder / "model.safetensors")
+        _, names = read_config(folder, modules=1)
+        with pytest.raises(CheckpointError, match=r"1 problem:\n  no prediction module model\.l"):
+            HFCheckpoint(folder, names)
+        save_file(kept | {NORM: tensors[NORM]}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"missing model\.layers\.4\.eh_proj\.weight"):
+            HFCheckpoint(folder, names)
+
+    def test_fewer_prediction_modules_than_asked_for(self, tmp_path):
+        folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
+        with pytest.raises(ConfigError, match=r"modules = 2, but the model has 1 modules"):
+            read_config(folder, modules=2)
 
     def test_tied_head(self, tmp_path):
         folder = write_tiny_step3(tmp_path)

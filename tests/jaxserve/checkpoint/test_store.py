@@ -52,10 +52,10 @@ def folders(tmp_path_factory):
     return get
 
 
-def load(folder, overrides):
+def load(folder, overrides, modules=0):
     """Template and leaves of every block, in the order of the weights."""
     deployment = layouts.deployment(folder, overrides)
-    config, names = read_config(folder)
+    config, names = read_config(folder, modules=modules)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     checkpoint = open_checkpoint(folder, names)
@@ -63,7 +63,8 @@ def load(folder, overrides):
     checkpoint.on_read = sizes.append
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        leaves = list(ColocatedWeights(checkpoint, names, programs).flat)
+        weights = ColocatedWeights(checkpoint, names, programs)
+        leaves = [*weights.flat, *weights.modules]
     else:
         leaves = load_both(checkpoint, names, templates, deployment, meshes).leaves
     assert sum(sizes) > 0
@@ -94,8 +95,8 @@ def test_as_it_was_converted(source, weights, layout, folders):
     dtype = "float32" if (source, weights) == ("step3", None) else "bfloat16"
     if source == "step3" and weights in ("fp8", "int8"):
         dtype = "float32"
-    expected = load(original, layout | formats | {"dtype": dtype})
-    found = load(converted, layout | {"dtype": dtype})
+    expected = load(original, layout | formats | {"dtype": dtype}, modules=1)
+    found = load(converted, layout | {"dtype": dtype}, modules=1)
     for a, b in zip(expected, found, strict=True):
         assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
         np.testing.assert_array_equal(bits(a), bits(b))

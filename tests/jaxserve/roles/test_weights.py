@@ -1,5 +1,7 @@
 """Every leaf of both modes, on every device, is what the checkpoint says."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,11 +15,12 @@ from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.weights import ColocatedWeights, RandomLeaves, zeroed
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
+from tests.reference.tiny_step3 import write_tiny_step3
 
 
-def load(model, overrides, source=None):
+def load(model, overrides, source=None, modules=0):
     deployment = layouts.deployment(model, overrides)
-    config, names = read_config(model)
+    config, names = read_config(model, modules=modules)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     source = source or HFCheckpoint(model, names)
@@ -28,11 +31,10 @@ def load(model, overrides, source=None):
     return AttentionPrograms(templates, deployment, meshes.attention), weights
 
 
-def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
+def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[str, np.ndarray]:
     """Leaf name → the tensors of the file, side by side."""
     tensors = {
-        name.removesuffix(".weight"): value
-        for name, value in layouts.SIZES.tensors(layouts.SEED).items()
+        name.removesuffix(".weight"): value for name, value in sizes.tensors(layouts.SEED).items()
     }
     if layer is None:
         return {
@@ -44,6 +46,13 @@ def expected_leaves(layer: int | None, role: str) -> dict[str, np.ndarray]:
         for name, value in tensors.items()
         if name.startswith(f"model.layers.{layer}.")
     }
+    if role == "prediction":
+        return {
+            "token_norm": at["enorm"],
+            "hidden_norm": at["hnorm"],
+            "projection": at["eh_proj"],
+            "norm": at["shared_head.norm"],
+        }
     if role == "attention":
         leaves = {
             "input_norm": at["input_layernorm"],
@@ -148,6 +157,47 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
                 leaves = [np.asarray(stack)[layer - start] for stack in stacks]
                 check(template, leaves, expected_leaves(layer, role))
     assert flat == []
+
+
+@pytest.fixture(scope="module")
+def with_module(tmp_path_factory):
+    return write_tiny_step3(
+        tmp_path_factory.mktemp("mtp"), TestPredictionModules.SIZES, seed=layouts.SEED
+    )
+
+
+class TestPredictionModules:
+    SIZES = dataclasses.replace(layouts.SIZES, mtp=True, mtp_repeats_head=True)
+    ROLES = ("prediction", "attention", "ffn")
+
+    def check(self, programs, blocks):
+        templates, kind = programs.templates, LayerKind("moe")
+        own = templates.prediction, templates.attention[kind], templates.ffn["moe"]
+        for role, template, leaves in zip(self.ROLES, own, blocks, strict=True):
+            check(template, leaves, expected_leaves(4, role, self.SIZES))
+
+    @pytest.mark.parametrize("overrides", [{"attention.tp": 2, "ffn.ep": 3}], ids=str)
+    def test_afd(self, with_module, overrides):
+        programs, weights = load(with_module, overrides, modules=1)
+        assert (len(weights.attention), len(weights.ffn)) == (5, 5)
+        self.check(programs, (weights.predictions[0], weights.attention[4], weights.ffn[4]))
+
+    @pytest.mark.parametrize("overrides", [{"attention.dp": 2, "attention.tp": 2}], ids=str)
+    def test_colocated(self, with_module, overrides):
+        programs, weights = load(with_module, layouts.COLOCATED | overrides, modules=1)
+        leaves = [np.asarray(stack)[0] for stack in weights.modules]
+        first = len(programs.templates.prediction.leaves)
+        second = len(leaves) - len(programs.templates.ffn["moe"].leaves)
+        self.check(programs, (leaves[:first], leaves[first:second], leaves[second:]))
+        bank = len(programs.banks) - 1
+        assert programs.banks[bank].layers == (4,)
+        assert weights.bank(bank) == weights.modules[second:]
+
+    def test_only_those_that_are_asked_for(self, with_module):
+        _, weights = load(with_module, {})
+        assert (len(weights.attention), len(weights.ffn), weights.predictions) == (4, 4, [])
+        _, weights = load(with_module, layouts.COLOCATED)
+        assert weights.modules == ()
 
 
 def test_bfloat16(tiny_model):
