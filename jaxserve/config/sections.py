@@ -240,6 +240,9 @@ class Experts(Section, frozen=True):
     is."""
     move_gb_per_second: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Rate of moves in 10^9 bytes of weights a second, so that steps are not disturbed."""
+    move_mb_per_step: Annotated[float, Meta(gt=0, le=1e6)] = 4.0
+    """Most of an expert, in 10^6 bytes, that a device gets between two steps; an expert that is
+    larger comes in pieces."""
     nodes: Size = 1
     """Nodes of equally many ranks, on which a router's groups of experts stay together where the
     nodes divide the groups."""

@@ -28,6 +28,7 @@ from jaxserve.roles.cell import Cell, build_cell
 from jaxserve.roles.colocated import ColocatedWorker, build_colocated
 from jaxserve.roles.expert_balancer import (
     ExpertFacts,
+    MovesExperts,
     ReadCounts,
     expert_facts,
     make_balancer,
@@ -80,7 +81,7 @@ def build_runtime(
         driver.observer = observer
     else:
         driver = build_cell(templates, deployment, meshes, source, names, observer)
-    facts = expert_facts(templates)
+    facts = expert_facts(templates, deployment.experts)
     return Runtime(deployment, config, driver, deployment_buckets(deployment), facts)
 
 
@@ -140,9 +141,14 @@ def make_engine(
     explain: Explain | None = None,
     collect: Collect | None = None,
     counts: ReadCounts | None = None,
+    experts: MovesExperts | None = None,
     eos_token_ids: frozenset[int],
 ) -> Engine:
-    """An engine around a runtime."""
+    """An engine around a runtime.
+
+    Args:
+      experts: moves those of another runtime; None: they are this one's, if there are any.
+    """
     deployment, limits = runtime.deployment, runtime.deployment.scheduler
     tokens = sorted({bucket.tokens for bucket in runtime.buckets})
     domains = deployment.runtime_domains
@@ -174,7 +180,7 @@ def make_engine(
         explain=explain,
         info=_info(runtime),
         watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
-        experts=make_balancer(runtime.experts, deployment, runtime.driver.slots, counts),
+        experts=experts or make_balancer(runtime.experts, deployment, runtime.driver.slots, counts),
     )
 
 

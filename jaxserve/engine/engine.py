@@ -48,7 +48,7 @@ from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_balancer import MovesExperts
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
@@ -113,7 +113,7 @@ class Engine:
         explain: Explain | None = None,
         info: dict[str, Any] | None = None,
         watch: Watch | None = None,
-        experts: ExpertBalancer | None = None,
+        experts: MovesExperts | None = None,
     ):
         self.deployment = deployment
         self.driver = driver
@@ -124,7 +124,7 @@ class Engine:
         self._info = info or {}
         self._watch = watch
         self.experts = experts
-        """Moves experts; None: the model has none, or they are another runtime's."""
+        """Moves experts, or asks the runtime that has them to; None: the model has none."""
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}

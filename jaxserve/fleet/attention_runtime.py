@@ -13,6 +13,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
+from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.contract import Contract
 from jaxserve.link.pull import PullClient
@@ -63,7 +64,8 @@ def open_attention(
     cell, client = attention_cell(role, deployment, source, token, observer)
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
     warm_up(runtime)
-    engine = make_engine(runtime, eos_token_ids=ends)
+    experts = RemoteExperts(client.ask) if role.config.experts else None
+    engine = make_engine(runtime, experts=experts, eos_token_ids=ends)
     prepare(engine)
     engine.start()
     return engine, client

@@ -5,6 +5,7 @@ not answered, to its successor or to a standby.
 """
 
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
-from jaxserve.fleet import bootstrap
+from jaxserve.fleet import bootstrap, expert_control
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.channel import listen
@@ -98,7 +99,13 @@ def message_server(
     work = FFNMessages(role, deployment, *built)
     work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
     server = PullServer(
-        address, role.hello, token, work, mesh=role.mesh, deadlines=deadlines_of(deployment)
+        address,
+        role.hello,
+        token,
+        work,
+        mesh=role.mesh,
+        deadlines=deadlines_of(deployment),
+        on_question=work.answer,
     )
     return server, work
 
@@ -125,7 +132,9 @@ class FFNMessages:
         self._landings = {role.contract.attention_devices: Landing(programs.route, role.mesh)}
         self._programs: dict[int, FFNPrograms] = {}
         self._worker = FFNWorker(programs, executables, weights, slots)
-        self.experts = make_balancer(expert_facts(role.templates), deployment, slots)
+        self._name = secrets.token_hex(4)
+        facts = expert_facts(role.templates, deployment.experts)
+        self.experts = make_balancer(facts, deployment, slots)
 
     def move_experts(self, between_messages: Callable[[], AbstractContextManager[None]]) -> None:
         """Carries out what is due for the experts, if anything is."""
@@ -136,6 +145,16 @@ class FFNMessages:
             for action in actions:
                 slots.carry_out(action)
         self.experts.carried_out(actions)
+
+    def answer(self, question: bytes) -> bytes:
+        """To an attention runtime that asks about experts.
+
+        Raises:
+          ValueError: there are none.
+        """
+        if self.experts is None:
+            raise ValueError("the model has no experts to move")
+        return expert_control.answer(self.experts, self._name, question)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

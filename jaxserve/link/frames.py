@@ -3,8 +3,8 @@
 Arrays do not pass here; they are pulled from transfer servers (`transfers.py`) under the uuids
 that these frames name.
 
-    attention → ffn   Join     (Note | Probe | Echo)*
-    ffn → attention   Welcome  (Failed | Echo)*          or Refused or Preparing
+    attention → ffn   Join     (Note | Probe | Echo | Question)*
+    ffn → attention   Welcome  (Failed | Echo | Answer)*          or Refused or Preparing
 """
 
 from collections.abc import Callable
@@ -85,8 +85,24 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     text: str
 
 
-FromAttention = Join | Note | Probe | Echo
-FromFFN = Welcome | Refused | Preparing | Failed | Echo
+class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
+    """To the runtime behind the link, which alone knows what it means."""
+
+    number: int
+    data: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
+    """To the question of that number."""
+
+    number: int
+    data: bytes = b""
+    failed: str = ""
+    """Why there is none."""
+
+
+FromAttention = Join | Note | Probe | Echo | Question
+FromFFN = Welcome | Refused | Preparing | Failed | Echo | Answer
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 _attention_decoder = msgspec.msgpack.Decoder(FromAttention)

@@ -14,10 +14,12 @@ being pulled into errors, so that nobody waits for it. Knows nothing of attentio
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
@@ -26,15 +28,17 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.clock import AwakeClock
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.channel import AuthenticationError, Channel, Deadlines, cut_off, dial
 from jaxserve.link.frames import (
+    Answer,
     Echo,
     Failed,
     Join,
     Note,
     Preparing,
     Probe,
+    Question,
     Refused,
     Welcome,
     decode_from_ffn,
@@ -148,6 +152,8 @@ class Connection:
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._heard = 0.0
         self._posted: dict[int, Posting] = {}
+        self._questions: dict[int, Future[bytes]] = {}
+        self._numbers = itertools.count()
         self._epoch = 0
         sharding = SingleDeviceSharding(device)
         self._probe = jax.device_put(np.arange(PROBE_BYTES // 4, dtype=np.int32), sharding)
@@ -225,6 +231,38 @@ class Connection:
             self.failure = reason
         self._transfers.cancel()
         self.channel.shutdown()
+        for number in list(self._questions):
+            self._settle(Answer(number, failed=reason))
+
+    def ask(self, data: bytes, seconds: float) -> bytes:
+        """Asks the runtime at the other end; any thread but the peer's.
+
+        Raises:
+          EngineFailedError: there is no answer within so many seconds, or it cannot be given.
+        """
+        future: Future[bytes] = Future()
+        number = next(self._numbers)
+        self._questions[number] = future
+        try:
+            if self.failure is not None:
+                raise EngineFailedError(f"link: {self.failure}")
+            self.channel.send(encode(Question(number, data)))
+            return future.result(seconds)
+        except TimeoutError:
+            raise EngineFailedError(f"link: no answer within {seconds:g} s") from None
+        except OSError as error:
+            raise EngineFailedError(f"link: {error}") from None
+        finally:
+            self._questions.pop(number, None)
+
+    def _settle(self, answer: Answer) -> None:
+        future = self._questions.pop(answer.number, None)
+        if future is None:
+            return
+        if answer.failed:
+            future.set_exception(EngineFailedError(f"link: {answer.failed}"))
+        else:
+            future.set_result(answer.data)
 
     def serve(self, limit: Callable[[], float]) -> None:
         """Reads, probes and watches until the connection has failed.
@@ -247,6 +285,8 @@ class Connection:
         match decode_from_ffn(data):
             case Echo():
                 pass
+            case Answer() as answer:
+                self._settle(answer)
             case Failed(uuid=uuid, text=text):
                 for posting in list(self._posted.values()):
                     posting.refused |= posting.uuid == uuid

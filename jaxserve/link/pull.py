@@ -172,6 +172,20 @@ class PullClient:
                     return posting.answer
             self._resend()
 
+    def ask(self, data: bytes, seconds: float) -> bytes:
+        """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
+
+        Raises:
+          EngineFailedError: nobody is up, or answers within so many seconds.
+        """
+        connection = self._active
+        if connection is None or connection.failure is not None:
+            up = (peer.connection for peer in self.peers if peer.state is PeerState.UP)
+            connection = next((found for found in up if found is not None), None)
+        if connection is None:
+            raise EngineFailedError(f"no ffn worker is up: {self._whereabouts()}")
+        return connection.ask(data, seconds)
+
     def close(self) -> None:
         """Ends all connections; whoever waits for an answer gets an EngineFailedError."""
         self._closed = True

@@ -15,7 +15,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import msgspec
@@ -32,11 +32,13 @@ from jaxserve.link.channel import (
 )
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.frames import (
+    Answer,
     Echo,
     Failed,
     Join,
     Note,
     Probe,
+    Question,
     Refused,
     Welcome,
     decode_from_attention,
@@ -65,6 +67,7 @@ class PullServer:
       work: the worker; its `run` is called by one thread at a time.
       mesh: of this worker alone.
       deadlines: of every wait.
+      on_question: answers questions of attention runtimes; called on any thread.
 
     Raises:
       ConfigError: a runtime of several processes.
@@ -79,8 +82,10 @@ class PullServer:
         *,
         mesh: Mesh,
         deadlines: Deadlines = DEFAULT_DEADLINES,
+        on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
         refuse_several_processes()
+        self.on_question = on_question
         self.hello = hello
         self.work = work
         self.message_shapes = functools.cache(work.shapes)
@@ -144,6 +149,7 @@ class _Domain:
         self._server = server
         self._sock, self._token = sock, token
         self._failing = threading.Lock()
+        self._answering: threading.Thread | None = None
         self._channel: Channel | None = None
         self._transfers: Transfers | None = None
         self._arriving: queue.SimpleQueue[tuple[Note, list[jax.Array]] | None] = queue.SimpleQueue()
@@ -232,8 +238,28 @@ class _Domain:
                     self._transfers.register(answer, probe)
                 case Echo():
                     channel.send(encode(frame))
+                case Question():
+                    self._asked(channel, frame)
                 case Join():
                     self.fail("joined twice")
+
+    def _asked(self, channel: Channel, question: Question) -> None:
+        """Answers on a thread of its own: that may take a while. One question at a time."""
+
+        def run() -> None:
+            try:
+                answer = Answer(question.number, self._server.on_question(question.data))
+            except Exception as error:
+                logger.exception("link: a question of %s", self.name)
+                answer = Answer(question.number, failed=f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):
+                channel.send(encode(answer))
+
+        if self._answering is not None and self._answering.is_alive():
+            channel.send(encode(Answer(question.number, failed="answers another question")))
+            return
+        self._answering = threading.Thread(target=run, name="link question", daemon=True)
+        self._answering.start()
 
     def _announced(self, note: Note) -> None:
         assert self._transfers is not None

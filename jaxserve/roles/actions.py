@@ -8,13 +8,24 @@ messages.
 import msgspec
 
 
-class MoveExperts(msgspec.Struct, frozen=True, tag=True):
-    """Copies experts of one layer between slots and switches its table, both at once: a step sees
-    all of it or nothing."""
+class FetchExperts(msgspec.Struct, frozen=True, tag=True):
+    """Brings a piece of experts of one layer to the devices that shall have them, beside their
+    slots: no step sees anything of it."""
 
     layer: int
     copies: list[tuple[int, int]]
-    """(source, target) slots, at most one target a rank; all are read before any is written."""
+    """(source, target) slots, at most one target a rank."""
+    piece: int
+
+
+class MoveExperts(msgspec.Struct, frozen=True, tag=True):
+    """Puts experts of one layer that were fetched in their slots and switches its table, both at
+    once: a step sees all of it or nothing."""
+
+    layer: int
+    copies: list[tuple[int, int]]
+    """As of the `FetchExperts` that went before, one for every piece; all sources are read before
+    any target is written."""
     placement: list[int]
     """The expert of every slot from now on (`model.ffn.placement`)."""
 
@@ -26,4 +37,4 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """Ascending."""
 
 
-Action = MoveExperts | CountExperts
+Action = FetchExperts | MoveExperts | CountExperts

@@ -108,7 +108,8 @@ class RoleBytes(NamedTuple):
 def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
     """Bytes a device, of the attention role and of the ffn role; colocated: of the one mesh.
 
-    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it.
+    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it, nor
+    is the room for one expert that moves (`expert_programs.py`).
 
     Raises:
       ConfigError: the model cannot be cut as the deployment asks.

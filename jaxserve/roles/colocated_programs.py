@@ -19,7 +19,7 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, make_exchanges
 from jaxserve.model.quant import as_bits
-from jaxserve.roles.expert_programs import ExpertPrograms, add_load
+from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms, cut
@@ -52,6 +52,7 @@ class ColocatedPrograms(TokenPrograms):
                 COLOCATED_FFN_RULES,
                 ATTENTION_AXES[0],
                 stacked=True,
+                pieces=move_pieces(templates, deployment.experts),
             )
 
     @property

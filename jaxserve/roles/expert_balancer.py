@@ -8,11 +8,11 @@ last of them.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,8 +22,9 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import Placement, SlotSizes, home_slots, plan_rounds
-from jaxserve.roles.actions import Action, CountExperts, MoveExperts
+from jaxserve.roles.actions import Action, CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.expert_policy import Options, Proposal, balances, propose
+from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 from jaxserve.roles.expert_view import ExpertView
 
@@ -35,6 +36,32 @@ Counts = Mapping[int, np.ndarray]
 ReadCounts = Callable[[int, float], Counts]
 """(number, seconds) → the counts of the `CountExperts` of that number, of all ranks; raises
 EngineFailedError after so many seconds."""
+
+
+class MovesExperts(Protocol):
+    """Who moves experts, as an engine knows it: an `ExpertBalancer`, or one in another runtime."""
+
+    def start(self) -> None:
+        """Begins to count, from now on."""
+
+    def close(self) -> None:
+        """Ends its thread."""
+
+    def due(self) -> Sequence[Action]:
+        """What is to be carried out now."""
+        ...
+
+    def carried_out(self, actions: Sequence[Action]) -> None:
+        """That was done."""
+
+    def view(self) -> ExpertView:
+        """Where experts are, from any thread."""
+        ...
+
+    def rebalance(self, *, dry_run: bool) -> Proposal:
+        """Proposes, and unless it is a dry run begins to move."""
+        ...
+
 
 READ_SECONDS = 5.0
 SLICES = 10
@@ -50,21 +77,18 @@ class ExpertFacts(msgspec.Struct, frozen=True):
     """Of one expert's weights in one layer."""
     groups: int = 1
     """Of experts, that the router chooses first."""
+    pieces: int = 1
+    """In which an expert is fetched."""
 
 
-def expert_facts(templates: ModelTemplates) -> ExpertFacts | None:
+def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | None:
     """What can be moved; None: the model has no routed experts."""
     config, sizes = templates.config, templates.slots
     if config.router is None or "moe" not in templates.ffn:
         return None
-    template = templates.ffn["moe"]
-    total = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf, names in zip(template.leaves, template.dimensions, strict=True)
-        if names[0] == "slots"
-    )
     layers = [layer for layer in range(config.all_layers) if config.kind(layer).ffn == "moe"]
-    return ExpertFacts(layers, sizes, total // sizes.total, config.router.groups)
+    size, pieces = expert_bytes(templates.ffn["moe"], sizes), move_pieces(templates, settings)
+    return ExpertFacts(layers, sizes, size, config.router.groups, pieces)
 
 
 def make_balancer(
@@ -117,7 +141,8 @@ class ExpertBalancer:
             nodes=settings.nodes,
         )
         self._changed = threading.Condition()
-        self._rounds: deque[MoveExperts] = deque()
+        self._orders: deque[FetchExperts | MoveExperts] = deque()
+        self._rounds = 0  # in the orders
         self._next_move = self._switched = self._decided = clock()
         self._counted_at = self._switched
         self._wanted = self._asked = self._got = 0  # counts: to be taken, taken, read
@@ -137,7 +162,8 @@ class ExpertBalancer:
         """Ends the thread; what is not moved stays where it is."""
         with self._changed:
             self._closed = True
-            self._rounds.clear()
+            self._orders.clear()
+            self._rounds = 0
             self._changed.notify_all()
 
     def due(self) -> Sequence[Action]:
@@ -148,11 +174,12 @@ class ExpertBalancer:
         if self._asked == self._got and (self._wanted > self._asked or late):
             self._counted_at = now
             actions.append(CountExperts(self._asked + 1))
-        if self._rounds and now >= self._next_move:
-            move = self._rounds[0]  # it counts as to come until it was carried out
-            size = len(move.copies) * self.facts.slot_bytes
-            self._next_move = now + size / self._options.bytes_per_second
-            actions.append(move)
+        if self._orders and now >= self._next_move:
+            order = self._orders[0]  # it counts as to come until it was carried out
+            if isinstance(order, FetchExperts):
+                size = len(order.copies) * self.facts.slot_bytes / self.facts.pieces
+                self._next_move = now + size / self._options.bytes_per_second
+            actions.append(order)
         return actions
 
     def carried_out(self, actions: Sequence[Action]) -> None:
@@ -160,6 +187,8 @@ class ExpertBalancer:
         with self._changed:
             for action in actions:
                 match action:
+                    case FetchExperts() if self._orders:
+                        self._orders.popleft()
                     case MoveExperts():
                         self._moved(action)
                     case CountExperts(number):
@@ -169,7 +198,7 @@ class ExpertBalancer:
     def view(self) -> ExpertView:
         """From any thread."""
         seconds = self._clock() - self._switched
-        return msgspec.structs.replace(self._view, epoch_seconds=seconds, moving=len(self._rounds))
+        return msgspec.structs.replace(self._view, epoch_seconds=seconds, moving=self._rounds)
 
     def rebalance(self, *, dry_run: bool, seconds: float = 2 * READ_SECONDS) -> Proposal:
         """Proposes by what was counted up to now, and unless it is a dry run begins to move; any
@@ -201,13 +230,16 @@ class ExpertBalancer:
         """
         with self._changed:
             if self._rounds:
-                raise ValueError(f"{len(self._rounds)} rounds of moves are still to come")
+                raise ValueError(f"{self._rounds} rounds of moves are still to come")
             ranks = self.facts.sizes.ranks
             for layer, target in placements.items():
                 for copies, placement in plan_rounds(self.placements[layer], target, ranks):
                     pairs = [(copy.source, copy.target) for copy in copies]
-                    self._rounds.append(MoveExperts(layer, pairs, list(placement)))
-            return len(self._rounds)
+                    pieces = range(self.facts.pieces if pairs else 0)
+                    self._orders += [FetchExperts(layer, pairs, piece) for piece in pieces]
+                    self._orders.append(MoveExperts(layer, pairs, list(placement)))
+                    self._rounds += 1
+            return self._rounds
 
     def _propose(self) -> Proposal:
         slices = list(self._slices)
@@ -224,8 +256,9 @@ class ExpertBalancer:
         self._view = msgspec.structs.replace(self._view, loads_before=self._view.loads)
 
     def _moved(self, move: MoveExperts) -> None:
-        if self._rounds:
-            self._rounds.popleft()
+        if self._orders:
+            self._orders.popleft()
+            self._rounds -= 1
         self.placements[move.layer] = tuple(move.placement)
         self._switched = self._clock()
         moves = len(move.copies)

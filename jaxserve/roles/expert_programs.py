@@ -1,18 +1,24 @@
 """The programs that move experts between slots and read their counts.
 
+A device has room for one expert beside its slots: there an expert arrives, piece by piece, while
+steps run, and from there it gets into its slot when the table changes (xDeepServe §4.5, step 3).
+
 A *bank* is the experts of one layer (ffn role) or of a run of stacked layers (colocated). Which
 expert goes where is data, so one program a bank does for every move.
 """
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
+from jaxserve.config.sections import Experts
 from jaxserve.mesh import Rules
+from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import ragged_all_to_all
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template
@@ -46,6 +52,33 @@ class BankShape(NamedTuple):
         return PartitionSpec(None, axis)
 
 
+def expert_bytes(template: Template, sizes: SlotSizes) -> int:
+    """Of one expert's weights in one layer, on all devices that share it.
+
+    Args:
+      template: of a MoE layer's block.
+    """
+    total = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf, names in zip(template.leaves, template.dimensions, strict=True)
+        if names[0] == "slots"
+    )
+    return total // sizes.total
+
+
+def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
+    """In how many pieces an expert is fetched, so that a device gets `experts.move_mb_per_step` at
+    most between two steps; no more than its largest leaf has rows."""
+    template, tensor_ranks = templates.ffn["moe"], templates.ranks[1]
+    rows = max(
+        leaf.shape[1] // tensor_ranks
+        for leaf, names in zip(template.leaves, template.dimensions, strict=True)
+        if names[0] == "slots"
+    )
+    size = expert_bytes(template, templates.slots) / tensor_ranks
+    return max(1, min(math.ceil(size / (settings.move_mb_per_step * 1e6)), rows))
+
+
 class ExpertPrograms:
     """What moves and counts the experts of a mesh.
 
@@ -54,6 +87,7 @@ class ExpertPrograms:
       rules: of the mesh.
       axis: that the slots are divided over.
       stacked: whether leaves have a first axis of layers.
+      pieces: in which an expert is fetched, one between two steps; see `move_pieces`.
     """
 
     def __init__(
@@ -65,59 +99,114 @@ class ExpertPrograms:
         axis: str,
         *,
         stacked: bool,
+        pieces: int,
     ):
         self.template, self.sizes, self.mesh, self.axis = template, sizes, mesh, axis
-        self._rules, self._stacked = rules, stacked
+        self._rules, self._stacked, self.pieces = rules, stacked, pieces
         self.places = tuple(
             place for place, names in enumerate(template.dimensions) if names[0] == "slots"
         )
         """Of the leaves that slots have entries of."""
 
-    def move(self, layers: int) -> Program:
-        """(moves, layer, leaves…) → (leaves…), of a bank of so many layers.
+    @property
+    def room(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Leaves of one expert a rank, where those that are fetched wait."""
+        leaves = (self.template.leaves[place] for place in self.places)
+        ranks = self.sizes.ranks
+        return tuple(jax.ShapeDtypeStruct((ranks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+
+    @property
+    def room_specs(self) -> tuple[PartitionSpec, ...]:
+        """How those are divided."""
+        specs = self.template.specs(self._rules)
+        return tuple(specs[place] for place in self.places)
+
+    def fetch(self, layers: int) -> Program:
+        """(moves, layer, piece, leaves of the slots…, leaves of the room…) → (leaves of the room…),
+        of a bank of so many layers.
 
         `moves` is int32 [ranks, 2]: the slot that a rank gets an expert from, or `NOTHING`, and
-        which of its own slots gets it. An expert goes straight from its device to the one that
-        shall have it; beside the bank there is room for one expert a device, and on CPUs, which
-        have no ragged all-to-all, one for each rank.
+        which of its own slots shall get it. A piece of an expert goes straight from its device to
+        the one that shall have it.
         """
 
-        def body(moves: Array, layer: Array, *leaves: Array) -> tuple[Array, ...]:
+        def body(moves: Array, layer: Array, piece: Array, *arrays: Array) -> tuple[Array, ...]:
             ranks, local = self.sizes.ranks, self.sizes.local
             rank = jax.lax.axis_index(self.axis)
             source = jnp.maximum(moves[:, 0], 0)
             sends = (moves[:, 0] >= 0) & (source // local == rank)
             gets = (moves[rank, 0] >= 0) & (source[rank] // local == jnp.arange(ranks))
-            target = layer * local + moves[rank, 1]
 
-            def moved(leaf: Array) -> Array:
-                slots = as_bits(leaf).reshape(-1, *leaf.shape[1 + self._stacked :])
-                mine = jax.lax.dynamic_slice_in_dim(slots, target, 1)
+            def fetched(leaf: Array, held: Array) -> Array:
+                rows = -(-held.shape[1] // self.pieces)
+                # The last piece begins earlier, so that all are equally large.
+                start = jnp.minimum(piece * rows, held.shape[1] - rows)
+                inner = (local, rows, *held.shape[2:])
+                place: list[Any] = [0, start, *(0,) * (held.ndim - 2)]
+                if self._stacked:
+                    part = jax.lax.dynamic_slice(leaf, [layer, *place], (1, *inner))[0]
+                else:
+                    part = jax.lax.dynamic_slice(leaf, place, inner)
+                mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=1)
                 got = ragged_all_to_all(
-                    slots,
-                    mine,
-                    (layer * local + jnp.where(sends, source % local, 0)).astype(jnp.int32),
+                    as_bits(part),
+                    as_bits(mine),
+                    jnp.where(sends, source % local, 0).astype(jnp.int32),
                     sends.astype(jnp.int32),
                     jnp.zeros(ranks, jnp.int32),
                     gets.astype(jnp.int32),
                     axes=(self.axis,),
                     rows=1,
                 )
-                return _same(jax.lax.dynamic_update_slice_in_dim(slots, got, target, 0), leaf)
+                return jax.lax.dynamic_update_slice_in_dim(held, _same(got, mine), start, axis=1)
 
-            return tuple(map(moved, leaves))
+            count = len(self.places)
+            return tuple(map(fetched, arrays[:count], arrays[count:]))
 
         shapes, specs = self._leaves(layers)
-        moves = jax.ShapeDtypeStruct((self.sizes.ranks, 2), jnp.int32)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return Program(
-            "move_experts",
+            "fetch_experts",
             body,
             self.mesh,
-            (moves, jax.ShapeDtypeStruct((), jnp.int32), *shapes),
-            (REPLICATED, REPLICATED, *specs),
-            specs,
-            donated=tuple(range(2, 2 + len(shapes))),
+            (self._moves, scalar, scalar, *shapes, *self.room),
+            (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
+            self.room_specs,
+            donated=tuple(range(3 + len(shapes), 3 + 2 * len(shapes))),
         )
+
+    def insert(self, layers: int) -> Program:
+        """(moves, layer, leaves of the room…, leaves of the slots…) → (leaves of the slots…), of a
+        bank of so many layers: every rank that gets an expert puts it in its slot."""
+
+        def body(moves: Array, layer: Array, *arrays: Array) -> tuple[Array, ...]:
+            source, target = moves[jax.lax.axis_index(self.axis)]
+
+            def inserted(held: Array, leaf: Array) -> Array:
+                value = held[None] if self._stacked else held
+                first = (layer, target) if self._stacked else (target,)
+                start = (*first, *(0,) * (leaf.ndim - len(first)))
+                mine = jax.lax.dynamic_slice(leaf, start, value.shape)
+                value = jnp.where(source != NOTHING, value, mine)
+                return jax.lax.dynamic_update_slice(leaf, value, start)
+
+            count = len(self.places)
+            return tuple(map(inserted, arrays[:count], arrays[count:]))
+
+        shapes, specs = self._leaves(layers)
+        return Program(
+            "insert_experts",
+            body,
+            self.mesh,
+            (self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes),
+            (REPLICATED, REPLICATED, *self.room_specs, *specs),
+            specs,
+            donated=tuple(range(2 + len(shapes), 2 + 2 * len(shapes))),
+        )
+
+    @property
+    def _moves(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.sizes.ranks, 2), jnp.int32)
 
     def count(self, banks: Sequence[BankShape]) -> Program:
         """(counts of each bank…) → [layers, ranks, experts] of all of them, a copy."""

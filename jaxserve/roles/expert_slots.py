@@ -6,7 +6,7 @@ called by the thread that enqueues its steps. Who moves experts, and why, is not
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxserve.model.ffn.placement import (
     home_slots,
     replica_table,
 )
-from jaxserve.roles.actions import Action, CountExperts, MoveExperts
+from jaxserve.roles.actions import Action, CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
 from jaxserve.roles.layout import Bucket
@@ -56,8 +56,9 @@ class BankWeights(Protocol):
 class SlotExecutables(NamedTuple):
     """What moves and counts experts."""
 
-    move: dict[int, jax.stages.Compiled]
-    """By layers of a bank; empty where all experts are on one device."""
+    fetch: dict[int, jax.stages.Compiled]
+    """By layers of a bank; empty where all experts are on one device, as `insert`."""
+    insert: dict[int, jax.stages.Compiled]
     count: jax.stages.Compiled
 
 
@@ -70,15 +71,21 @@ def slot_programs(
     wanted = {ProgramKey("count", "moe", _NO_STEP): programs.count([b.shape for b in banks])}
     if programs.sizes.ranks > 1:
         for layers in sorted({len(bank.layers) for bank in banks}):
-            wanted[ProgramKey("move", "moe", Bucket(layers, 1))] = programs.move(layers)
+            wanted[ProgramKey("fetch", "moe", Bucket(layers, 1))] = programs.fetch(layers)
+            wanted[ProgramKey("insert", "moe", Bucket(layers, 1))] = programs.insert(layers)
     return wanted
 
 
 def slot_executables(banks: Sequence[Bank], compiled: Compiled) -> SlotExecutables:
     """What `ExpertSlots` runs."""
-    keys = {n: ProgramKey("move", "moe", Bucket(n, 1)) for n in {len(b.layers) for b in banks}}
-    move = {layers: compiled[key] for layers, key in keys.items() if key in compiled}
-    return SlotExecutables(move, compiled[ProgramKey("count", "moe", _NO_STEP)])
+    runs = {len(bank.layers) for bank in banks}
+
+    def of_runs(name: Literal["fetch", "insert"]) -> dict[int, jax.stages.Compiled]:
+        keys = {layers: ProgramKey(name, "moe", Bucket(layers, 1)) for layers in runs}
+        return {layers: compiled[key] for layers, key in keys.items() if key in compiled}
+
+    count = compiled[ProgramKey("count", "moe", _NO_STEP)]
+    return SlotExecutables(of_runs("fetch"), of_runs("insert"), count)
 
 
 _NO_STEP = Bucket(1, 1)
@@ -107,6 +114,7 @@ class ExpertSlots:
       banks: in the order of their layers.
       tables: of each bank, as programs take them.
       counts: of each bank; a program that adds to them gets them donated and hands them back.
+      room: leaves of one expert a rank, on its way to a slot; none where there is one rank.
       placements: the expert of every slot, by layer.
     """
 
@@ -126,6 +134,12 @@ class ExpertSlots:
         sharding = cached_sharding(self._mesh, BankShape(1, self.sizes).counts_spec(programs.axis))
         shapes = [bank.shape.counts for bank in banks]
         self.counts = [sharded_zeros(shape.shape, shape.dtype, sharding) for shape in shapes]
+        self.room: Leaves = ()
+        if executables.fetch:
+            self.room = tuple(
+                sharded_zeros(leaf.shape, leaf.dtype, cached_sharding(self._mesh, spec))
+                for leaf, spec in zip(programs.room, programs.room_specs, strict=True)
+            )
         self.counted: tuple[int, jax.Array] | None = None
         """The counts when they were last asked for, [layers, ranks, experts], and the number of
         that."""
@@ -149,43 +163,71 @@ class ExpertSlots:
           ValueError: there is no such layer or placement; nothing has changed.
         """
         match action:
+            case FetchExperts():
+                self._fetch(action)
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
                 self.counted = number, self._executables.count(*self.counts)
                 self.counted[1].copy_to_host_async()
 
+    def _fetch(self, fetch: FetchExperts) -> None:
+        """One piece of every expert of a round."""
+        number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
+        index = self.banks[number].layers.index(fetch.layer)
+        run = self._executables.fetch[len(self.banks[number].layers)]
+        room = run(
+            self._everywhere(moves),
+            self._everywhere(np.int32(index)),
+            self._everywhere(np.int32(fetch.piece)),
+            *self._of_slots(number),
+            *self.room,
+        )
+        self.room = tuple(room)
+
     def _move(self, move: MoveExperts) -> None:
-        if move.layer not in self.placements:
-            raise ValueError(f"layer {move.layer} has no experts to move")
+        number, moves = self._bank(move.layer), self._moves(move.copies)
         check_placement(move.placement, self.sizes)
-        number = next(n for n, bank in enumerate(self.banks) if move.layer in bank.layers)
         bank = self.banks[number]
-        index = bank.layers.index(move.layer)
         if move.copies:
-            self._copy(number, index, move.copies)
+            self._insert(number, bank.layers.index(move.layer), moves)
         self.placements[move.layer] = tuple(move.placement)
         self.tables[number] = self._table(bank)
 
-    def _copy(self, number: int, index: int, copies: Sequence[tuple[int, int]]) -> None:
-        """One round of copies in a bank."""
-        local = self.sizes.local
+    def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
+        """What was fetched, into a bank."""
+        run = self._executables.insert[len(self.banks[number].layers)]
+        inserted = run(
+            self._everywhere(moves),
+            self._everywhere(np.int32(index)),
+            *self.room,
+            *self._of_slots(number),
+        )
+        leaves = list(self._weights.bank(number))
+        for place, leaf in zip(self._places, inserted, strict=True):
+            leaves[place] = leaf
+        self._weights.replace_bank(number, tuple(leaves))
+
+    def _bank(self, layer: int) -> int:
+        """The number of a layer's bank."""
+        if layer not in self.placements:
+            raise ValueError(f"layer {layer} has no experts to move")
+        return next(n for n, bank in enumerate(self.banks) if layer in bank.layers)
+
+    def _of_slots(self, number: int) -> Leaves:
+        """Those of a bank's leaves that slots have entries of."""
+        leaves = self._weights.bank(number)
+        return tuple(leaves[place] for place in self._places)
+
+    def _moves(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
+        """As the programs take them."""
         moves = np.full((self.sizes.ranks, 2), (NOTHING, 0), np.int32)
         for source, target in copies:
-            rank, slot = divmod(target, local)
+            rank, slot = divmod(target, self.sizes.local)
             if moves[rank, 0] != NOTHING or not 0 <= source < self.sizes.total:
                 raise ValueError(f"copies {copies}: more than one to a rank, or from nowhere")
             moves[rank] = source, slot
-        run = self._executables.move[len(self.banks[number].layers)]
-        leaves = list(self._weights.bank(number))
-        moved = run(
-            self._everywhere(moves),
-            self._everywhere(np.int32(index)),
-            *(leaves[place] for place in self._places),
-        )
-        for place, leaf in zip(self._places, moved, strict=True):
-            leaves[place] = leaf
-        self._weights.replace_bank(number, tuple(leaves))
+        return moves
 
     def _table(self, bank: Bank) -> jax.Array:
         rows = [replica_table(self.placements[layer], self.sizes) for layer in bank.layers]

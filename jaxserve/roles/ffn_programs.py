@@ -17,7 +17,7 @@ from jaxserve.link.message import PackedRows, message_formats
 from jaxserve.mesh import FFN_AXES, FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, Blocks, make_exchanges
-from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load
+from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.program import REPLICATED, Program
 
@@ -53,7 +53,13 @@ class FFNPrograms:
         self.experts: ExpertPrograms | None = None
         if self.banks:
             self.experts = ExpertPrograms(
-                templates.ffn["moe"], self.slots, mesh, FFN_RULES, axis, stacked=False
+                templates.ffn["moe"],
+                self.slots,
+                mesh,
+                FFN_RULES,
+                axis,
+                stacked=False,
+                pieces=move_pieces(templates, deployment.experts),
             )
 
     def ffn(self, tokens: int, kind: FFNKind) -> Program:

@@ -12,6 +12,7 @@ from jaxserve import serve
 from jaxserve.config.command_line import read_deployment
 from jaxserve.fleet import attention_runtime, bootstrap
 from jaxserve.fleet.arguments import from_arguments
+from jaxserve.fleet.expert_control import Place, RemoteExperts
 from tests.jaxserve import layouts
 
 SECONDS = 240
@@ -24,6 +25,22 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def begin_moves(experts: RemoteExperts) -> None:
+    """Experts change ranks from now on, slowly, once all are where an earlier worker had them."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        experts.look()
+        assert experts._found is not None
+        if not experts.view().moving and experts._remembered is experts._found:
+            break
+        assert time.monotonic() < deadline, experts.view()
+        time.sleep(0.05)
+    turned = {layer: slots[::-1] for layer, slots in experts._found.placements.items()}
+    print(f"experts {sorted(experts._found.placements.items())}", flush=True)
+    found = experts._question(Place(turned))
+    print(f"moving {found.view.moving}", flush=True)
+
+
 def main() -> int:
     options = serve._parse(sys.argv[1:])
     if options.role == "ffn":
@@ -34,6 +51,8 @@ def main() -> int:
         engine, link = attention_runtime.open_attention(deployment, process.token)
         for number in range(int(os.environ["ROUNDS"])):
             wait_for(Path(os.environ["TOLD"]) / str(number))
+            if number:
+                begin_moves(engine.experts)
             print(f"round {number} begins", flush=True)
             tokens = layouts.generate(engine)
             layouts.idle(engine)

@@ -18,7 +18,9 @@ from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.attention_runtime import attention_cell
+from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.link.pull import PullClient
@@ -187,4 +189,19 @@ def test_experts_move_between_messages(domains, server, expected):
     tokens = sum(sum(ranks) for ranks in work.experts.view().loads.values())
     rows = len(PROMPTS) * (GREEDY.max_tokens - 1)  # and what of prompts was not in the cache
     assert tokens >= rows * layouts.SIZES.moe_top_k * 2  # layers
+    ask_for_a_rebalance(work, server, domains["one lane"].link)
     work.experts.close()
+
+
+def ask_for_a_rebalance(work, server, link):
+    """By hand, from the attention runtime."""
+    experts, found = RemoteExperts(link.ask), []
+    thread = threading.Thread(target=lambda: found.append(experts.rebalance(dry_run=True)))
+    thread.start()
+    while thread.is_alive():
+        work.move_experts(server.between_messages)
+        thread.join(0.01)
+    assert 0 < found[0].balance_now <= found[0].balance_then <= 1
+    assert experts.view().moves == work.experts.view().moves > 0
+    with pytest.raises(EngineFailedError, match="DecodeError"):
+        link.ask(b"what?", 10.0)

@@ -2,13 +2,14 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
-from jaxserve.roles.actions import CountExperts, MoveExperts
+from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
 from jaxserve.roles.expert_policy import Options, propose
 
@@ -132,6 +133,23 @@ def test_moves_are_paced_and_the_last_ends_an_epoch(make):
     assert (view.epoch, view.moves, view.move_bytes) == (1, proposal.moves, 1000 * proposal.moves)
     assert worker.balancer.placements[1] == tuple(worker.moves[-1].placement)
     assert view.loads_before == {1: [1500, 0, 0, 0]}  # all counted by the first rank
+
+
+def test_a_boundary_carries_one_piece(make):
+    worker = make(move_gb_per_second=1e-6, window_seconds=1e4)  # 1,000 bytes a second
+    balancer = worker.balancer
+    balancer.facts = msgspec.structs.replace(balancer.facts, pieces=4)
+    worker.boundary()
+    swapped = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
+    assert balancer.place({1: swapped}) == 1
+    pairs, seen = [(1, 3), (3, 1)], []
+    while balancer.view().moving:
+        seen.append(worker.boundary())
+        assert worker.boundary() == []  # half a second, two quarters of experts, is not over
+        worker.clock.now += 0.5
+    pieces = [[FetchExperts(1, pairs, piece)] for piece in range(4)]
+    assert seen == [*pieces, [MoveExperts(1, pairs, list(swapped))]]
+    assert balancer.placements[1] == swapped
 
 
 def test_only_one_rebalance_at_a_time(make):

@@ -10,7 +10,7 @@ from jaxserve.checkpoint.step3 import step3_config, step3_names
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
-from jaxserve.roles.actions import CountExperts, MoveExperts
+from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
@@ -38,7 +38,8 @@ def make(tmp_path, overrides):
         programs = FFNPrograms(templates, deployment, meshes.ffn)
         weights = FFNWeights(RandomLeaves(), NAMES, programs)
     compiled = compile_all(slot_programs(programs.experts, programs.banks))
-    return make_slots(programs.experts, programs.banks, weights, compiled), weights
+    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    return slots, weights, programs.experts.pieces
 
 
 def contents(slots, weights, layer):
@@ -53,27 +54,31 @@ def contents(slots, weights, layer):
     return found
 
 
-def change(slots, layer, target):
+def change(slots, layer, target, pieces):
     """Carries all rounds out."""
     for copies, placement in plan_rounds(slots.placements[layer], target, slots.sizes.ranks):
         pairs = [tuple(copy) for copy in copies]
+        for piece in range(pieces if pairs else 0):
+            slots.carry_out(FetchExperts(layer, pairs, piece))
         slots.carry_out(MoveExperts(layer, pairs, list(placement)))
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "expected_pieces"),
     [
-        AFD,
-        {**AFD, "ffn.weights": "int8"},
-        {**AFD, "ffn.weights": "fp8"},
-        {**AFD, "dtype": "bfloat16", "ffn.ep": 5, "ffn.tp": 1},
-        COLOCATED,
-        {**COLOCATED, "ffn.weights": "fp8"},
+        (AFD, 1),
+        ({**AFD, "experts.move_mb_per_step": 0.004}, 4),
+        ({**AFD, "ffn.weights": "int8", "experts.move_mb_per_step": 1e-6}, 32),
+        ({**AFD, "ffn.weights": "fp8", "experts.move_mb_per_step": 0.001}, 4),
+        ({**AFD, "dtype": "bfloat16", "ffn.ep": 5, "ffn.tp": 1}, 1),
+        ({**COLOCATED, "experts.move_mb_per_step": 0.01}, 3),
+        ({**COLOCATED, "ffn.weights": "fp8"}, 1),
     ],
     ids=str,
 )
-def test_every_slot_holds_what_its_placement_says(overrides, tmp_path):
-    slots, weights = make(tmp_path, overrides)
+def test_every_slot_holds_what_its_placement_says(overrides, expected_pieces, tmp_path):
+    slots, weights, pieces = make(tmp_path, overrides)
+    assert pieces == expected_pieces
     layer = slots.layers[-1]
     others = {n: contents(slots, weights, n) for n in slots.layers if n != layer}
     home = home_slots(slots.sizes)
@@ -83,7 +88,7 @@ def test_every_slot_holds_what_its_placement_says(overrides, tmp_path):
     draw = random.Random(1)
     for _ in range(4):
         wanted = random_placement(draw, slots.sizes)
-        change(slots, layer, aligned(slots.placements[layer], wanted, slots.sizes.ranks))
+        change(slots, layer, aligned(slots.placements[layer], wanted, slots.sizes.ranks), pieces)
         now = contents(slots, weights, layer)
         for slot, expert in enumerate(slots.placements[layer]):
             assert expert == EMPTY or now[slot] == experts[expert]
@@ -95,14 +100,14 @@ def test_every_slot_holds_what_its_placement_says(overrides, tmp_path):
 
 
 def test_a_slot_is_an_expert_of_one_layer(tmp_path):
-    slots, _ = make(tmp_path, AFD)
+    slots, _, _ = make(tmp_path, AFD)
     assert slots.layers == (1, 2)
     assert slots.slot_bytes == 3 * 64 * 34 * 4  # d_ff 33, on two devices
     assert make(tmp_path, COLOCATED)[0].slot_bytes == 3 * 64 * 33 * 4
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):
-    slots, weights = make(tmp_path, AFD)
+    slots, weights, _ = make(tmp_path, AFD)
     before = contents(slots, weights, 1), slots.placements[1]
     home = list(slots.placements[1])
     for move, problem in (
@@ -117,7 +122,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):
 
 
 def test_counts_are_read_as_they_were(tmp_path):
-    slots, _ = make(tmp_path, COLOCATED)
+    slots, _, _ = make(tmp_path, COLOCATED)
     slots.carry_out(CountExperts(1))
     number, first = slots.counted
     assert (number, first.shape) == (1, (2, 4, 7))

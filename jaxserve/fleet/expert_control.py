@@ -1,0 +1,182 @@
+"""Experts of an ffn runtime of its own, as the attention runtimes that use it see them: figures,
+rebalancing by hand, and what a worker that was started again is told.
+
+An attention runtime asks over the link that it has (`link.pull.PullClient.ask`); whoever moves the
+experts there answers. It also remembers the placement: an ffn worker that begins anew has every
+expert at home and its spare slots empty, and is told to move them to where they were. The old
+placement serves until each round is done, so that a worker lost in the middle of a move loses
+nothing but the move.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxserve.errors import EngineFailedError
+from jaxserve.model.ffn.placement import check_placement
+from jaxserve.roles.actions import Action
+from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_policy import Proposal
+from jaxserve.roles.expert_view import ExpertView
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""How often an attention runtime asks where experts are."""
+ANSWER_SECONDS = 15.0
+"""How long an answer may take: counts are read for a rebalance."""
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Asks where experts are."""
+
+
+class Rebalance(msgspec.Struct, frozen=True, tag=True):
+    """Asks for what `ExpertBalancer.rebalance` does."""
+
+    dry_run: bool
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    """Asks a worker that began anew to move its experts there."""
+
+    placements: dict[int, tuple[int, ...]]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The answer to every question."""
+
+    worker: str
+    """Another one after every start of the worker."""
+    view: ExpertView
+    placements: dict[int, tuple[int, ...]]
+    proposal: Proposal | None = None
+    refused: str = ""
+    """Why nothing was done: moves are under way, or the placement does not fit."""
+    failed: str = ""
+    """What went wrong."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_questions = msgspec.msgpack.Decoder(Look | Rebalance | Place)
+_answers = msgspec.msgpack.Decoder(Found)
+
+
+def answer(balancer: ExpertBalancer, worker: str, question: bytes) -> bytes:
+    """What the ffn runtime says to a question; any thread but the one that carries actions out.
+
+    Raises:
+      msgspec.DecodeError: it is none.
+    """
+    asked, proposal, refused, failed = _questions.decode(question), None, "", ""
+    try:
+        match asked:
+            case Rebalance(dry_run):
+                proposal = balancer.rebalance(dry_run=dry_run)
+            case Place(placements):
+                _place(balancer, placements)
+            case Look():
+                pass
+    except ValueError as error:
+        refused = str(error)
+    except EngineFailedError as error:
+        failed = str(error)
+    placements = dict(balancer.placements)
+    return _encode(Found(worker, balancer.view(), placements, proposal, refused, failed))
+
+
+def _place(balancer: ExpertBalancer, placements: dict[int, tuple[int, ...]]) -> None:
+    sizes = balancer.facts.sizes
+    for layer, placement in placements.items():
+        if layer not in balancer.placements:
+            raise ValueError(f"layer {layer} has no experts to move")
+        check_placement(placement, sizes)
+    balancer.place(placements)
+
+
+Ask = Callable[[bytes, float], bytes]
+"""(question, seconds) → the answer of the ffn worker in use; raises EngineFailedError."""
+
+
+class RemoteExperts:
+    """Experts that another runtime moves: nothing is ever due here. Started and closed by the
+    engine.
+
+    Args:
+      ask: reaches the ffn worker in use.
+      seconds: between two looks.
+    """
+
+    def __init__(self, ask: Ask, seconds: float = LOOK_SECONDS):
+        self._ask, self._seconds = ask, seconds
+        self._found: Found | None = None
+        self._remembered: Found | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-experts", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends that."""
+        self._closed.set()
+
+    def due(self) -> Sequence[Action]:
+        """Nothing."""
+        return ()
+
+    def carried_out(self, actions: Sequence[Action]) -> None:
+        """Never called with any."""
+
+    def view(self) -> ExpertView:
+        """As it was found last."""
+        found = self._found
+        return ExpertView() if found is None else found.view
+
+    def rebalance(self, *, dry_run: bool) -> Proposal:
+        """As `ExpertBalancer.rebalance`, of the ffn worker in use."""
+        found = self._question(Rebalance(dry_run))
+        if found.refused:
+            raise ValueError(found.refused)
+        if found.proposal is None:
+            raise EngineFailedError(found.failed or "experts: no proposal")
+        return found.proposal
+
+    def look(self) -> None:
+        """Looks once, and tells a worker that began anew where its experts were.
+
+        Raises:
+          EngineFailedError: nobody answers.
+        """
+        before, now = self._remembered, self._question(Look())
+        if before is not None and _began_anew(before, now):
+            told = self._question(Place(before.placements))
+            what = told.refused or "moves them to where they were"
+            logger.info("experts: ffn worker %s %s", now.worker, what)
+        self._remembered = now
+
+    def _question(self, question: Look | Rebalance | Place) -> Found:
+        with self._lock:
+            data = self._ask(_encode(question), ANSWER_SECONDS)
+            try:
+                self._found = found = _answers.decode(data)
+            except msgspec.DecodeError as error:
+                raise EngineFailedError(f"experts: {error}") from None
+        return found
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            try:
+                self.look()
+            except EngineFailedError as error:
+                logger.debug("experts: %s", error)
+
+
+def _began_anew(before: Found, now: Found) -> bool:
+    """Whether this is another worker, whose experts are elsewhere and have never moved."""
+    same = before.worker == now.worker or before.placements == now.placements
+    return not (same or now.view.epoch or now.view.moving)

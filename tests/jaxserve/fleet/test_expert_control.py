@@ -1,0 +1,118 @@
+"""Experts of an ffn runtime as an attention runtime sees them; the link is a function here."""
+
+import pytest
+
+from jaxserve.config.sections import Experts
+from jaxserve.errors import EngineFailedError
+from jaxserve.fleet.expert_control import RemoteExperts, answer
+from jaxserve.model.ffn.placement import SlotSizes, home_slots
+from jaxserve.roles.actions import MoveExperts
+from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
+
+SIZES = SlotSizes(4, 2, 1)
+HOME = home_slots(SIZES)  # 0 1 -, 2 3 -
+MOVED = (0, 1, 2, 2, 3, 0)
+
+
+class Workers:
+    """Ffn workers, one after the other."""
+
+    def __init__(self):
+        self.up = True
+        self.begin("a")
+
+    def begin(self, name):
+        settings = Experts(move_gb_per_second=1e6)
+        self.balancer = ExpertBalancer(ExpertFacts([1], SIZES, 100), settings, self._none)
+        self.name = name
+
+    def ask(self, question, seconds):
+        if not self.up:
+            raise EngineFailedError("no ffn worker is up")
+        return answer(self.balancer, self.name, question)
+
+    def serve(self, most=100):
+        """Carries out so many actions."""
+        done = 0
+        while self.balancer.view().moving and done < most:
+            actions = self.balancer.due()
+            self.balancer.carried_out(actions)
+            done += sum(isinstance(action, MoveExperts) for action in actions)
+
+    def _none(self, number, seconds):
+        raise EngineFailedError("no counts")
+
+
+@pytest.fixture
+def workers():
+    return Workers()
+
+
+@pytest.fixture
+def experts(workers):
+    return RemoteExperts(workers.ask)
+
+
+def test_a_worker_that_begins_anew_gets_the_last_placement(workers, experts):
+    experts.look()
+    workers.balancer.place({1: MOVED})
+    workers.serve()
+    experts.look()
+    assert (experts.view().epoch, experts.view().moves) == (1, 2)
+    workers.up = False
+    with pytest.raises(EngineFailedError, match="no ffn worker is up"):
+        experts.look()
+    assert experts.view().epoch == 1
+    workers.up = True
+    workers.begin("b")
+    assert workers.balancer.placements == {1: HOME}
+    experts.look()
+    assert experts.view().moving == 1
+    workers.serve()
+    assert workers.balancer.placements == {1: MOVED}
+    experts.look()
+    assert not workers.balancer.view().moving
+
+
+def test_a_worker_lost_in_the_middle_gets_what_was_done(workers, experts):
+    swapped = (2, 3, 0, 0, 1, 2)
+    workers.balancer.place({1: swapped})
+    workers.serve(1)
+    middle = workers.balancer.placements[1]
+    assert middle not in (HOME, swapped)
+    experts.look()
+    workers.begin("b")
+    experts.look()
+    workers.serve()
+    assert sorted(workers.balancer.placements[1][:3]) == sorted(middle[:3])
+    assert sorted(workers.balancer.placements[1][3:]) == sorted(middle[3:])
+
+
+def test_a_worker_that_has_moved_experts_is_left_alone(workers, experts):
+    workers.balancer.place({1: MOVED})
+    workers.serve()
+    experts.look()
+    workers.begin("b")
+    other = (1, 0, 3, 2, 3, 1)
+    workers.balancer.place({1: other})
+    workers.serve()
+    experts.look()
+    assert not workers.balancer.view().moving
+
+
+def test_what_goes_wrong_is_said(workers, experts):
+    def fails(error):
+        def rebalance(*, dry_run):
+            raise error
+
+        workers.balancer.rebalance = rebalance
+
+    fails(EngineFailedError("no counts within 5 s"))
+    with pytest.raises(EngineFailedError, match="no counts within 5 s"):
+        experts.rebalance(dry_run=False)
+    fails(ValueError("1 rounds of moves are still to come"))
+    with pytest.raises(ValueError, match="1 rounds of moves are still to come"):
+        experts.rebalance(dry_run=False)
+    with pytest.raises(EngineFailedError, match="truncated"):
+        RemoteExperts(lambda question, seconds: b"").look()
+    experts.close()
