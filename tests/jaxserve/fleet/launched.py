@@ -64,10 +64,18 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    *arguments: str, deadlines: Sequence[str] = DEADLINES, module: str = MODULE
+    *arguments: str,
+    deadlines: Sequence[str] = DEADLINES,
+    module: str = MODULE,
+    followers_end_in: float = 5.0,
 ) -> Iterator[Launched]:
-    """Two processes, unless `--processes` says otherwise; none of them is left at the end."""
-    command = ["launch/local.py", "--module", module, *arguments]
+    """Two processes, unless `--processes` says otherwise; none of them is left at the end.
+
+    Args:
+      followers_end_in: seconds after the leader's end, after which the launcher ends them.
+    """
+    launcher = "tests/jaxserve/fleet/quick_local.py"
+    command = [launcher, str(followers_end_in), "--module", module, *arguments]
     for deadline in deadlines:
         command += ["--set", deadline]
     run = Launched(command, {"JAX_PLATFORMS": "cpu"})

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.jaxserve.fleet.launched import DEADLINES, REPOSITORY, launched
+from tests.jaxserve.fleet.launched import REPOSITORY, launched
 
 pytestmark = pytest.mark.multihost
 
@@ -24,8 +24,7 @@ def test_prefixes_pins_and_exits_like_the_leader() -> None:
 
 
 def test_refused_follower_ends_everything() -> None:
-    deadlines = [*DEADLINES[1:], "cluster.start_seconds=8"]
-    with launched("--follower-set", "ffn.ep=2", deadlines=deadlines) as run:
+    with launched("--follower-set", "ffn.ep=2", "--grace", "1") as run:
         assert run.end() == 1
         assert re.search(
             r"\[1\] CRITICAL process 1 .* refused by the leader .*: deployment digest "
@@ -35,7 +34,7 @@ def test_refused_follower_ends_everything() -> None:
 
 
 def test_stuck_follower_is_ended_with_the_rest() -> None:
-    with launched() as run:
+    with launched(followers_end_in=0.5) as run:
         run.wait_for(r"^\[0\] boundary 49 ")
         os.kill(run.pid(1), signal.SIGSTOP)
         assert run.end() == 1, run.output

@@ -64,7 +64,8 @@ def test_killed_follower_is_named_and_the_leader_exits_in_order() -> None:
 
 def test_leader_outlives_the_heartbeats_of_jax() -> None:
     """By default JAX aborts it as soon as it misses the follower, clients or not."""
-    with launched(*LAYOUT, "--jax-heartbeat", "1", "--report-after", "12") as run:
+    after = "9"  # JAX waits for 6 s: no less than 6 heartbeats of ours
+    with launched(*LAYOUT, "--jax-heartbeat", "1", "--report-after", after) as run:
         run.wait_for(r"^\[0\] boundary 49 ")
         os.kill(run.pid(1), signal.SIGKILL)
         assert run.end() == 1, run.output
@@ -73,7 +74,7 @@ def test_leader_outlives_the_heartbeats_of_jax() -> None:
 
 
 def test_stopped_follower_is_named_within_its_deadline() -> None:
-    with launched(*LAYOUT) as run:
+    with launched(*LAYOUT, followers_end_in=0.5) as run:
         run.wait_for(r"^\[0\] boundary 99 ")
         pid = run.pid(1)
         os.kill(pid, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -231,7 +232,8 @@ class Remote:
 def test_a_prefill_worker_that_dies_or_stops(how):
     """In the middle of a fetch, then before one: told in time, and nothing is left."""
     threads = threading.active_count()
-    with process() as remote, client() as link:
+    deadlines = msgspec.structs.replace(DEADLINES, handshake=4.0)  # nobody's, who is stopped
+    with process() as remote, client(deadlines=deadlines) as link:
         taker, _ = ask(link, remote)
         until(lambda: taker.ended)
         assert taker.failure is None

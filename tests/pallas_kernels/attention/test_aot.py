@@ -17,32 +17,27 @@ SMALL = 32 * 2**20
 SPAN = {
     "v5e": (
         "step3 int8",
-        "step3 bf16 4 tokens",
-        "qwen3-235b-tp4 int8 8 tokens",
         "deepseek-v3 bf16 chunk",
-        "step3 int8 write",
         "deepseek-v3 bf16 write",
     ),
     "v6e": (
         "deepseek-v3 bf16",
         "qwen3-235b-tp4 bf16 2 tokens",
         "deepseek-v3-tp8 int8 8 tokens",
-        "step3 int8 chunk",
-        "deepseek-v3 bf16 inside",
         "qwen3-235b bf16 write",
         "deepseek-v3 int8 write",
     ),
     "v7x": (
         "step3 fp8",
         "qwen3-235b int8",
-        "step3 bf16 2 tokens",
         "deepseek-v3 fp8 4 tokens",
         "qwen3-235b fp8 chunk",
         "deepseek-v3-tp8 bf16 inside",
         "step3 fp8 write",
     ),
 }
-"""Every model, format, kind of batch and kernel, each with some generation."""
+"""Every model, format, kind of batch and kernel, each with some generation; every generation has a
+decode step, several tokens or a chunk, and a write. `-m slow` has the product."""
 
 
 def most_temporary_bytes(case):

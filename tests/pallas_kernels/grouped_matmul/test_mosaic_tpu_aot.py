@@ -96,7 +96,7 @@ def compiled(function, mesh, arguments, specs):
         ("v7x", "step3", 8192, "bf16"),
         pytest.param("v7x", "deepseek_v3", 512, "fp8_block", marks=pytest.mark.slow),
         ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
-        ("v7x", "qwen3_235b_ep8", 512, "int8"),
+        pytest.param("v7x", "qwen3_235b_ep8", 512, "int8", marks=pytest.mark.slow),
     ],
 )
 def test_swiglu_of_a_model(generation, name, tokens, format):
