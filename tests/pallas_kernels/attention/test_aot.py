@@ -37,7 +37,7 @@ SPAN = {
     ),
 }
 """Every model, format, kind of batch and kernel, each with some generation; every generation has a
-decode step, several tokens or a chunk, and a write. `-m slow` has the product."""
+decode step, several tokens of a sequence, and a write. `-m slow` has the product."""
 
 
 def most_temporary_bytes(case):
