@@ -3,6 +3,8 @@
 Called by `sequence.py`. The device applies it (`sampler.adjust`).
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxserve.engine.request import Request
@@ -19,10 +21,9 @@ class RequestRules:
     def __init__(self, request: Request):
         params = request.params
         self._params = params
-        self._biases = list(params.logit_bias.items())
-        self._banned = [(token_id, BANNED) for token_id in sorted(request.end_ids)]
-        self._packed = _pack(self._biases)
-        self._packed_with_banned = _pack([*self._biases, *self._banned])
+        banned = dict.fromkeys(sorted(request.end_ids), BANNED)
+        self._packed = _pack(params.logit_bias)
+        self._packed_with_banned = _pack({**params.logit_bias, **banned})
         self._prompt = b""
         if params.repetition_penalty != 1.0:
             self._prompt = bitmask(request.prompt)
@@ -68,6 +69,6 @@ def bitmask(token_ids: list[int]) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _pack(biases: list[tuple[int, float]]) -> tuple[bytes, bytes]:
-    ids = np.asarray([token_id for token_id, _ in biases], "<i4")
-    return ids.tobytes(), np.asarray([bias for _, bias in biases], "<f4").tobytes()
+def _pack(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
+    ids = np.asarray(list(biases), "<i4")
+    return ids.tobytes(), np.asarray(list(biases.values()), "<f4").tobytes()

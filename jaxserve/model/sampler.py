@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 
 class SamplerState(NamedTuple):
@@ -40,7 +40,8 @@ class Rules(NamedTuple):
     masked: Int[Array, " slots"]
     """Nonzero: only tokens in `allowed` may be drawn."""
     token_ids: Int[Array, "slots biases"]
-    """Tokens whose logits `biases` are added to; ids beyond the vocabulary are padding."""
+    """Tokens whose logits `biases` are added to, each at most once a slot; ids beyond the
+    vocabulary are padding."""
     biases: Float[Array, "slots biases"]
     allowed: Int[Array, "slots words"]
     """Bitmask: bit t % 32 of word t // 32 stands for token t."""
@@ -49,6 +50,10 @@ class Rules(NamedTuple):
 
 
 MAX = jnp.iinfo(jnp.int32).max
+
+_BLOCK = 128
+_FEW = 4
+_MANY = 16
 
 _PROMPT = 1 << 24
 """Flag in a token's count that marks it as part of the prompt; the bits below count how often the
@@ -104,7 +109,10 @@ def adjust(
 
     def shift() -> Array:
         slot = jnp.arange(logits.shape[0])[:, None]
-        return logits.at[slot, rules.token_ids].add(rules.biases, mode="drop")
+        padding = vocab + jnp.arange(rules.token_ids.shape[1])
+        ids = jnp.where(rules.token_ids < vocab, rules.token_ids, padding)
+        # Without the promise that indices differ, TPUs sort them: most of the time to compile.
+        return logits.at[slot, ids].add(rules.biases, mode="drop", unique_indices=True)
 
     def mask() -> Array:
         forbidden = (rules.masked[:, None] > 0) & ~_bits(rules.allowed, vocab)
@@ -132,70 +140,176 @@ def log_probabilities(
 def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Array, " slots"]:
     """Greedy where temperature is 0; otherwise a draw from softmax(logits/temperature), cut to the
     top_k most likely, the smallest set that holds top_p of the mass, and at least min_p times the
-    likeliest token's probability."""
-    logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    random = state.temperature > 0
+    likeliest token's probability.
 
-    def draw() -> Array:
-        # Gumbel-max: argmax(logits + Gumbel noise) is a draw from softmax(logits). Subtracting the
-        # largest logit first keeps the division finite for any temperature.
-        largest = jnp.max(logits, axis=-1, keepdims=True)
-        scaled = (logits - largest) / jnp.where(random, state.temperature, 1.0)[:, None]
-        threshold = _threshold(scaled, state)
-        kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
-        noise = jax.vmap(_gumbel, (0, 0, None))(state.seed, state.position, logits.shape[1])
-        return jnp.where(random, jnp.argmax(kept + noise, axis=-1).astype(jnp.int32), greedy)
-
-    return jax.lax.cond(jnp.any(random), draw, lambda: greedy)
-
-
-def _gumbel(seed: Array, position: Array, vocab: int) -> Array:
-    key = jax.random.fold_in(jax.random.key(seed), position)
-    return jax.random.gumbel(key, (vocab,), jnp.float32)
-
-
-def _threshold(scaled: Float[Array, "slots vocab"], state: SamplerState) -> Float[Array, " slots"]:
-    """The smallest scaled logit that may be drawn; expects rows whose largest logit is 0."""
-    vocab = scaled.shape[1]
-    top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
-    by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
-
-    def cut() -> Array:
-        by_top_k = _largest(scaled, jnp.ones_like(scaled), top_k.astype(jnp.float32))
-        inside = jnp.where(scaled >= by_top_k[:, None], jnp.exp(scaled), 0.0)
-        by_top_p = _largest(scaled, inside, state.top_p * jnp.sum(inside, axis=-1))
-        # The rounded sum may fall short of the total mass; top_p = 1 must keep every token.
-        by_top_p = jnp.where(state.top_p < 1.0, by_top_p, -jnp.inf)
-        return jnp.maximum(by_top_k, by_top_p)
-
-    active = jnp.any((top_k < vocab) | (state.top_p < 1.0))
-    none = jnp.full(scaled.shape[0], -jnp.inf)
-    return jnp.maximum(by_min_p, jax.lax.cond(active, cut, lambda: none))
-
-
-def _largest(
-    values: Float[Array, "slots vocab"],
-    weights: Float[Array, "slots vocab"],
-    enough: Float[Array, " slots"],
-) -> Float[Array, " slots"]:
-    """The largest threshold t such that the weights of all values >= t sum to at least `enough`.
-
-    Binary search over the order-preserving integer encoding of the floats: 32 passes over the row
-    instead of a sort, which is several times slower on every platform.
+    Slots without a temperature cost no draw: up to `_FEW` others are taken one by one, more in
+    windows of `_MANY` slots, of which empty ones are skipped.
     """
-    # As unsigned integers, floats sort like their values once negative ones have all bits flipped
-    # and the others the sign bit.
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    keys = jnp.where(bits >= sign, ~bits, bits | sign)
+    slots, vocab = logits.shape
+    logits = logits.astype(jnp.float32)
+    greedy = _greedy(_blocks(logits), vocab)
+    random = state.temperature > 0
+    count = jnp.sum(random, dtype=jnp.int32)
+    size = min(_MANY, slots)
 
-    # From the highest bit down, keep a bit if the values at or above the candidate suffice.
+    def one_by_one(noise: Array) -> Array:
+        first = jnp.argsort(~random, stable=True)
+        return jax.lax.fori_loop(
+            0, count, lambda i, tokens: draw_window(1, first[i], tokens, noise), greedy
+        )
+
+    def in_windows(noise: Array) -> Array:
+        def window(i: Array, tokens: Array) -> Array:
+            start = jnp.minimum(i * size, slots - size)
+            empty = ~jnp.any(jax.lax.dynamic_slice_in_dim(random, start, size))
+            return jax.lax.cond(
+                empty, lambda: tokens, lambda: draw_window(size, start, tokens, noise)
+            )
+
+        return jax.lax.fori_loop(0, -(-slots // size), window, greedy)
+
+    def draw_window(size: int, start: Array, tokens: Array, noise: Array) -> Array:
+        def cut(array: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, size)
+
+        weights = _process(_blocks(cut(logits)), SamplerState(*map(cut, state)))
+        drawn = jnp.where(cut(random), _draw(weights, cut(noise)), cut(tokens))
+        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, start, 0)
+
+    def drawn() -> Array:
+        noise = _noise(draw_keys(state.seed, state.position), vocab)
+        if slots <= _FEW:
+            return one_by_one(noise)
+        return jax.lax.cond(count > _FEW, in_windows, one_by_one, noise)
+
+    return jax.lax.cond(count > 0, drawn, lambda: greedy)
+
+
+def process(logits: Float[Array, "rows vocab"], state: SamplerState) -> Float[Array, "rows vocab"]:
+    """The logarithms of the weights that `sample` draws by: a row's distribution is their softmax.
+
+    The likeliest token has 0, tokens that may not come -inf. Rows without a temperature have 0 at
+    the greedy token and -inf elsewhere.
+    """
+    vocab = logits.shape[1]
+    blocks = _blocks(logits)
+    greedy = _greedy(blocks, vocab)
+    processed = _process(blocks, state).reshape(blocks.shape[0], -1)[:, :vocab]
+    only = jnp.where(jnp.arange(vocab) == greedy[:, None], 0.0, -jnp.inf)
+    return jnp.where(state.temperature[:, None] > 0, processed, only)
+
+
+def draw(weights: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int[Array, " rows"]:
+    """A draw from softmax(weights) a row; -inf for tokens that may not come."""
+    return _draw(_blocks(weights), _noise(keys, weights.shape[1]))
+
+
+def draw_keys(seed: UInt[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
+    """The randomness of a request's draw of the token at `position`."""
+    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
+
+
+def _blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128"]:
+    """FP32, a row cut into blocks; -inf fills the last one.
+
+    Sums along the blocks add whole vectors, on every platform, in an order that depends on the
+    vocabulary alone.
+    """
+    logits = logits.astype(jnp.float32)
+    rows, vocab = logits.shape
+    if missing := -vocab % _BLOCK:
+        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    return logits.reshape(rows, -1, _BLOCK)
+
+
+def _greedy(blocks: Float[Array, "rows blocks 128"], vocab: int) -> Int[Array, " rows"]:
+    """The first of the largest; a maximum and a minimum vectorise where argmax does not."""
+    ids = jnp.arange(blocks.shape[1] * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK)
+    equal = blocks == _largest(blocks)[:, None, None]
+    return jnp.min(jnp.min(jnp.where(equal, ids, vocab - 1), axis=1), axis=1)
+
+
+def _largest(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
+    return jnp.max(jnp.max(blocks, axis=1), axis=1)
+
+
+def _total(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
+    return jnp.sum(jnp.sum(blocks, axis=1), axis=1)
+
+
+def _noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows numbers"]:
+    """What `_draw` needs."""
+    numbers = _BLOCK + -(-vocab // _BLOCK)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (numbers,), jnp.float32))(keys)
+
+
+def _draw(
+    weights: Float[Array, "rows blocks 128"], noise: Float[Array, "rows numbers"]
+) -> Int[Array, " rows"]:
+    """Gumbel-max, twice: argmax(logarithm of weights + Gumbel noise) is a draw. First among the 128
+    columns by the sum of their weights, then in the column; so the noise is 128 + blocks numbers a
+    row, not one a token."""
+    sums = jnp.log(jnp.sum(jnp.exp(weights), axis=1))
+    column = jnp.argmax(sums + noise[:, :_BLOCK], axis=1)
+    inside = jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0]
+    block = jnp.argmax(inside + noise[:, _BLOCK:], axis=1)
+    return (block * _BLOCK + column).astype(jnp.int32)
+
+
+def _process(
+    blocks: Float[Array, "rows blocks 128"], state: SamplerState
+) -> Float[Array, "rows blocks 128"]:
+    """`process`, of rows that all have a temperature."""
+    # Subtracting the largest logit first keeps the division finite for any temperature.
+    temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
+    scaled = (blocks - _largest(blocks)[:, None, None]) / temperature[:, None, None]
+    threshold = _threshold(scaled, state)
+    return jnp.where(scaled >= threshold[:, None, None], scaled, -jnp.inf)
+
+
+def _threshold(
+    scaled: Float[Array, "rows blocks 128"], state: SamplerState
+) -> Float[Array, " rows"]:
+    """The smallest scaled logit that may be drawn; expects rows whose largest logit is 0."""
+    off = scaled.shape[1] * _BLOCK
+    top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, off), off)
+    by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
+    none = jnp.full(scaled.shape[0], -jnp.inf)
+
+    def cut_by_top_k() -> Array:
+        return _smallest_kept(scaled, jnp.ones_like(scaled), top_k.astype(jnp.float32))
+
+    by_top_k = jax.lax.cond(jnp.any(top_k < off), cut_by_top_k, lambda: none)
+
+    def cut_by_top_p() -> Array:
+        inside = jnp.where(scaled >= by_top_k[:, None, None], jnp.exp(scaled), 0.0)
+        by_top_p = _smallest_kept(scaled, inside, state.top_p * _total(inside))
+        # The rounded sum may fall short of the total mass; top_p = 1 must keep every token.
+        return jnp.where(state.top_p < 1.0, by_top_p, -jnp.inf)
+
+    by_top_p = jax.lax.cond(jnp.any(state.top_p < 1.0), cut_by_top_p, lambda: none)
+    return jnp.maximum(by_min_p, jnp.maximum(by_top_k, by_top_p))
+
+
+def _smallest_kept(
+    values: Float[Array, "rows blocks 128"],
+    weights: Float[Array, "rows blocks 128"],
+    enough: Float[Array, " rows"],
+) -> Float[Array, " rows"]:
+    """The largest of the values, all <= 0, such that the weights of those that are no smaller sum
+    to at least `enough`; -inf where all together do not.
+
+    Binary search over the magnitudes' bits: 31 passes over the row instead of a sort, which is
+    several times slower on every platform.
+    """
+    magnitudes = jax.lax.bitcast_convert_type(values, jnp.int32) & MAX
+
+    # From the highest bit down: the largest magnitude below which there is not enough.
     def try_bit(step: Array, found: Array) -> Array:
-        candidate = found | (sign >> step.astype(jnp.uint32))
-        mass = jnp.sum(jnp.where(keys >= candidate[:, None], weights, 0.0), axis=-1)
-        return jnp.where(mass >= enough, candidate, found)
+        candidate = found | (jnp.int32(1 << 30) >> step)
+        mass = _total(jnp.where(magnitudes < candidate[:, None, None], weights, 0.0))
+        return jnp.where(mass < enough, candidate, found)
 
-    found = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(values.shape[0], jnp.uint32))
-    kept = jnp.where(keys >= found[:, None], values, jnp.inf)
-    return jnp.min(kept, axis=-1)
+    found = jax.lax.fori_loop(0, 31, try_bit, jnp.zeros(values.shape[0], jnp.int32))
+    infinite = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
+    return -jax.lax.bitcast_convert_type(jnp.minimum(found, infinite), jnp.float32)

@@ -36,6 +36,12 @@ def test_end_ids_are_banned_until_min_tokens():
     assert of_step(generated=2, min_tokens=2) is None
 
 
+def test_a_token_has_one_bias_at_most():
+    rules = of_step(min_tokens=1, logit_bias={40: 1.5, 4: 2.0})
+    assert biases(rules) == {40: np.float32(BANNED), 4: 2.0, 3: np.float32(BANNED)}
+    assert len(rules.bias_ids) == 3 * 4
+
+
 def test_penalties_are_in_every_step_and_the_prompt_in_the_first():
     for samples in (True, False):
         rules = of_step(samples=samples, repetition_penalty=1.5)

@@ -13,12 +13,14 @@ from jaxserve.model.sampler import (
     MAX,
     Rules,
     SamplerState,
-    _threshold,
     adjust,
     count,
+    draw_keys,
     log_probabilities,
+    process,
     sample,
 )
+from jaxserve.model.sampler import draw as draw_weights
 
 VOCAB = 40
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
@@ -177,6 +179,21 @@ class TestFrequencies:
         freedom = often.sum()
         assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
+    @pytest.mark.parametrize("row", [{}, {"temperature": 0.8, "top_k": 300, "top_p": 0.9}])
+    def test_of_many_blocks(self, row):
+        """1,000 tokens are eight blocks of 128, of which the last one is not full."""
+        count = 10_000
+        logits = random_logits(5, 1000)
+        expected = probabilities(logits, **row) * count
+        observed = np.bincount(draws(logits, count, **row), minlength=1000)
+        assert np.all(observed[expected == 0] == 0)
+        often = expected >= 5
+        rest_expected, rest = expected[~often].sum(), observed[~often].sum()
+        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
+        statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
+        freedom = often.sum()
+        assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
     def test_over_positions(self):
         """One request's draws are as independent as those of many."""
         logits, count = random_logits(4), 4000
@@ -219,14 +236,26 @@ class TestIndependence:
                 logits[slot], rows[slot] = random_logits(1), row
                 assert draw(logits, rows)[slot] == alone
 
+    @pytest.mark.parametrize("drawing", [[], [19], [0, 9, 18, 19], range(5), range(1, 20, 2)])
+    def test_of_how_many_draw(self, drawing):
+        """Few are drawn one by one, more in windows of 16 slots, which overlap at the end."""
+        logits = np.stack([random_logits(seed) for seed in range(20)])
+        rows = [{"temperature": float(slot in drawing), "seed": slot} for slot in range(20)]
+        tokens = draw(logits, rows)
+        for slot in range(20):
+            if slot in drawing:
+                assert tokens[slot] == draw(logits[slot][None], [rows[slot]])[0]
+            else:
+                assert tokens[slot] == logits[slot].argmax()
+
     def test_top_p_of_1_keeps_the_whole_tail_in_any_crowd(self):
         """A neighbour has the masses summed, and rounded; that must not cut this row's tail."""
         vocab = 3072
         logits = np.stack([np.linspace(0, -slope, vocab, dtype=np.float32) for slope in (2, 9, 40)])
-        alone = _threshold(jnp.asarray(logits), self.state(top_p=(1.0, 1.0, 1.0)))
-        crowd = _threshold(jnp.asarray(logits), self.state(top_p=(1.0, 0.5, 1.0)))
-        assert np.all(np.asarray(alone) <= logits[:, -1])
-        assert np.all(np.asarray(crowd)[[0, 2]] <= logits[[0, 2], -1])
+        alone = process(jnp.asarray(logits), self.state(top_p=(1.0, 1.0, 1.0)))
+        crowd = process(jnp.asarray(logits), self.state(top_p=(1.0, 0.5, 1.0)))
+        assert np.isfinite(alone).all(axis=1).tolist() == [True, True, True]
+        assert np.isfinite(crowd).all(axis=1).tolist() == [True, False, True]
 
     def state(self, top_p):
         columns = {
@@ -257,6 +286,41 @@ class TestIndependence:
             }
         )
         assert np.asarray(run(logits[None], state)).tolist() == as_float32
+
+
+class TestParts:
+    """What `sample` consists of, for those who need more of it than a token."""
+
+    ROWS = (
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.0},
+    )
+
+    def state(self, *rows) -> SamplerState:
+        return SamplerState(
+            **{
+                name: jnp.asarray([{**OFF, **row}[name] for row in rows], DTYPES.get(name, "f4"))
+                for name in OFF
+            }
+        )
+
+    def test_processed_logits_are_the_logarithms_of_the_distribution(self):
+        logits = np.stack([random_logits(seed, 300) for seed in range(3)])
+        processed = process(jnp.asarray(logits), self.state(*self.ROWS))
+        assert np.asarray(processed).max(axis=1).tolist() == [0.0, 0.0, 0.0]
+        expected = [probabilities(row, **how) for row, how in zip(logits, self.ROWS, strict=True)]
+        np.testing.assert_allclose(jax.nn.softmax(processed), expected, atol=1e-6)
+
+    def test_processed_logits_without_temperature_are_the_greedy_token(self):
+        processed = process(jnp.asarray([[1.0, 3.0, 3.0]]), self.state({"temperature": 0.0}))
+        assert np.asarray(processed).tolist() == [[-np.inf, 0.0, -np.inf]]
+
+    def test_a_draw_of_the_processed_logits_with_the_requests_key_is_the_sample(self):
+        logits = jnp.asarray(np.stack([random_logits(seed, 300) for seed in range(3)]))
+        state = self.state(*({**row, "seed": 9, "position": 4} for row in self.ROWS))
+        drawn = draw_weights(process(logits, state), draw_keys(state.seed, state.position))
+        assert np.asarray(drawn).tolist() == np.asarray(run(logits, state)).tolist()
 
 
 def words_of(tokens, vocab=VOCAB) -> list[int]:
