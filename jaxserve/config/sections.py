@@ -261,8 +261,8 @@ class Pages(Section, frozen=True):
     """Most tokens of a prompt that a domain recomputes; requests that need more fail. 0: any."""
     held: Size = 64
     """Requests whose pages a prefill worker keeps at a time; further prompts wait."""
-    streams: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Connections for the bytes of one hand-off."""
+    streams: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Hand-offs at a time from one prefill worker to a domain, each over its own connection."""
 
 
 class Fleet(Section, frozen=True):

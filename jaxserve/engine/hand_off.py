@@ -25,7 +25,6 @@ from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_client import FetchJob, PagesClient
 from jaxserve.link.pages_frames import Fetch
 from jaxserve.link.pages_server import ExportError, PagesServer, Piece
-from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Export(NamedTuple):
     """Who wants pages to be read."""
 
     fetch: Fetch
-    reply: "Future[Sequence[Piece]]"
+    reply: "Future[Piece]"
 
 
 class HandOffs:
@@ -187,7 +186,7 @@ class HandOffs:
         )
 
     # -------------------------------------------------- what the server asks for, on its threads
-    def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:
+    def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
         """Has a range of held pages read (`pages_server.Holder`)."""
 
         def ask() -> list[TokenOutput]:
@@ -242,9 +241,11 @@ class HandOffs:
             case ImportPages(domain, ticket, run, tokens, piece):
                 access = self.domains[domain].access
                 access.write(run, piece.tokens, piece.cache_format, piece.arrays)
+                piece.done()
                 self._loop.imported(domain, ticket, tokens)
-            case ExportPages(run, start, _, Export(fetch, reply)):
-                reply.set_result([*self._read(run, start, fetch)])
+            case ExportPages(run, _, _, Export(fetch, reply)):
+                assert self.prefill is not None
+                reply.set_result(self.prefill.access.read(run, fetch.size))
 
     def close(self) -> None:
         """Ends the links."""
@@ -278,15 +279,3 @@ class HandOffs:
             on_failure=failed,
         )
         self.domains[domain].client.fetch(job)
-
-    def _read(self, run: PageRun, start: int, fetch: Fetch) -> Iterable[Piece]:
-        """The pieces of a range, being computed."""
-        assert self.prefill is not None
-        access = self.prefill.access
-        size, done = self.page_size, run.offset
-        for tokens in fetch.pieces:
-            pages = access.transfer.programs.gather_pages(tokens)
-            first = done // size
-            part = PageRun(run.group, run.page_ids[first : first + pages], done % size)
-            yield access.read(part, tokens)
-            done += tokens

@@ -68,9 +68,7 @@ def serve_pages(
         token,
         engine.hand_offs,
         cache_format=transfer.programs.format,
-        device=_device(transfer),
         token_bytes=transfer.programs.token_bytes,
-        sockets=deployment.pages.streams,
         deadlines=deadlines,
     )
     engine.hand_offs.serve(PrefillEnd(server, access, limits))
@@ -114,10 +112,9 @@ def fetch_pages(
         client = PagesClient(
             pages_hello(deployment, transfer, "decode"),
             token,
-            device=_device(transfer),
             landing=cast(Landing, transfer),
             lease_seconds=deployment.pages.lease_seconds,
-            sockets=deployment.pages.streams,
+            streams=deployment.pages.streams,
             deadlines=deadlines,
         )
         ends.append(DecodeEnd(client, access))
@@ -158,7 +155,3 @@ def _check(deployment: Deployment) -> None:
     refuse_several_processes("pages link")
     if not deployment.cache.prefix:
         raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
-
-
-def _device(transfer: PageTransfer) -> jax.Device:
-    return transfer.programs.mesh.devices.flat[0]

@@ -15,7 +15,8 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -86,10 +87,16 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, frame: bytes) -> None:
-        """Raises OSError when the connection is gone."""
+    def send(self, frame: bytes, parts: Iterable[memoryview] = ()) -> None:
+        """Sends a frame and, right behind it, the bytes that it announces.
+
+        Raises:
+          OSError: the connection is gone.
+        """
         with self._sending:
             self._connection.send_bytes(frame)
+            for part in parts:
+                self._socket.sendall(part)
 
     def wait(self, seconds: float) -> bool:
         """Whether a frame, or the end of the connection, is there to be received."""
@@ -98,6 +105,18 @@ class Channel:
     def receive(self) -> bytes:
         """Raises EOFError or OSError when the connection is gone."""
         return self._connection.recv_bytes(self._most)
+
+    def receive_into(self, buffer: memoryview, seconds: float) -> None:
+        """Receives bytes that a frame has announced; raises EOFError or OSError when the connection
+        is gone, or they are not there within `seconds`."""
+        received, end = 0, time.monotonic() + seconds
+        while received < len(buffer):
+            count = self._socket.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError
+            received += count
+            if received < len(buffer) and time.monotonic() > end:
+                raise OSError(f"{received} of {len(buffer)} bytes within {seconds:g} s")
 
     def authenticate(self, token: str, *, accepted: bool) -> None:
         """Proves to each end that the other knows the token; `accepted` at the listening end.

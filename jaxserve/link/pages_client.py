@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import msgspec
@@ -22,27 +23,28 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
 from jaxserve.link.hello import Hello
 from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages_bytes import HostBuffers
 from jaxserve.link.pages_connection import Connection, FetchError, Landing
 from jaxserve.link.peer import Refusal
 from jaxserve.link.transfers import refuse_several_processes
 
 logger = logging.getLogger(__name__)
 
-STREAMS = 2
-"""Fetches from one prefill worker at a time."""
 IDLE_SECONDS = 60.0
 """After which a stream that nobody needs closes its connection and ends."""
 ATTEMPTS = 2
 """Connections over which a fetch is tried."""
 
 
-class FetchedPiece(msgspec.Struct, frozen=True):
-    """What has arrived: as `Landing` asked for it, complete and without error."""
+class FetchedPiece(NamedTuple):
+    """What has arrived, complete: as `Landing` asked for it."""
 
     tokens: int
     """Of the piece, padding included."""
     cache_format: str
-    arrays: list[jax.Array]
+    arrays: Sequence[jax.Array]
+    done: Callable[[], object]
+    """To be called once it was written; until then few further pieces are asked for."""
 
 
 @dataclass(eq=False)
@@ -99,10 +101,9 @@ class PagesClient:
     Args:
       hello: what this worker is; prefill workers that differ are refused.
       token: the secret of the deployment.
-      device: one of the worker's.
       landing: where pieces are to arrive.
       lease_seconds: of the prefill workers; leases are renewed every third of it.
-      sockets: data sockets a connection.
+      streams: fetches from one prefill worker at a time, a connection each.
       deadlines: of every wait.
 
     Raises:
@@ -114,15 +115,15 @@ class PagesClient:
         hello: Hello,
         token: str,
         *,
-        device: jax.Device,
         landing: Landing,
         lease_seconds: float = 30.0,
-        sockets: int = 1,
+        streams: int = 2,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         refuse_several_processes("pages link")
         self.lease_seconds, self.landing, self.deadlines = lease_seconds, landing, deadlines
-        self._hello, self._token, self._device, self._sockets = hello, token, device, sockets
+        self.streams = streams
+        self._hello, self._token, self._buffers = hello, token, HostBuffers()
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._jobs: dict[Hashable, FetchJob] = {}
@@ -195,13 +196,12 @@ class PagesClient:
             address,
             self._hello,
             self._token,
-            device=self._device,
-            sockets=self._sockets,
+            buffers=self._buffers,
             deadlines=self.deadlines,
             on_tick=peer.tick,
         )
 
-    def arrived(self, job: FetchJob, size: int) -> None:
+    def arrived(self, size: int) -> None:
         """Counts a piece."""
         with self._lock:
             self._bytes += size
@@ -312,7 +312,7 @@ class _Peer:
     def _used(self) -> None:
         """Something is to be done: by a stream that waits, or by a new one."""
         self._last = time.monotonic()
-        if not self._streams or (not self._idle and len(self._streams) < STREAMS):
+        if not self._streams or (not self._idle and len(self._streams) < self._client.streams):
             thread = threading.Thread(
                 target=self._stream, name=f"pages of {self._address}", daemon=True
             )
@@ -387,12 +387,12 @@ class _Peer:
             job.source, job.token_ids, job.start, job.stop, job.group, landing,
             lambda: job.cancelled,
         )  # fmt: skip
-        for first, tokens, size, arrays in pieces:
+        for first, tokens, size, nbytes, arrays, done in pieces:
             job.start = first + tokens
-            nbytes = sum(array.nbytes for array in arrays)
-            self._client.arrived(job, nbytes)
+            self._client.arrived(nbytes)
             if not job.cancelled:
-                job.on_piece(first, tokens, FetchedPiece(size, connection.cache_format, arrays))
+                piece = FetchedPiece(size, connection.cache_format, arrays, done)
+                job.on_piece(first, tokens, piece)
 
     def _lost(self, job: FetchJob | None, text: str, connected: bool) -> None:
         """The connection of a fetch was lost; it goes on over another one, once."""

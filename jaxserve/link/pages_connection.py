@@ -1,26 +1,28 @@
 """One connection of a decode worker to a prefill worker's pages server.
 
-A thread reads frames, keeps the other end alive and gives the connection up when it is silent or
-late; the stream that owns it (`pages_client.py`) fetches, one range after the other, each asked for
-while the one before it is pulled. Every way in which a connection ends passes through `fail`,
-which turns what is being pulled into errors, so that nobody waits for it.
+A thread reads frames and pieces, keeps the other end alive and gives the connection up when it is
+silent or late; the stream that owns it (`pages_client.py`) fetches, one range after the other, with
+some asked for ahead. Every way in which a connection ends passes through `fail`, which wakes
+whoever waits for a piece.
 """
 
 import functools
-import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
 import msgspec
+import numpy as np
 
 from jaxserve.clock import AwakeClock
 from jaxserve.link.channel import Channel, Deadlines, cut_off, dial
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.pages import PagesSource, pages_digest
+from jaxserve.link.pages_bytes import HostBuffers, piece_bytes, received_arrays
 from jaxserve.link.pages_frames import (
     Failed,
     Fetch,
@@ -28,17 +30,15 @@ from jaxserve.link.pages_frames import (
     Ready,
     Release,
     Renew,
-    Taken,
     Welcome,
     decode_from_prefill,
     encode,
 )
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS, Refusal
-from jaxserve.link.transfers import Transfers
 
 ASKED_AHEAD = 4
-"""Pieces that are asked for, and registered by the prefill worker, at a time: while one is pulled,
-the prefill worker reads the next."""
+"""Pieces that are asked for or wait to be written at a time: while one crosses, the prefill worker
+reads the next one and the domain writes the one before."""
 
 
 class FetchError(Exception):
@@ -79,7 +79,18 @@ class Arrival(NamedTuple):
     tokens: int
     size: int
     """Tokens, padding included."""
-    arrays: list[jax.Array]
+    nbytes: int
+    arrays: Sequence[jax.Array]
+    done: Callable[[], object]
+    """To be called once, when they were written: another piece is asked for then."""
+
+
+class _Asked(NamedTuple):
+    """A piece that the prefill worker has been asked for."""
+
+    number: int
+    wanted: "_Range"
+    shapes: Sequence[jax.ShapeDtypeStruct]
 
 
 class Connection:
@@ -89,20 +100,22 @@ class Connection:
         self,
         channel: Channel,
         *,
-        device: jax.Device,
-        sockets: int,
+        buffers: HostBuffers,
         deadlines: Deadlines,
         on_tick: Callable[["Connection"], None],
     ):
         self.failure: str | None = None
         self.cache_format = ""
         self._channel = channel
-        self._transfers = Transfers(device, channel.local_host, sockets)
+        self._buffers = buffers
         self._deadlines, self._on_tick = deadlines, on_tick
         self._failing = threading.Lock()
         self._model = ""
         self._fetches = 0
-        self._answers: queue.SimpleQueue[Ready | Failed | None] = queue.SimpleQueue()
+        self._asked: deque[_Asked] = deque()
+        """By the owner; the answers come in this order and take them away."""
+        self._answers: queue.SimpleQueue[tuple[int, np.ndarray | Failed] | None]
+        self._answers = queue.SimpleQueue()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._busy_since: float | None = None
         self._reader = threading.Thread(target=self._read, name="pages reader", daemon=True)
@@ -114,8 +127,7 @@ class Connection:
         hello: Hello,
         token: str,
         *,
-        device: jax.Device,
-        sockets: int,
+        buffers: HostBuffers,
         deadlines: Deadlines,
         on_tick: Callable[["Connection"], None],
     ) -> "Connection":
@@ -130,9 +142,7 @@ class Connection:
         try:
             with cut_off(channel.shutdown, deadlines.handshake):
                 channel.authenticate(token, accepted=False)
-            connection = cls(
-                channel, device=device, sockets=sockets, deadlines=deadlines, on_tick=on_tick
-            )
+            connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, deadlines.handshake):
                 connection._join(hello)
@@ -143,16 +153,15 @@ class Connection:
         return connection
 
     def _join(self, hello: Hello) -> None:
-        self._channel.send(encode(Join(hello, self._transfers.address)))
+        self._channel.send(encode(Join(hello)))
         match decode_from_prefill(self._channel.receive()):
-            case Welcome(hello=theirs, transfer_address=address, cache_format=cache_format):
+            case Welcome(hello=theirs, cache_format=cache_format):
                 if reason := refusal(hello, theirs):
                     raise Refusal(reason)
             case Refused(reason=reason):
                 raise Refusal(reason)
             case frame:
                 raise Refusal(f"unexpected {type(frame).__name__} instead of a welcome")
-        self._transfers.connect(address)
         self._model, self.cache_format = theirs.digest, cache_format
 
     def fetch(
@@ -169,7 +178,7 @@ class Connection:
 
         Args:
           token_ids: all that the source says it holds.
-          given_up: whether nothing more is to be asked for.
+          given_up: whether nothing more is wanted.
 
         Raises:
           FetchError: the other end does not have what is wanted, or cannot give it.
@@ -187,24 +196,27 @@ class Connection:
                 f"prompt's first {len(token_ids)}, {digest}",
                 mismatch=True,
             )
-        asked: list[tuple[int, _Range]] = []
-        waiting = iter(_ranges(start, stop, landing.pieces))
-        for wanted in itertools.islice(waiting, ASKED_AHEAD):
-            self._ask(source, wanted, asked)
+        room = threading.Semaphore(ASKED_AHEAD)
+        asked: deque[_Asked] = deque()
+        waiting = deque(_ranges(start, stop, landing.pieces))
         try:
-            while asked:
-                number, wanted = asked[0]
-                ready = self._answer(number)
-                pulled = [
-                    self._transfers.pull(uuid, landing.landing(group, size, self.cache_format))
-                    for uuid, size in zip(ready.uuids, wanted.pieces, strict=True)
-                ]
-                yield from self._arrivals(wanted, pulled)
-                asked.pop(0)
-                self._send(Taken(number))
-                following = next(waiting, None) if not given_up() else None
-                if following is not None:
-                    self._ask(source, following, asked)
+            while (asked or waiting) and not given_up():
+                # Pieces that were not written yet hold up further ones, not those that are asked.
+                while waiting and room.acquire(timeout=0 if asked else TICK_SECONDS):
+                    wanted = waiting.popleft()
+                    shapes = landing.landing(group, wanted.size, self.cache_format)
+                    asked.append(self._ask(source, wanted, shapes))
+                if self.failure is not None:
+                    raise OSError(self.failure)
+                if not asked:
+                    self._busy_since = None
+                    continue
+                number, wanted, shapes = asked.popleft()
+                buffer = self._answer(number)
+                self._progress()
+                tokens = min(wanted.size, wanted.stop - wanted.start)
+                arrays = received_arrays(buffer, shapes)
+                yield Arrival(wanted.start, tokens, wanted.size, len(buffer), arrays, room.release)
         finally:
             self._busy_since = None
 
@@ -222,7 +234,6 @@ class Connection:
             if self.failure is not None:
                 return
             self.failure = reason
-        self._transfers.cancel()
         self._channel.shutdown()
         self._answers.put(None)
 
@@ -233,44 +244,36 @@ class Connection:
             self._reader.join()
         self._channel.close()
 
-    def _ask(self, source: PagesSource, wanted: "_Range", asked: list) -> None:
-        number, self._fetches = self._fetches, self._fetches + 1
-        asked.append((number, wanted))
+    def _ask(
+        self, source: PagesSource, wanted: "_Range", shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> _Asked:
+        asked = _Asked(self._fetches, wanted, shapes)
+        self._fetches += 1
+        self._asked.append(asked)
         self._progress()
         self._send(
             Fetch(
-                number,
+                asked.number,
                 source.hand_off,
                 wanted.start,
                 wanted.stop,
-                wanted.pieces,
+                wanted.size,
                 source.digest,
                 source.epoch,
             )
         )
+        return asked
 
-    def _answer(self, number: int) -> Ready:
-        """The answer to a fetch, which come in order."""
-        answer = self._answers.get()
-        match answer:
-            case Ready(number=given) if given == number:
-                return answer
-            case Failed(number=given, text=text, mismatch=mismatch) if given == number:
-                raise FetchError(text, mismatch=mismatch)
-            case None:
-                raise OSError(self.failure)
-        self.fail(f"an answer to fetch {answer.number}, expected {number}")
+    def _answer(self, number: int) -> np.ndarray:
+        """The bytes of a piece; answers that nobody waits for any more are passed over."""
+        while (answer := self._answers.get()) is not None:
+            given, content = answer
+            if given != number:
+                continue
+            if isinstance(content, Failed):
+                raise FetchError(content.text, mismatch=content.mismatch)
+            return content
         raise OSError(self.failure)
-
-    def _arrivals(self, wanted: "_Range", pulled: list[list[jax.Array]]) -> Iterator[Arrival]:
-        first = wanted.start
-        for size, arrays in zip(wanted.pieces, pulled, strict=True):
-            for array in arrays:
-                array.block_until_ready()  # `fail` turns it into an error
-            self._progress()
-            tokens = min(size, wanted.stop - first)
-            yield Arrival(first, tokens, size, arrays)
-            first += tokens
 
     def _progress(self) -> None:
         self._busy_since = self._clock.now
@@ -310,10 +313,25 @@ class Connection:
         match decode_from_prefill(data):
             case Echo():
                 pass
-            case Ready() | Failed() as answer:
-                self._answers.put(answer)
+            case Ready(number=number, size=size):
+                asked = self._next_asked(number)
+                expected = piece_bytes(asked.shapes)
+                if size != expected:
+                    raise OSError(f"a piece of {size} bytes, expected {expected}")
+                buffer = self._buffers.take(size)
+                self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
+                self._answers.put((number, buffer))
+            case Failed(number=number) as failed:
+                self._next_asked(number)
+                self._answers.put((number, failed))
             case frame:
                 self.fail(f"unexpected {type(frame).__name__}")
+
+    def _next_asked(self, number: int) -> _Asked:
+        asked = self._asked.popleft() if self._asked else None
+        if asked is None or asked.number != number:
+            raise OSError(f"an answer to fetch {number}, expected {asked and asked.number}")
+        return asked
 
 
 class _Range(NamedTuple):
@@ -321,11 +339,12 @@ class _Range(NamedTuple):
 
     start: int
     stop: int
-    pieces: list[int]
+    size: int
+    """Tokens of the piece, padding included."""
 
 
 def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
-    """The ranges of a hand-off, a piece each: the largest ones, then what covers the rest."""
+    """The pieces of a hand-off: the largest ones, then what covers the rest."""
     ranges = []
     while start < stop:
         rest = stop - start
@@ -334,6 +353,6 @@ def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
         # Several small pieces where one large one would be padding by an eighth and more.
         if 8 * size > 9 * -(-rest // largest) * largest:
             size = largest
-        ranges.append(_Range(start, min(stop, start + size), [size]))
+        ranges.append(_Range(start, min(stop, start + size), size))
         start += size
     return ranges

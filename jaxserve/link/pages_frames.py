@@ -1,10 +1,10 @@
-"""The frames of a pages link's control channel: msgpack of the structs below, nothing pickled.
+"""The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
 
-KV entries do not pass here; they are pulled from the transfer server of the prefill worker, piece
-by piece, under the uuids that `Ready` names.
+The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
+which follow it as `pages_bytes.py` lays them out.
 
-    decode → prefill   Join      (Fetch | Taken | Renew | Release | Echo)*
-    prefill → decode   Welcome   (Ready | Failed | Echo)*                     or Refused
+    decode → prefill   Join      (Fetch | Renew | Release | Echo)*
+    prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
 """
 
 from collections.abc import Callable
@@ -19,53 +19,45 @@ class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
     """First frame of a decode worker."""
 
     hello: Hello
-    transfer_address: str
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     """The prefill worker takes it in."""
 
     hello: Hello
-    transfer_address: str
-    """Of the transfer server that serves the pieces on this connection."""
     cache_format: str
     """Of the pieces."""
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
-    """Wants the tokens from `start` on, in pieces of these sizes, the last of which may be padded
-    behind `stop`."""
+    """Wants the tokens from `start` on as a piece, which may be padded behind `stop`."""
 
     number: int
     """Names the fetch on this connection."""
     hand_off: str
     start: int
     stop: int
-    pieces: list[int]
+    size: int
+    """Tokens of the piece, padding included."""
     digest: str
     epoch: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The pieces wait to be pulled, each under its uuid."""
+    """The piece follows."""
 
     number: int
-    uuids: list[int]
+    size: int
+    """In bytes."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
-    """They do not."""
+    """It does not come."""
 
     number: int
     text: str
     mismatch: bool
     """Whether what is held is something else than what was asked for."""
-
-
-class Taken(msgspec.Struct, frozen=True, tag="taken", array_like=True):
-    """The pieces of a fetch have been pulled, or nobody wants them: their memory is free."""
-
-    number: int
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
@@ -80,7 +72,7 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
     hand_off: str
 
 
-FromDecode = Join | Fetch | Taken | Renew | Release | Echo
+FromDecode = Join | Fetch | Renew | Release | Echo
 FromPrefill = Welcome | Refused | Ready | Failed | Echo
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

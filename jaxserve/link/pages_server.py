@@ -1,10 +1,10 @@
 """The prefill worker's end of a pages link: hands out pages that its engine holds.
 
-Decode workers connect, ask for token ranges of leases and pull them. For each there are two
+Decode workers connect and ask for token ranges of leases, piece by piece. For each there are two
 threads: one reads frames, so that a decode worker hears an echo and renews its leases while the
-other waits for the engine and for room. What is registered to be pulled is a copy of pages in the
-wire form; its bytes are bounded over all connections, and are free again when the pieces are taken
-or the connection ends. `pages_client.py` is the other end. Knows nothing of requests and pages.
+other waits for the engine and for room, and sends pieces. A piece is a copy of pages in the wire
+form; its bytes are bounded over all connections, and are free again when it is sent or the
+connection ends. `pages_client.py` is the other end. Knows nothing of requests and pages.
 """
 
 import functools
@@ -13,9 +13,10 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import msgspec
@@ -32,6 +33,7 @@ from jaxserve.link.channel import (
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.listener import Listener
+from jaxserve.link.pages_bytes import sent_parts
 from jaxserve.link.pages_frames import (
     Failed,
     Fetch,
@@ -39,19 +41,20 @@ from jaxserve.link.pages_frames import (
     Ready,
     Release,
     Renew,
-    Taken,
     Welcome,
     decode_from_decode,
     encode,
 )
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS
-from jaxserve.link.transfers import Transfers, new_uuid, refuse_several_processes
+from jaxserve.link.transfers import refuse_several_processes
 
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 REGISTERED_BYTES = 1 << 30
-"""Of pieces that wait to be pulled, over all connections; one fetch always may."""
+"""Of pieces that are read or sent, over all connections; one piece always may."""
+READ_AHEAD = 1
+"""Pieces of a connection that the engine reads while another one is sent."""
 
 Piece = Sequence[jax.Array]
 """The wire arrays of a piece, each on one device."""
@@ -73,8 +76,8 @@ class ExportError(Exception):
 class Holder(Protocol):
     """Who holds the pages: the engine. Called by any thread; none of these waits."""
 
-    def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:
-        """Reads a range in pieces; the future gets them, computed or not, or an ExportError."""
+    def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
+        """Reads a piece; the future gets it, computed or not, or an ExportError."""
         ...
 
     def renew(self, hand_offs: Sequence[str]) -> None:
@@ -90,11 +93,11 @@ class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
     """What a pages server has done since it was started, and has in hand.
 
     Attributes:
-      transfers: fetches whose pieces were taken.
+      transfers: pieces that were sent.
       bytes: of them, padding included.
-      failures: fetches that were refused or lost.
-      queued: fetches that wait for the engine or for room.
-      registered_bytes: of pieces that wait to be pulled.
+      failures: pieces that were refused or lost.
+      queued: pieces that wait for the engine or for room, or are sent.
+      registered_bytes: of pieces that are read or sent.
       connections: open now.
     """
 
@@ -115,10 +118,8 @@ class PagesServer:
       token: the secret of the deployment.
       holder: of the pages.
       cache_format: of the pages, as they cross.
-      device: one of the worker's.
       token_bytes: that a token's entries take on the wire.
-      sockets: data sockets a connection.
-      registered_bytes: most bytes that wait to be pulled.
+      registered_bytes: most bytes of pieces that are read or sent.
       deadlines: of every wait.
 
     Raises:
@@ -133,15 +134,13 @@ class PagesServer:
         holder: Holder,
         *,
         cache_format: str,
-        device: jax.Device,
         token_bytes: int,
-        sockets: int = 1,
         registered_bytes: int = REGISTERED_BYTES,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         refuse_several_processes("pages link")
         self.hello, self.cache_format, self.holder = hello, cache_format, holder
-        self.device, self.sockets, self.deadlines = device, sockets, deadlines
+        self.deadlines = deadlines
         self.epoch = secrets.randbits(63)
         """Of this server's life: leases of another one are over."""
         self.address = ""
@@ -174,9 +173,9 @@ class PagesServer:
             connections=len(self._pullers),
         )
 
-    def piece_bytes(self, pieces: Sequence[int]) -> int:
-        """That pieces of so many tokens take."""
-        return self._token_bytes * sum(pieces)
+    def piece_bytes(self, tokens: int) -> int:
+        """That a piece of so many tokens takes."""
+        return self._token_bytes * tokens
 
     def count(
         self, *, transfers: int = 0, size: int = 0, failures: int = 0, queued: int = 0
@@ -215,8 +214,8 @@ class _Room:
         self._changed = threading.Condition()
 
     def take(self, size: int, given_up: Callable[[], bool]) -> bool:
-        """Waits until there is room for so many bytes, or nothing else is taken; False if
-        `given_up` meanwhile."""
+        """Waits until there is room for so many bytes, or nothing else is taken; False if there is
+        none and `given_up`."""
         with self._changed:
             while self.taken and self.taken + size > self._most:
                 if given_up():
@@ -241,9 +240,7 @@ class _Puller:
         self._server, self._sock, self._token = server, sock, token
         self._failing = threading.Lock()
         self._channel: Channel | None = None
-        self._transfers: Transfers | None = None
         self._wanted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
-        self._registered: dict[int, int] = {}  # number of a fetch → bytes
 
     def fail(self, reason: str) -> None:
         """Gives the connection up; the first reason counts."""
@@ -251,8 +248,6 @@ class _Puller:
             if self.failure is not None:
                 return
             self.failure = reason
-        if self._transfers is not None:
-            self._transfers.cancel()
         if self._channel is not None:
             self._channel.shutdown()
 
@@ -282,9 +277,6 @@ class _Puller:
                 self._wanted.put(None)
                 worker.join()
                 logger.info("pages: a decode worker has left: %s", self.failure)
-            for number in list(self._registered):
-                self._taken(number, lost=True)
-            self._transfers = None
             if self._channel is not None:
                 self._channel.close()
             self._server.forget(self)
@@ -300,9 +292,7 @@ class _Puller:
             logger.warning("pages: refused %s: %s", channel.peer, reason)
             channel.send(encode(Refused(reason)))
             return False
-        self._transfers = Transfers(server.device, channel.local_host, sockets=server.sockets)
-        self._transfers.connect(frame.transfer_address)
-        channel.send(encode(Welcome(server.hello, self._transfers.address, server.cache_format)))
+        channel.send(encode(Welcome(server.hello, server.cache_format)))
         logger.info("pages: %s joins from %s", frame.hello.worker, channel.peer)
         return True
 
@@ -321,8 +311,6 @@ class _Puller:
                 case Fetch():
                     self._server.count(queued=1)
                     self._wanted.put(frame)
-                case Taken(number=number):
-                    self._taken(number)
                 case Renew(hand_offs=hand_offs):
                     self._server.holder.renew(hand_offs)
                 case Release(hand_off=hand_off):
@@ -333,63 +321,85 @@ class _Puller:
                     self.fail("joined twice")
 
     def _work(self) -> None:
-        """Serves fetches in their order."""
-        while (fetch := self._wanted.get()) is not None:
-            try:
-                if self.failure is None:
-                    self._serve(fetch)
-            except ExportError as error:
-                self._server.count(failures=1)
-                self._send(Failed(fetch.number, str(error), error.mismatch))
-            except Exception as error:
-                logger.exception("pages: fetch of %s", fetch.hand_off)
-                self.fail(f"{type(error).__name__}: {error}")
-            finally:
+        """Serves fetches in their order, each read while the one before it is sent."""
+        read: deque[_Reading] = deque()
+        following: Fetch | None = None
+        ended = False
+        while read or not ended:
+            if following is None and not ended and len(read) <= READ_AHEAD:
+                try:
+                    following = self._wanted.get(block=not read)
+                    ended = following is None
+                except queue.Empty:
+                    pass
+            if following is not None and (begun := self._begin(following, wait=not read)):
+                read.append(begun)
+                following = None
+                continue
+            if read:
+                self._finish(read.popleft())
+            elif following is not None:  # given up
                 self._server.count(queued=-1)
+                following = None
 
-    def _serve(self, fetch: Fetch) -> None:
-        server, transfers = self._server, self._transfers
-        assert transfers is not None
+    def _begin(self, fetch: Fetch, *, wait: bool) -> "_Reading | None":
+        """Has a piece read once there is room; None if there is none and `wait` is not set, or the
+        connection is given up."""
+        server, reply = self._server, Future[Piece]()
+        size = server.piece_bytes(fetch.size)
+        if not server.room.take(size, lambda: not wait or self.failure is not None):
+            return None
         if fetch.epoch != server.epoch:
-            raise ExportError("the lease is of an earlier life of this prefill worker")
-        size = server.piece_bytes(fetch.pieces)
-        if not server.room.take(size, lambda: self.failure is not None):
-            return
-        self._registered[fetch.number] = size
-        try:
-            pieces = self._exported(fetch)
-        except ExportError:
-            self._taken(fetch.number, lost=True)
-            raise
-        uuids = []
-        for piece in pieces:
-            uuids.append(new_uuid())
-            transfers.register(uuids[-1], piece)
-        self._send(Ready(fetch.number, uuids))
+            text = "the lease is of an earlier life of this prefill worker"
+            reply.set_exception(ExportError(text))
+        elif self.failure is not None:
+            reply.set_exception(ExportError(self.failure))
+        else:
+            server.holder.export(fetch, reply)
+        return _Reading(fetch.number, size, reply)
 
-    def _exported(self, fetch: Fetch) -> Sequence[Piece]:
+    def _finish(self, reading: "_Reading") -> None:
+        """Sends a piece once it is read."""
+        number, size, _ = reading
+        try:
+            piece = self._read_piece(reading)
+            parts = [*sent_parts(piece)]
+            sent = sum(part.nbytes for part in parts)
+            self._send(Ready(number, sent), parts)
+            self._server.count(transfers=1, size=sent)
+        except ExportError as error:
+            self._server.count(failures=1)
+            self._send(Failed(number, str(error), error.mismatch))
+        except Exception as error:
+            logger.exception("pages: fetch %d", number)
+            self.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._server.room.give_back(size)
+            self._server.count(queued=-1)
+
+    def _read_piece(self, reading: "_Reading") -> Piece:
         """What the engine reads, once it has got to it."""
-        reply: Future[Sequence[Piece]] = Future()
-        self._server.holder.export(fetch, reply)
         clock = AwakeClock(LONGEST_TICK_SECONDS)
         while True:
             try:
-                return reply.result(TICK_SECONDS)
+                return reading.reply.result(TICK_SECONDS)
             except TimeoutError:
                 if self.failure is not None or clock.tick() > self._server.deadlines.answer:
                     raise ExportError("the engine did not answer") from None
 
-    def _taken(self, number: int, *, lost: bool = False) -> None:
-        """The pieces of a fetch are pulled, or lost."""
-        size = self._registered.pop(number, None)
-        if size is not None:
-            self._server.room.give_back(size)
-            if not lost:
-                self._server.count(transfers=1, size=size)
-
-    def _send(self, frame: msgspec.Struct) -> None:
+    def _send(self, frame: msgspec.Struct, parts: Iterable[memoryview] = ()) -> None:
         assert self._channel is not None
         try:
-            self._channel.send(encode(frame))
+            self._channel.send(encode(frame), parts)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
+
+
+class _Reading(NamedTuple):
+    """A piece that the engine was asked to read."""
+
+    number: int
+    """Of its fetch."""
+    size: int
+    """In bytes."""
+    reply: Future[Piece]

@@ -9,7 +9,7 @@ DP group that is meant takes part with its pages, the others with none.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ class PagePrograms:
         def write(number: Array, array: Array) -> Array:
             at = number // valid * count + number % valid
             block = jax.lax.dynamic_slice_in_dim(blocks, at, 1)[:, None]
-            start = (rows[at], head, *[0] * (array.ndim - 2))
+            start: list[Any] = [rows[at], head, *[0] * (array.ndim - 2)]
             return jax.lax.dynamic_update_slice(array, block, start)
 
         return jax.lax.fori_loop(0, layers * valid, write, array)

@@ -34,7 +34,7 @@ class ToyHolder:
         self.renewed: list[str] = []
         self.released: list[str] = []
 
-    def export(self, fetch: Fetch, reply: "Future[Sequence[Piece]]") -> None:
+    def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
         if fetch.hand_off == "gone":
             reply.set_exception(ExportError("it is over"))
             return
@@ -42,13 +42,9 @@ class ToyHolder:
         def answer() -> None:
             if fetch.hand_off == "slow":
                 self.go.wait(30)
-            pieces, first = [], fetch.start
-            for tokens in fetch.pieces:
-                numbers = np.arange(first, first + tokens, dtype=np.int32)
-                wide = np.repeat(numbers[:, None], WIDTH, axis=1)
-                pieces.append([jax.device_put(numbers), jax.device_put(wide)])
-                first += tokens
-            reply.set_result(pieces)
+            numbers = np.arange(fetch.start, fetch.start + fetch.size, dtype=np.int32)
+            wide = np.repeat(numbers[:, None], WIDTH, axis=1)
+            reply.set_result([jax.device_put(numbers), jax.device_put(wide)])
 
         threading.Thread(target=answer, daemon=True).start()
 
@@ -81,7 +77,6 @@ def toy_server(holder: ToyHolder, **options) -> PagesServer:
         make_hello("prefill", arguments.pop("facts", FACTS)),
         SECRET,
         holder,
-        device=jax.devices()[0],
         token_bytes=TOKEN_BYTES,
         **arguments,
     )
