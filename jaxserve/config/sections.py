@@ -243,6 +243,10 @@ class Experts(Section, frozen=True):
     move_mb_per_step: Annotated[float, Meta(gt=0, le=1e6)] = 4.0
     """Most of an expert, in 10^6 bytes, that a device gets between two steps; an expert that is
     larger comes in pieces."""
+    source: Literal["devices", "checkpoint"] = "devices"
+    """Where experts that move come from: `devices` that have them, or the `checkpoint`, of which
+    every device reads its own share of one expert at a time; with several processes steps wait for
+    that."""
     nodes: Size = 1
     """Nodes of equally many ranks, on which a router's groups of experts stay together where the
     nodes divide the groups."""

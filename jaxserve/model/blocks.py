@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
@@ -218,6 +219,7 @@ class ModelTemplates:
             )
             for kind in config.kinds()
         }
+        self._ffn = ffn
         self.exchange = exchange_of(config, deployment)
         self.slots = slot_sizes(config, deployment)
         self.ffn = {
@@ -235,6 +237,15 @@ class ModelTemplates:
             )
             for kind in config.kinds()
         }
+
+    def of_experts(self, experts: tuple[int, ...]) -> Template:
+        """Of a MoE layer's block without anything but one expert a rank: these; below 0: none."""
+        config = self.config
+        assert config.router is not None
+        router = msgspec.structs.replace(config.router, experts=len(experts))
+        alone = msgspec.structs.replace(config, router=router, shared_d_ff=0)
+        build = functools.partial(FFNBlock, alone, "moe", self.ranks, self.exchange, self._ffn)
+        return Template(build, entries={"slots": experts})
 
 
 def slot_sizes(config: ModelConfig, deployment: Deployment) -> SlotSizes:

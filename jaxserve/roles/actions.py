@@ -7,6 +7,9 @@ messages.
 
 import msgspec
 
+STORAGE = -1
+"""In place of a slot that an expert comes from: the checkpoint."""
+
 
 class FetchExperts(msgspec.Struct, frozen=True, tag=True):
     """Brings a piece of experts of one layer to the devices that shall have them, beside their
@@ -18,14 +21,23 @@ class FetchExperts(msgspec.Struct, frozen=True, tag=True):
     piece: int
 
 
+class ReadExperts(msgspec.Struct, frozen=True, tag=True):
+    """Has experts of one layer read from the checkpoint, beside the slots: whole, instead of all
+    pieces."""
+
+    layer: int
+    experts: list[tuple[int, int]]
+    """(expert, target slot), at most one target a rank."""
+
+
 class MoveExperts(msgspec.Struct, frozen=True, tag=True):
     """Puts experts of one layer that were fetched in their slots and switches its table, both at
     once: a step sees all of it or nothing."""
 
     layer: int
     copies: list[tuple[int, int]]
-    """As of the `FetchExperts` that went before, one for every piece; all sources are read before
-    any target is written."""
+    """As of the `FetchExperts` that went before, one for every piece, or with `STORAGE` for a
+    source as of the `ReadExperts`; all sources are read before any target is written."""
     placement: list[int]
     """The expert of every slot from now on (`model.ffn.placement`)."""
 
@@ -37,4 +49,4 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """Ascending."""
 
 
-Action = FetchExperts | MoveExperts | CountExperts
+Action = FetchExperts | ReadExperts | MoveExperts | CountExperts

@@ -8,11 +8,13 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
+from jaxserve.mesh import COLOCATED_FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
@@ -73,7 +75,8 @@ def build_colocated(
         weights = ColocatedWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     compiled = compile_all(colocated_programs(programs, buckets) | moving)
-    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    reader = ExpertReader(templates, deployment.experts, names, source, mesh, COLOCATED_FFN_RULES)
+    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, colocated_executables(programs, buckets, compiled), weights, slots
 
 

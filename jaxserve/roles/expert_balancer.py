@@ -22,7 +22,14 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import Placement, SlotSizes, home_slots, plan_rounds
-from jaxserve.roles.actions import Action, CountExperts, FetchExperts, MoveExperts
+from jaxserve.roles.actions import (
+    STORAGE,
+    Action,
+    CountExperts,
+    FetchExperts,
+    MoveExperts,
+    ReadExperts,
+)
 from jaxserve.roles.expert_policy import Options, Proposal, balances, propose
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
@@ -112,7 +119,8 @@ def make_balancer(
             counts |= counts_of_ranks(slots.counted[1])
         return counts
 
-    return ExpertBalancer(facts, deployment.experts, read)
+    has_read = (lambda: True) if slots is None else slots.has_read
+    return ExpertBalancer(facts, deployment.experts, read, has_read=has_read)
 
 
 class ExpertBalancer:
@@ -121,6 +129,8 @@ class ExpertBalancer:
     Args:
       read: reads the counts.
       clock: seconds, monotonic.
+      has_read: whether experts that come from the checkpoint are there; raises EngineFailedError
+        where they cannot be read.
     """
 
     def __init__(
@@ -129,8 +139,10 @@ class ExpertBalancer:
         settings: Experts,
         read: ReadCounts,
         clock: Callable[[], float] = time.monotonic,
+        has_read: Callable[[], bool] = lambda: True,
     ):
         self.facts, self._settings, self._read, self._clock = facts, settings, read, clock
+        self._has_read = has_read
         home = home_slots(facts.sizes)
         self.placements: dict[int, Placement] = dict.fromkeys(facts.layers, home)
         self._options = Options(
@@ -141,7 +153,7 @@ class ExpertBalancer:
             nodes=settings.nodes,
         )
         self._changed = threading.Condition()
-        self._orders: deque[FetchExperts | MoveExperts] = deque()
+        self._orders: deque[FetchExperts | ReadExperts | MoveExperts] = deque()
         self._rounds = 0  # in the orders
         self._next_move = self._switched = self._decided = clock()
         self._counted_at = self._switched
@@ -174,7 +186,7 @@ class ExpertBalancer:
         if self._asked == self._got and (self._wanted > self._asked or late):
             self._counted_at = now
             actions.append(CountExperts(self._asked + 1))
-        if self._orders and now >= self._next_move:
+        if self._orders and now >= self._next_move and self._room_is_full():
             order = self._orders[0]  # it counts as to come until it was carried out
             if isinstance(order, FetchExperts):
                 size = len(order.copies) * self.facts.slot_bytes / self.facts.pieces
@@ -182,12 +194,25 @@ class ExpertBalancer:
             actions.append(order)
         return actions
 
+    def _room_is_full(self) -> bool:
+        """Whether what the next order needs was read; if it cannot be, experts stay where they
+        are."""
+        try:
+            return self._has_read()
+        except EngineFailedError as error:
+            logger.error("%s; the other %d rounds are given up", error, self._rounds)
+            with self._changed:
+                self._failure = str(error)
+                self._orders.clear()
+                self._rounds = 0
+            return False
+
     def carried_out(self, actions: Sequence[Action]) -> None:
         """All processes have been told of them, and this one has carried them out."""
         with self._changed:
             for action in actions:
                 match action:
-                    case FetchExperts() if self._orders:
+                    case FetchExperts() | ReadExperts() if self._orders:
                         self._orders.popleft()
                     case MoveExperts():
                         self._moved(action)
@@ -235,8 +260,13 @@ class ExpertBalancer:
             for layer, target in placements.items():
                 for copies, placement in plan_rounds(self.placements[layer], target, ranks):
                     pairs = [(copy.source, copy.target) for copy in copies]
-                    pieces = range(self.facts.pieces if pairs else 0)
-                    self._orders += [FetchExperts(layer, pairs, piece) for piece in pieces]
+                    if pairs and self._settings.source == "checkpoint":
+                        experts = [(placement[target], target) for _, target in pairs]
+                        self._orders.append(ReadExperts(layer, experts))
+                        pairs = [(STORAGE, target) for _, target in pairs]
+                    elif pairs:
+                        pieces = range(self.facts.pieces)
+                        self._orders += [FetchExperts(layer, pairs, piece) for piece in pieces]
                     self._orders.append(MoveExperts(layer, pairs, list(placement)))
                     self._rounds += 1
             return self._rounds

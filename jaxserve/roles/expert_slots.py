@@ -5,22 +5,33 @@ Owned by the worker of a mesh with routed experts (`ffn.py`, `colocated.py`); ev
 called by the thread that enqueues its steps. Who moves experts, and why, is not known here.
 """
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.ffn.placement import (
+    EMPTY,
     Placement,
     SlotSizes,
     check_placement,
     home_slots,
     replica_table,
 )
-from jaxserve.roles.actions import Action, CountExperts, FetchExperts, MoveExperts
+from jaxserve.roles.actions import (
+    STORAGE,
+    Action,
+    CountExperts,
+    FetchExperts,
+    MoveExperts,
+    ReadExperts,
+)
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
 from jaxserve.roles.layout import Bucket
@@ -50,6 +61,14 @@ class BankWeights(Protocol):
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
         """Puts others in their place."""
+        ...
+
+
+class ReadsExperts(Protocol):
+    """Reads experts of the checkpoint (`expert_reader.py`)."""
+
+    def read(self, layer: int, experts: Sequence[int]) -> Leaves:
+        """One a rank, as `ExpertSlots.room`; below 0: none. Waits for them."""
         ...
 
 
@@ -96,15 +115,17 @@ def make_slots(
     banks: Sequence[Bank],
     weights: BankWeights,
     compiled: Compiled,
+    reader: ReadsExperts | None = None,
 ) -> "ExpertSlots | None":
     """The slots of a worker; None: the model has no routed experts.
 
     Args:
       compiled: has `slot_programs`.
+      reader: of experts in the checkpoint, if one is there.
     """
     if programs is None:
         return None
-    return ExpertSlots(programs, banks, weights, slot_executables(banks, compiled))
+    return ExpertSlots(programs, banks, weights, slot_executables(banks, compiled), reader)
 
 
 class ExpertSlots:
@@ -124,7 +145,10 @@ class ExpertSlots:
         banks: Sequence[Bank],
         weights: BankWeights,
         executables: SlotExecutables,
+        reader: ReadsExperts | None = None,
     ):
+        self._reader = reader
+        self._reading: Future[Leaves] | None = None
         self.banks, self.sizes = tuple(banks), programs.sizes
         self._mesh: Mesh = programs.mesh
         self._places, self._weights, self._executables = programs.places, weights, executables
@@ -165,6 +189,8 @@ class ExpertSlots:
         match action:
             case FetchExperts():
                 self._fetch(action)
+            case ReadExperts():
+                self._read(action)
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
@@ -185,9 +211,50 @@ class ExpertSlots:
         )
         self.room = tuple(room)
 
+    def _read(self, read: ReadExperts) -> None:
+        """Experts from the checkpoint, on a thread of their own; with several processes here,
+        because all of them have to enqueue the same in the same order."""
+        reader, sizes = self._reader, self.sizes
+        if reader is None:
+            raise ValueError("there is no checkpoint to read experts from")
+        self._bank(read.layer)
+        experts = [EMPTY] * sizes.ranks
+        for expert, target in read.experts:
+            experts[target // sizes.local] = expert
+        reading: Future[Leaves] = Future()
+        self._reading = reading
+
+        def run() -> None:
+            try:
+                reading.set_result(reader.read(read.layer, experts))
+            except Exception as error:
+                reading.set_exception(error)
+
+        if jax.process_count() > 1:
+            run()
+        else:
+            threading.Thread(target=run, name="jaxserve-read-experts", daemon=True).start()
+
+    def has_read(self) -> bool:
+        """Whether what was to be read from the checkpoint is there.
+
+        Raises:
+          EngineFailedError: it cannot be read.
+        """
+        if self._reading is None or not self._reading.done():
+            return self._reading is None
+        if error := self._reading.exception():
+            self._reading = None
+            raise EngineFailedError(f"experts: {type(error).__name__}: {error}")
+        return True
+
     def _move(self, move: MoveExperts) -> None:
         number, moves = self._bank(move.layer), self._moves(move.copies)
         check_placement(move.placement, self.sizes)
+        if any(source == STORAGE for source, _ in move.copies):
+            if self._reading is None:
+                raise ValueError(f"layer {move.layer}: nothing was read for {move.copies}")
+            self.room, self._reading = self._reading.result(), None
         bank = self.banks[number]
         if move.copies:
             self._insert(number, bank.layers.index(move.layer), moves)
@@ -224,9 +291,9 @@ class ExpertSlots:
         moves = np.full((self.sizes.ranks, 2), (NOTHING, 0), np.int32)
         for source, target in copies:
             rank, slot = divmod(target, self.sizes.local)
-            if moves[rank, 0] != NOTHING or not 0 <= source < self.sizes.total:
+            if moves[rank, 0] != NOTHING or not STORAGE <= source < self.sizes.total:
                 raise ValueError(f"copies {copies}: more than one to a rank, or from nowhere")
-            moves[rank] = source, slot
+            moves[rank] = max(source, 0), slot
         return moves
 
     def _table(self, bank: Bank) -> jax.Array:

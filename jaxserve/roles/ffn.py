@@ -19,9 +19,11 @@ from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.runtime_link import FFNEnd
 from jaxserve.link.transport import Arrays
+from jaxserve.mesh import FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
@@ -66,7 +68,8 @@ def build_ffn(
         weights = FFNWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     compiled = compile_all(ffn_programs(programs, sizes) | moving)
-    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    reader = ExpertReader(templates, deployment.experts, names, source, mesh, FFN_RULES)
+    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, ffn_executables(programs, sizes, compiled), weights, slots
 
 

@@ -1,6 +1,7 @@
-"""One process of a two-process run of `layouts.py`: started by `launch/local.py`, see
+"""One process of a run of `layouts.py` in several: started by `launch/local.py`, see
 `test_layouts_processes.py`. Process 0 leads an engine through all prompts, with --figures until the
-pipeline was measured, and writes the tokens of the last round and what was seen of the pipeline."""
+pipeline was measured, with --moving while experts move, and writes the tokens of the last round and
+what was seen of the pipeline."""
 
 import argparse
 import json
@@ -11,9 +12,11 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.engine import Engine
 from jaxserve.fleet import bootstrap, worker
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.leader import Leader
+from jaxserve.roles.expert_balancer import ExpertBalancer
 from tests.jaxserve import layouts
 
 SECONDS = 120
@@ -27,6 +30,7 @@ def main() -> None:
     parser.add_argument("--overrides", type=json.loads, required=True)
     parser.add_argument("--written", type=Path, required=True)
     parser.add_argument("--figures", action="store_true")
+    parser.add_argument("--moving", action="store_true")
     options = parser.parse_args()
     deployment = layouts.deployment(options.model, options.overrides)
     with bootstrap.joined(from_arguments(options), deployment) as peers:
@@ -39,6 +43,8 @@ def main() -> None:
 def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
     engine = worker.lead(deployment, leader)
     engine.pipeline()  # Asking has it measured.
+    if options.moving:
+        move(engine)
     tokens, view = layouts.generate(engine), engine.pipeline()
     deadline = time.monotonic() + SECONDS
     while options.figures and view.measured_at is None and time.monotonic() < deadline:
@@ -47,6 +53,19 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     layouts.idle(engine)
     engine.close()
     options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
+
+
+def move(engine: Engine) -> None:
+    """Every expert to another rank while requests run, from the checkpoint and between devices."""
+    experts = engine.experts
+    assert isinstance(experts, ExpertBalancer)
+    for source in ("checkpoint", "devices"):
+        experts._settings = msgspec.structs.replace(experts._settings, source=source)
+        experts.place({layer: slots[::-1] for layer, slots in experts.placements.items()})
+        deadline = time.monotonic() + SECONDS
+        while experts.view().moving:
+            assert time.monotonic() < deadline
+            layouts.generate(engine)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
 SPANNING = [
-    (2, Case("3A2F", 1, "alltoall", "ppermute")),
     (3, Case("2A1F", 2, "gather", "device_put")),
 ]
 
@@ -72,11 +71,23 @@ def check(tokens, reference, case, record_property):
 def test_processes_give_the_colocated_tokens(
     processes, case, tiny_model, reference, tmp_path, record_property
 ):
-    """By default `SPANNING` and `MEASURED`: both exchanges and transports, 1 to 3 lanes, 2 devices
-    that meet one and three that meet two, attention in one process and in two. `-m matrix`: every
-    layout, number of lanes, exchange and transport over two processes."""
+    """By default `SPANNING`, `MEASURED` and while experts move: both exchanges and transports, 1 to
+    3 lanes, 2 devices that meet one and three that meet two, either role in one process and in two.
+    `-m matrix`: every layout, number of lanes, exchange and transport over two processes."""
     tokens = run(tiny_model, case.overrides, processes, tmp_path).tokens
     check(tokens, reference, case, record_property)
+
+
+@pytest.mark.multihost
+def test_experts_move_between_processes(tiny_model, reference, tmp_path, record_property):
+    """While requests run, from the checkpoint and from the other process; three devices meet
+    two."""
+    case = Case("3A2F", 1, "alltoall", "ppermute")
+    overrides = case.overrides | {"ffn.processes": 2, "ffn.redundant_slots": 1}
+    overrides |= {"experts.move_gb_per_second": 10.0}
+    tokens, view = run(tiny_model, overrides, 3, tmp_path, "--moving")
+    check(tokens, reference, case, record_property)
+    assert view["experts"]["moves"] > 20
 
 
 @pytest.mark.multihost

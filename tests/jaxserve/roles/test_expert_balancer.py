@@ -9,7 +9,13 @@ import pytest
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
-from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
+from jaxserve.roles.actions import (
+    STORAGE,
+    CountExperts,
+    FetchExperts,
+    MoveExperts,
+    ReadExperts,
+)
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
 from jaxserve.roles.expert_policy import Options, propose
 
@@ -150,6 +156,31 @@ def test_a_boundary_carries_one_piece(make):
     pieces = [[FetchExperts(1, pairs, piece)] for piece in range(4)]
     assert seen == [*pieces, [MoveExperts(1, pairs, list(swapped))]]
     assert balancer.placements[1] == swapped
+
+
+def test_experts_from_the_checkpoint_are_waited_for(make):
+    worker = make(source="checkpoint", window_seconds=1e4)
+    balancer, there = worker.balancer, []
+    worker.boundary()
+    balancer._has_read = lambda: bool(there)
+    swapped = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
+    there.append("nothing to wait for")
+    balancer.place({1: swapped})
+    assert worker.boundary() == [ReadExperts(1, [(1, 3), (2, 1)])]
+    there.clear()
+    assert worker.boundary() == []
+    there.append("both")
+    pairs = [(STORAGE, 3), (STORAGE, 1)]
+    assert worker.boundary() == [MoveExperts(1, pairs, list(swapped))]
+    balancer.place({1: HOME})
+    worker.boundary()
+
+    def fails():
+        raise EngineFailedError("no such file")
+
+    balancer._has_read = fails
+    assert worker.boundary() == []
+    assert (balancer.view().moving, balancer.placements[1]) == (0, swapped)
 
 
 def test_only_one_rebalance_at_a_time(make):

@@ -1,18 +1,28 @@
 """Experts that move between slots of simulated devices, in every format of weights."""
 
 import random
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config, step3_names
-from jaxserve.mesh import Submeshes
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.errors import EngineFailedError
+from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
-from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
+from jaxserve.roles.actions import (
+    STORAGE,
+    CountExperts,
+    FetchExperts,
+    MoveExperts,
+    ReadExperts,
+)
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
@@ -27,18 +37,23 @@ AFD = {"ffn.ep": 3, "ffn.tp": 2, "ffn.redundant_slots": 1}
 COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
 
 
-def make(tmp_path, overrides):
+def make(tmp_path, overrides, source=None):
     deployment = layouts.deployment(tmp_path, overrides)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(CONFIG, deployment, meshes)
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        weights = ColocatedWeights(RandomLeaves(), NAMES, programs)
+        weights = ColocatedWeights(source or RandomLeaves(), NAMES, programs)
     else:
         programs = FFNPrograms(templates, deployment, meshes.ffn)
-        weights = FFNWeights(RandomLeaves(), NAMES, programs)
+        weights = FFNWeights(source or RandomLeaves(), NAMES, programs)
     compiled = compile_all(slot_programs(programs.experts, programs.banks))
-    slots = make_slots(programs.experts, programs.banks, weights, compiled)
+    reader = None
+    if source is not None:
+        rules = COLOCATED_FFN_RULES if deployment.mode == "colocated" else FFN_RULES
+        settings = deployment.experts
+        reader = ExpertReader(templates, settings, NAMES, source, programs.mesh, rules)
+    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
     return slots, weights, programs.experts.pieces
 
 
@@ -97,6 +112,48 @@ def test_every_slot_holds_what_its_placement_says(overrides, expected_pieces, tm
     assert table.shape == (CONFIG.experts, 1 + slots.sizes.width)
     placed = [slots.placements[layer].count(expert) for expert in range(CONFIG.experts)]
     assert table[:, 0].tolist() == [min(count, slots.sizes.width) for count in placed]
+
+
+def wait_for(slots):
+    while not slots.has_read():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{**AFD, "ffn.weights": "int8"}, {**AFD, "ffn.ep": 5, "ffn.tp": 1}, COLOCATED],
+    ids=str,
+)
+def test_experts_come_from_the_checkpoint(overrides, tiny_model):
+    """As they were loaded: their slots have the same bytes."""
+    slots, weights, _ = make(tiny_model, overrides, open_checkpoint(str(tiny_model), NAMES))
+    layer, home = slots.layers[-1], home_slots(slots.sizes)
+    before = contents(slots, weights, layer)
+    wanted = random_placement(random.Random(1), slots.sizes)
+    for copies, placement in plan_rounds(home, wanted, slots.sizes.ranks):
+        targets = [target for _, target in copies]
+        slots.carry_out(ReadExperts(layer, [(placement[target], target) for target in targets]))
+        wait_for(slots)
+        moved = [(STORAGE, target) for target in targets]
+        slots.carry_out(MoveExperts(layer, moved, list(placement)))
+    now = contents(slots, weights, layer)
+    for slot, expert in enumerate(slots.placements[layer]):
+        assert expert == EMPTY or now[slot] == before[home.index(expert)]
+
+
+def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model, tmp_path):
+    slots, weights, _ = make(tiny_model, AFD, open_checkpoint(str(tiny_model), NAMES))
+    before = contents(slots, weights, 1), slots.placements[1]
+    slots._reader._names = None
+    slots.carry_out(ReadExperts(1, [(0, 3)]))
+    with pytest.raises(EngineFailedError, match="experts: AttributeError"):
+        wait_for(slots)
+    with pytest.raises(ValueError, match="nothing was read"):
+        slots.carry_out(MoveExperts(1, [(STORAGE, 3)], list(before[1])))
+    assert (contents(slots, weights, 1), slots.placements[1]) == before
+    assert slots.has_read()
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        make(tmp_path, AFD)[0].carry_out(ReadExperts(1, [(0, 3)]))
 
 
 def test_a_slot_is_an_expert_of_one_layer(tmp_path):

@@ -1,0 +1,59 @@
+"""Experts from the checkpoint, for slots that get them from no device (xDeepServe §4.5, step 3:
+from storage).
+
+Called by `expert_slots.py`. A device reads its own share of its own expert, quantised as when the
+worker was loaded. At most one expert a device is in memory beside the slots, twice while it is
+copied there.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.sections import Experts
+from jaxserve.mesh import Rules, cached_sharding
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.weights import LeafSource
+
+
+class ExpertReader:
+    """Reads experts of a mesh, one a rank at a time, at the rate of moves.
+
+    Args:
+      names: of the checkpoint's tensors.
+      rules: of the mesh.
+    """
+
+    def __init__(
+        self,
+        templates: ModelTemplates,
+        settings: Experts,
+        names: CheckpointNames,
+        source: LeafSource,
+        mesh: Mesh,
+        rules: Rules,
+    ):
+        self._templates, self._names, self._source = templates, names, source
+        self._mesh, self._rules = mesh, rules
+        self._bytes_per_second = settings.move_gb_per_second * 1e9
+
+    def read(self, layer: int, experts: Sequence[int]) -> tuple[jax.Array, ...]:
+        """The leaves of one expert a rank, as `ExpertPrograms.room`; waits for them.
+
+        Args:
+          experts: of every rank; below 0: none.
+
+        Raises:
+          CheckpointError, OSError: it cannot be read.
+        """
+        template = self._templates.of_experts(tuple(experts))
+        shardings = [cached_sharding(self._mesh, spec) for spec in template.specs(self._rules)]
+        self._source.on_read = lambda size: None
+        leaves = []
+        for leaf in self._source.leaves(template, self._names.ffn[layer], shardings):
+            leaves.append(leaf)
+            time.sleep(leaf.nbytes / self._bytes_per_second)
+        return tuple(leaves)
