@@ -104,17 +104,10 @@ class _Attention:
 
     def __init__(self, link: PullClient, message: jax.Array):
         self._link, self._message = link, message
-        self._steps: dict[int, Iterator[jax.Array | Passed | None]] = {}
         self.on_load = None
 
-    def begin(self, step: _Step) -> None:
-        self._steps[step.lane] = self._stages(step.lane)
-
-    def stage(self, lane: int) -> jax.Array | Passed | None:
-        return next(self._steps[lane])
-
-    def _stages(self, lane: int) -> Iterator[jax.Array | Passed | None]:
-        answer = self._message
+    def begin(self, step: _Step) -> Iterator[jax.Array | Passed | None]:
+        answer, lane = self._message, step.lane
         for layer in range(LAYERS):
             time.sleep(ATTEND_SECONDS)
             yield self._message

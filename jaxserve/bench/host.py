@@ -34,6 +34,7 @@ from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import decode_rows, encode_rows
 from jaxserve.roles.attention import AttentionExecutables
 from jaxserve.roles.cell import Cell
+from jaxserve.roles.compilation import hot_call
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.program import Program
 from jaxserve.roles.weights import zeroed
@@ -181,11 +182,11 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     executables, weights = model.executables, model.weights
     enter, leave = executables.enter, executables.leave
     tokens, link = model.bucket.tokens, model.link.attention
-    attend = wrap("attend", executables.attend[KIND])
+    attend = wrap("attend", hot_call(executables.attend[KIND]))
     size = model.ffn.contract.size(tokens)
-    ffn = experts_of(model, wrap("ffn", model.ffn_executables["moe", size]))
-    dispatch = wrap("dispatch", link.dispatch(0, tokens).copy)
-    combine = wrap("combine", link.combine(tokens).copy)
+    ffn = experts_of(model, wrap("ffn", hot_call(model.ffn_executables["moe", size])))
+    dispatch = wrap("dispatch", link.dispatch(0, tokens).copier())
+    combine = wrap("combine", link.combine(tokens).copier())
     attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
@@ -286,8 +287,8 @@ class _Nowhere:
     def sender(self, *_: int) -> Callable[..., None]:
         return lambda *_: None
 
-    def receiver(self, layer: int, tokens: int) -> Callable[..., Any]:
-        return lambda *_: (self._nothing,)
+    def receiver(self, *_: int) -> Callable[..., Any]:
+        return lambda: (self._nothing,)
 
 
 def without_calls(model: RandomModel) -> Cell:

@@ -133,15 +133,19 @@ def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[
     combine = cls("combine", route, a, f, piece, jnp.dtype(jnp.bfloat16))
     message = (_zeros(a, jnp.dtype(jnp.uint8)),)
     answer = [_zeros(f, jnp.dtype(jnp.bfloat16)) for _ in range(route.slots)]
+    ways = [
+        (name, way, way.sender(), way.receiver(), arrays)
+        for name, way, arrays in (("dispatch", dispatch, message), ("combine", combine, answer))
+    ]
     samples: dict[str, list[float]] = {"dispatch": [], "combine": []}
     for number in range(-3, rounds):
-        for name, way, arrays in (("dispatch", dispatch, message), ("combine", combine, answer)):
+        for name, way, send, receive, arrays in ways:
             arrived: Arrays = ()
             start = time.thread_time()
             if way.source.local_devices:
-                way.send(arrays)
+                send(*arrays)
             if way.destination.local_devices:
-                arrived = way.receive()
+                arrived = receive()
             spent = time.thread_time() - start
             jax.block_until_ready(arrived)
             if number >= 0:

@@ -33,15 +33,16 @@ class PullEnd:
     def __init__(self, client: PullClient, contract: Contract):
         self._client, self._contract = client, contract
 
-    def sender(self, layer: int, tokens: int) -> SendMessage:
-        """For messages of a layer, in steps of so many tokens a DP group."""
+    def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
+        """For messages of a layer, in a lane's steps of so many tokens a DP group."""
         send, kind = self._client.send, self._contract.layers[layer]
         rows = self._contract.piece_rows(tokens)
-        return lambda lane, message: send(lane, kind, layer, rows, message)
+        return lambda message: send(lane, kind, layer, rows, message)
 
-    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
+    def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
         """For the answers to them; waits until one is there."""
-        return self._client.receive
+        receive = self._client.receive
+        return lambda: (receive(lane),)
 
 
 def open_attention(

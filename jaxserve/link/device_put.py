@@ -82,9 +82,10 @@ class DevicePutTransport(Transport):
         if len(self._legs) == 1 and self._legs[0].join is None and complete:
             self._copy_whole = self._legs[0].copy
 
-    def copy(self, arrays: Arrays) -> Arrays:
-        if self._copy_whole is not None:
-            return self._copy_whole(arrays)
+    def copier(self) -> Copy:
+        return self._copy_whole or self._copy_legs
+
+    def _copy_legs(self, arrays: Arrays) -> Arrays:
         arrived: list[jax.Array] = []
         for array, pieces, join, copy in self._legs:
             moved = arrays[array]

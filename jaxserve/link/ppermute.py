@@ -1,6 +1,7 @@
 """Moves messages by one collective program on the union of both meshes, a `ppermute` a slot."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,10 @@ class PermuteTransport(Transport):
         inputs = 1 if direction == "dispatch" else route.slots
         self._program = program.lower(*[argument] * inputs).compile()
 
-    def copy(self, arrays: Arrays) -> Arrays:
+    def copier(self) -> Callable[[Arrays], Arrays]:
+        return self._exchange
+
+    def _exchange(self, arrays: Arrays) -> Arrays:
         united = [self._unite(array) for array in arrays]
         return [
             jax.make_array_from_single_device_arrays(

@@ -23,20 +23,20 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "ppermute": PermuteTransport,
 }
 
-SendMessage = Callable[[int, jax.Array], None]
-"""Takes the lane and the message."""
-ReceiveAnswer = Callable[[int], jax.Array]
-"""Takes the lane, returns the answer to its message."""
+SendMessage = Callable[[jax.Array], object]
+"""Takes a message."""
+ReceiveAnswer = Callable[[], Arrays]
+"""Returns the answer to the oldest message without one: a single array."""
 
 
 class AttentionEnd(Protocol):
     """Where an attention worker sends messages and receives answers."""
 
-    def sender(self, layer: int, tokens: int) -> SendMessage:
-        """For messages of a layer, in steps of so many tokens a DP group."""
+    def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
+        """For messages of a layer, in a lane's steps of so many tokens a DP group."""
         ...
 
-    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
+    def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
         """For the answers to them."""
         ...
 
@@ -48,8 +48,8 @@ class FFNEnd(Protocol):
         """For messages of a layer, one array a slot."""
         ...
 
-    def sender(self, tokens: int) -> Callable[[Arrays], None]:
-        """For the answers."""
+    def sender(self, tokens: int) -> Callable[..., object]:
+        """For the answers, whose arrays it takes."""
         ...
 
 
@@ -105,18 +105,16 @@ class _End:
 
 
 class _AttentionEnd(_End):
-    def sender(self, layer: int, tokens: int) -> SendMessage:
-        send = self.dispatch(layer, tokens).send
-        return lambda lane, message: send((message,))
+    def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
+        return self.dispatch(layer, tokens).sender()
 
-    def receiver(self, layer: int, tokens: int) -> ReceiveAnswer:
-        receive = self._combine[tokens].receive
-        return lambda lane: receive()[0]
+    def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
+        return self._combine[tokens].receiver()
 
 
 class _FFNEnd(_End):
     def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
-        return self.dispatch(layer, tokens).receive
+        return self.dispatch(layer, tokens).receiver()
 
-    def sender(self, tokens: int) -> Callable[[Arrays], None]:
-        return self._combine[tokens].send
+    def sender(self, tokens: int) -> Callable[..., object]:
+        return self._combine[tokens].sender()

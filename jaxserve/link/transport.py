@@ -1,16 +1,17 @@
 """One direction of a link inside one JAX runtime, with its two ends.
 
-`send` is called by the worker whose arrays leave, `receive` by the worker that takes them in, in
-the same order; each enqueues and returns at once. A process that plays both roles has both ends,
-and what it sends waits here to be received. A process that plays one role calls one end: JAX pairs
-transfers between processes by their order, so each end takes part in all of a message's copies,
-also in those whose devices belong to other processes. Between independent runtimes: `pull.py`.
+The sender is called by the worker whose arrays leave, the receiver by the worker that takes them
+in, in the same order; each enqueues and returns at once. A process that plays both roles has both
+ends, and what it sends waits here to be received. A process that plays one role calls one end: JAX
+pairs transfers between processes by their order, so each end takes part in all of a message's
+copies, also in those whose devices belong to other processes. Between independent runtimes:
+`pull.py`.
 """
 
 import abc
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -69,25 +70,25 @@ class Transport(abc.ABC):
         """Of one array on the destination."""
         return self.destination.size * self.piece[0], self.piece[1]
 
-    def send(self, arrays: Arrays) -> None:
-        """Enqueues one message's copies.
-
-        Args:
-          arrays: the whole message on the source mesh: one array, or one a slot.
-        """
-        arrived = self.copy(arrays)
+    def sender(self) -> Callable[..., object]:
+        """Makes the sending end: takes the whole message on the source mesh, one array, or one a
+        slot, and enqueues its copies."""
+        copy, put = self.copier(), self._on_the_way.append
         if self._receives_here:
-            self._on_the_way.append(arrived)
+            return lambda *arrays: put(copy(arrays))
+        return lambda *arrays: copy(arrays)
 
-    def receive(self) -> Arrays:
-        """The oldest message not received yet, on the destination mesh, still being copied."""
+    def receiver(self) -> Callable[[], Arrays]:
+        """Makes the receiving end: returns the oldest message not received yet, on the destination
+        mesh, still being copied."""
         if self._sends_here:
-            return self._on_the_way.popleft()
-        return self.copy(self._nothing())
+            return self._on_the_way.popleft
+        copy, nothing = self.copier(), self._nothing()
+        return lambda: copy(nothing)
 
     @abc.abstractmethod
-    def copy(self, arrays: Arrays) -> Arrays:
-        """Takes this process's part in a message's copies."""
+    def copier(self) -> Callable[[Arrays], Arrays]:
+        """What takes this process's part in a message's copies."""
 
     def _nothing(self) -> Arrays:
         """What a process without source devices puts in place of the message."""

@@ -5,7 +5,7 @@ answer. Which lane's stage is next is its runner's decision (`cell.py`). Each ho
 committed arguments and stays on JAX's C++ path.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,17 +15,17 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.link.transport import Arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, hot_call
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
-    Finished,
     Sampling,
     SamplingExecutables,
     options_programs,
@@ -33,7 +33,7 @@ from jaxserve.roles.sampling import (
 )
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import AttentionWeights, LeafSource, Leaves, load_progress, zeroed
-from jaxserve.roles.worker import OnLoad
+from jaxserve.roles.worker import OnLoad, Stages
 
 
 class AttentionExecutables(NamedTuple):
@@ -108,7 +108,7 @@ def build_attention(
 class _Layer(NamedTuple):
     """What the stages of one layer run, looked up once."""
 
-    attend: jax.stages.Compiled
+    attend: Call
     """In layer 0 the program `enter`."""
     send: SendMessage
     receive: ReceiveAnswer
@@ -117,9 +117,6 @@ class _Layer(NamedTuple):
 
 class AttentionWorker:
     """Runs the attention stages of all lanes.
-
-    A lane's step is a sequence of stages: for each layer attend, dispatch and combine, and leave at
-    the end. `stage` runs a lane's next one.
 
     Attributes:
       on_load: told what the experts of a layer got, after every attend of a MoE layer; None: nobody
@@ -136,25 +133,25 @@ class AttentionWorker:
         self._programs = programs
         self._executables, self._weights = executables, weights
         kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+        lanes = programs.deployment.lanes
         self._layers = {
-            bucket: [
+            (lane, bucket): [
                 _Layer(
-                    bound.attend[kind] if layer else bound.enter,
-                    link.sender(layer, bucket.tokens),
-                    link.receiver(layer, bucket.tokens),
+                    hot_call(bound.attend[kind] if layer else bound.enter),
+                    link.sender(layer, bucket.tokens, lane),
+                    link.receiver(layer, bucket.tokens, lane),
                     weights.layers[layer],
                 )
                 for layer, kind in enumerate(kinds)
             ]
             for bucket, bound in executables.items()
+            for lane in range(lanes)
         }
         self._routed = [kind.ffn == "moe" for kind in kinds]
         self._pages = [list(zeroed(programs.page_arrays, programs.mesh)) for _ in kinds]
         self._put = GroupPut(programs)
-        lanes = programs.deployment.lanes
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
         self._sampling = Sampling(programs, weights.head, self._put.rows)
-        self._steps: list[Iterator[jax.Array | Finished | None]] = [iter(())] * lanes
         self.on_load: OnLoad | None = None
 
     def page_access(
@@ -179,21 +176,16 @@ class AttentionWorker:
         for layer, arrays in enumerate(self._pages):
             arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 
-    def begin(self, plan: StepPlan) -> None:
-        """Puts a step on a lane; its stages follow."""
-        self._steps[plan.lane] = self._step(plan, *self._put(plan))
+    def begin(self, plan: StepPlan) -> Stages:
+        """Puts a step on a lane. Its stages: for each layer attend, dispatch and combine, and leave
+        at the end.
 
-    def stage(self, lane: int) -> jax.Array | Finished | None:
-        """Enqueues the next stage of the lane's step.
-
-        Returns what it makes on the attention mesh: the message after attend, nothing after
-        dispatch, the answer after combine, the finished step after leave.
+        They make the message in attend, nothing in dispatch, the answer in combine, and a
+        `Finished` in leave.
         """
-        return next(self._steps[lane])
+        return self._step(plan, *self._put(plan))
 
-    def _step(
-        self, plan: StepPlan, batch: jax.Array, table: jax.Array
-    ) -> Iterator[jax.Array | Finished | None]:
+    def _step(self, plan: StepPlan, batch: jax.Array, table: jax.Array) -> Stages:
         """The stages of one step.
 
         The first attend is `enter`, which takes the last tokens and the embedding where the others
@@ -202,16 +194,16 @@ class AttentionWorker:
         pages, lane = self._pages, plan.lane
         executables = self._executables[plan.bucket]
         x = before = self._last_tokens[lane]
-        combined: tuple[jax.Array, ...] = self._weights.embedding
-        for layer, (attend, send, receive, leaves) in enumerate(self._layers[plan.bucket]):
+        combined: Arrays = self._weights.embedding
+        for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
             if self.on_load is not None and self._routed[layer]:
                 assert executables.load is not None
                 self.on_load((layer,), executables.load(message))
             yield message
-            send(lane, message)
+            send(message)
             yield None
-            combined = (receive(lane),)
+            combined = receive()
             yield combined[0]
         left = executables.leave(x, before, batch, *combined, *self._weights.head)
         self._last_tokens[lane], finished = self._sampling.finish(

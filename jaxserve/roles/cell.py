@@ -7,7 +7,6 @@ transfer pair up. A domain without steps has no stages in that order.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +25,7 @@ from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.weights import LeafSource
-from jaxserve.roles.worker import Observer, OnLoad, Passed, Step, lane_of_all
+from jaxserve.roles.worker import Observer, OnLoad, Passed, Stages, Step, lane_of_all
 
 RunStage = Callable[[], Any]
 """Enqueues what a worker does in a stage of a lane and returns what it makes, if anything."""
@@ -40,11 +39,15 @@ class Workers(NamedTuple):
     ffn: tuple[FFNWorker, ...] = ()
     """One or none; as all sequences here, so that nobody has to ask which."""
 
-    def stages(self, domain: int, lane: int) -> Mapping[StageName, tuple[RunStage, ...]]:
-        """Who runs something in a stage of a domain's lane, senders before receivers."""
-        own = self.attention[domain : domain + 1]
-        attention = tuple(partial(worker.stage, lane) for worker in own)
-        ffn = tuple(partial(worker.stage, domain, lane) for worker in self.ffn)
+    def begin(self, step: Step) -> Mapping[StageName, tuple[RunStage, ...]]:
+        """Puts a step on a lane of its domain. Who runs something in a stage of it, senders before
+        receivers.
+
+        With an attention worker the step is a whole `StepPlan`.
+        """
+        own = self.attention[step.domain : step.domain + 1]
+        attention = tuple(_next(worker.begin(cast(Any, step))) for worker in own)
+        ffn = tuple(_next(worker.begin(step)) for worker in self.ffn)
         return {
             "attend": attention,
             "dispatch": attention + ffn,
@@ -52,6 +55,10 @@ class Workers(NamedTuple):
             "combine": ffn + attention,
             "leave": ffn + attention,
         }
+
+
+def _next(stages: Stages) -> RunStage:
+    return stages.__next__
 
 
 class Cell:
@@ -78,9 +85,7 @@ class Cell:
         domains: int = 1,
     ):
         self._workers, self._rotation, self._domains = workers, rotation, domains
-        self._stages = [
-            workers.stages(domain, lane) for lane in range(lanes) for domain in range(domains)
-        ]
+        self._stages: list[Mapping[StageName, tuple[RunStage, ...]]] = [{}] * (lanes * domains)
         self._steps: list[Step | None] = [None] * (lanes * domains)
         self.observer = observer
         self.at: Stage | None = None
@@ -123,17 +128,11 @@ class Cell:
         return self._workers.attention[domain].page_access(domain, **options)
 
     def begin(self, step: Step) -> None:
-        """Starts a step on an idle lane; its stages follow in `advance`.
-
-        With an attention worker the step is a whole `StepPlan`.
-        """
+        """Starts a step on an idle lane; its stages follow in `advance`."""
         lane = lane_of_all(step, self._domains)
         self._rotation.begin(lane)
         self._steps[lane] = step
-        for attention in self._workers.attention[step.domain : step.domain + 1]:
-            attention.begin(cast(Any, step))
-        for ffn in self._workers.ffn:
-            ffn.begin(step)
+        self._stages[lane] = self._workers.begin(step)
 
     def advance(self) -> Finished | Passed:
         """Enqueues stages up to and including the next `leave`, and returns what that made: with an
@@ -144,12 +143,13 @@ class Cell:
         for turn in self._rotation.turns:
             for stage in turn:
                 self.at = stage
+                name, lane, _ = stage
                 made = None
-                for run in stages[stage.lane][stage.name]:
+                for run in stages[lane][name]:
                     made = run()
                 if observer is not None:
                     self._observe(observer, stage, made)
-            if stage.name == "leave":
+            if name == "leave":
                 return cast(Finished | Passed, made)
         raise AssertionError("the rotation has no end")
 

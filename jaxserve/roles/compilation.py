@@ -1,8 +1,8 @@
 """Compiles the programs of a worker ahead of time, each once."""
 
 import concurrent.futures
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -28,6 +28,22 @@ class ProgramKey(NamedTuple):
 
 
 Compiled = Mapping[ProgramKey, jax.stages.Compiled]
+
+
+Call = Callable[..., Any]
+"""Takes flat, committed arguments."""
+
+
+def hot_call(compiled: jax.stages.Compiled) -> Call:
+    """The C++ call of a program, without the Python that it is wrapped in: a microsecond less of 15
+    to 20. Private to JAX; where it is not as expected, the program itself takes its place."""
+    private: Any = compiled
+    try:
+        if private._call is None:
+            private._call = private._executable.create_cpp_call(private._params)
+        return private._call or compiled
+    except (AttributeError, TypeError):
+        return compiled
 
 
 def compile_all[Key](

@@ -6,8 +6,7 @@ Inside one runtime its runner has it take part in every lane's step, in the tota
 knows a step's lane and size, never its sequences, pages or plans.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,14 +21,14 @@ from jaxserve.link.transport import Arrays
 from jaxserve.mesh import FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
-from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all, hot_call
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from jaxserve.roles.weights import FFNWeights, LeafSource, load_progress
-from jaxserve.roles.worker import Passed, Step
+from jaxserve.roles.worker import Passed, Stages, Step
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
 """By kind of layer and size of the message."""
@@ -99,8 +98,8 @@ class FFNWorker:
         self._executables, self._weights = dict(executables), weights
         self._bank = {bank.layers[0]: number for number, bank in enumerate(programs.banks)}
         self._layers: dict[tuple[int, int], list[_Layer]] = {}
-        self._send: dict[tuple[int, int], Callable[[Arrays], None]] = {}
-        self._steps: dict[tuple[int, int], Iterator[jax.Array | Passed | None]] = {}
+        self._runs: dict[tuple[int, MessageSize], Callable[[Arrays], Arrays]] = {}
+        self._send: dict[tuple[int, int], Callable[..., object]] = {}
 
     def add(self, executables: FFNExecutables) -> None:
         """Takes in what messages of further sizes run."""
@@ -111,49 +110,55 @@ class FFNWorker:
         return all((kind, size) in self._executables for kind in set(self._contract.layers))
 
     def attach(self, link: FFNEnd, token_sizes: Sequence[int], domain: int = 0) -> None:
-        """Makes this end of a link the one that `stage` receives from and sends to, in a domain's
-        steps of so many tokens a DP group."""
+        """Makes this end of a link the one that a domain's steps of so many tokens a DP group
+        receive from and send to."""
         for tokens in token_sizes:
             size = self._contract.size(tokens)
             self._send[domain, tokens] = link.sender(tokens)
             self._layers[domain, tokens] = [
-                _Layer(link.receiver(layer, tokens), functools.partial(self.answer, layer, size))
+                _Layer(link.receiver(layer, tokens), self._run(layer, size))
                 for layer in range(len(self._contract.layers))
             ]
 
     def answer(self, layer: int, size: MessageSize, message: Arrays) -> Arrays:
         """Enqueues one layer on a message, one array a slot; the answer is laid out likewise."""
-        leaves, number = self._weights.layers[layer], self._bank.get(layer)
+        return self._run(layer, size)(message)
+
+    def _run(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:
+        """`answer` for messages of one layer and size, with everything looked up that stays."""
+        if (layer, size) not in self._runs:
+            self._runs[layer, size] = self._bind(layer, size)
+        return self._runs[layer, size]
+
+    def _bind(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:
+        leaves, number = self._weights.layers, self._bank.get(layer)
         if number is None:
-            return self._executables["dense", size](*message, *leaves)
-        slots = self.slots
-        assert slots is not None
-        *answer, slots.counts[number] = self._executables["moe", size](
-            *message, slots.tables[number], slots.counts[number], *leaves
-        )
-        return answer
+            dense = hot_call(self._executables["dense", size])
+            return lambda message: dense(*message, *leaves[layer])
+        assert self.slots is not None
+        moe = hot_call(self._executables["moe", size])
+        tables, counts = self.slots.tables, self.slots.counts
 
-    def begin(self, step: Step) -> None:
-        """Puts a step on a lane; its stages follow."""
-        self._steps[step.domain, step.lane] = self._step(step.domain, step.bucket.tokens)
+        def run(message: Arrays) -> Arrays:
+            *answer, counts[number] = moe(*message, tables[number], counts[number], *leaves[layer])
+            return answer
 
-    def stage(self, domain: int, lane: int) -> jax.Array | Passed | None:
-        """Enqueues the next stage of the lane's step: for each layer dispatch, ffn and combine, and
-        leave at the end.
+        return run
 
-        Returns what it makes on the ffn mesh: the message after dispatch, the answer after ffn,
-        nothing after combine.
+    def begin(self, step: Step) -> Stages:
+        """Puts a step on a lane. Its stages: for each layer dispatch, ffn and combine, and leave at
+        the end.
+
+        They make the message in dispatch, the answer in ffn, nothing in combine, and a `Passed` in
+        leave.
         """
-        return next(self._steps[domain, lane])
-
-    def _step(self, domain: int, tokens: int) -> Iterator[jax.Array | Passed | None]:
-        send = self._send[domain, tokens]
+        send = self._send[step.domain, step.bucket.tokens]
         results: Arrays = ()
-        for receive, run in self._layers[domain, tokens]:
+        for receive, run in self._layers[step.domain, step.bucket.tokens]:
             message = receive()
             yield message[0]
             results = run(message)
             yield results[0]
-            send(results)
+            send(*results)
             yield None
         yield Passed(results[0])

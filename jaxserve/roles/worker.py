@@ -1,6 +1,6 @@
 """What runners and observers know of any worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,6 +33,10 @@ class Passed(NamedTuple):
     last: jax.Array
     """What the worker computes last in the step: when it is there, so is everything before."""
 
+
+Stages = Iterator[Any]
+"""A step on a lane: enqueues the worker's next stage each time it is asked for one, and yields what
+the stage makes on the worker's mesh, if anything."""
 
 OnLoad = Callable[[tuple[int, ...], jax.Array], None]
 """Takes layers and how many tokens of a step their experts got, int32 [parts, layers, experts]: the

@@ -60,8 +60,8 @@ def test_a_message_and_its_answer(attention, ffn, cls):
     dispatch = cls("dispatch", route, a, f, PIECE, jnp.dtype(np.uint8))
     sent = pieces(a.size, np.uint8)
     message = on_mesh(a, sent)
-    dispatch.send((message,))
-    arrived = [by_device(array, f) for array in dispatch.receive()]
+    dispatch.sender()(message)
+    arrived = [by_device(array, f) for array in dispatch.receiver()()]
     assert len(arrived) == route.slots
     for piece in range(a.size):
         device, slot = route.ingress(piece)
@@ -70,8 +70,8 @@ def test_a_message_and_its_answer(attention, ffn, cls):
 
     combine = cls("combine", route, a, f, PIECE, jnp.dtype(np.float32))
     answers = [pieces(f.size, np.float32, first=1000 * slot) for slot in range(route.slots)]
-    combine.send([on_mesh(f, answer) for answer in answers])
-    (back,) = combine.receive()
+    combine.sender()(*(on_mesh(f, answer) for answer in answers))
+    (back,) = combine.receiver()()
     for piece, got in enumerate(by_device(back, a)):
         device, slot = route.ingress(piece)
         np.testing.assert_array_equal(got, answers[slot][device])
@@ -82,7 +82,7 @@ def test_a_message_and_its_answer(attention, ffn, cls):
 def test_every_word(cls, dtype):
     a, f = meshes((3, 1), (2, 1))
     sent = pieces(3, dtype)
-    (first, second) = cls("dispatch", Route(3, 2), a, f, PIECE, jnp.dtype(dtype)).copy(
+    (first, second) = cls("dispatch", Route(3, 2), a, f, PIECE, jnp.dtype(dtype)).copier()(
         (on_mesh(a, sent),)
     )
     np.testing.assert_array_equal(by_device(first, f), sent[[0, 2]])
@@ -93,12 +93,11 @@ def test_every_word(cls, dtype):
 def test_messages_in_flight_keep_their_order(cls):
     a, f = meshes((2, 1), (1, 1))
     transport = cls("dispatch", Route(2, 1), a, f, PIECE, jnp.dtype(np.int32))
+    send, receive = transport.sender(), transport.receiver()
     for n in range(50):
-        transport.send((on_mesh(a, np.full((2, *PIECE), n, np.int32)),))
+        send(on_mesh(a, np.full((2, *PIECE), n, np.int32)))
     for n in range(50):
-        assert {
-            int(value) for array in transport.receive() for value in np.asarray(array).flat
-        } == {n}
+        assert {int(value) for array in receive() for value in np.asarray(array).flat} == {n}
 
 
 def test_the_public_copy_will_do(monkeypatch):
@@ -122,5 +121,5 @@ def test_copies_of_a_message(attention, ffn, copies, monkeypatch):
     a, f = meshes((attention, 1), (ffn, 1))
     route = Route(attention, ffn)
     transport = DevicePutTransport("dispatch", route, a, f, PIECE, jnp.dtype(np.uint8))
-    transport.copy((on_mesh(a, pieces(attention, np.uint8)),))
+    transport.copier()((on_mesh(a, pieces(attention, np.uint8)),))
     assert made == [1] * copies

@@ -3,6 +3,7 @@
 from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
@@ -13,7 +14,7 @@ from jaxserve.roles.attention import attention_executables, attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import colocated_executables, colocated_programs
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.compilation import compile_all, hot_call
 from jaxserve.roles.ffn import ffn_executables, ffn_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
@@ -105,3 +106,17 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
     programs = attention_of(tmp_path)
     with pytest.raises(RuntimeError, match="cannot compile"):
         compile_all(attention_programs(programs, BUCKETS[:1]))
+
+
+def test_hot_call_returns_what_the_program_does():
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
+    call = hot_call(compiled)
+    assert call is not compiled
+    assert [int(call(np.int32(n))) for n in (1, 2)] == [2, 3]
+    assert hot_call(compiled) is call
+
+
+def test_hot_call_where_jax_has_no_private_one():
+    compiled = Mock(spec=jax.stages.Compiled, _call=None)
+    compiled._executable = object()
+    assert hot_call(compiled) is compiled
