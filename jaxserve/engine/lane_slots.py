@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.engine.sequence import Sequence
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, RowOptions, StepPlan
 
-RECENT_TOKENS = 64
+RECENT_TOKENS = 256
 """Tokens of a sequence that are kept in an array before they join its list."""
 
 

@@ -5,21 +5,25 @@ plans once, in order; the same plans make the same arrays in every process. `rul
 `targets_array` are for the steps that have options. NumPy alone: no JAX, no devices.
 """
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.roles.layout import MAX_BIASES, BatchLayout, RulesLayout
-from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan
+from jaxserve.roles.step_plan import SlotRules, StepPlan
 
 
 class StepArrays(NamedTuple):
-    """The arrays of one step. New ones every time: the device may read them until the step ends."""
+    """The arrays of one step. They do not change while somebody refers to them: the device may read
+    them until the step ends."""
 
     batch: np.ndarray
     """int32 `[groups, BatchLayout.width]`."""
     page_table: np.ndarray
-    """int32 `[groups, slots, bucket.pages]`; entries beyond a sequence's pages are 0."""
+    """int32 `[groups, slots, bucket.pages]`; entries beyond the pages of a sequence are 0.
+
+    Sequences that take no part are there, too."""
 
 
 class LaneState:
@@ -41,23 +45,15 @@ class LaneState:
             "min_p": np.zeros(rows, np.float32),
             "seed": np.zeros(rows, np.uint32),
         }
-        self._page_table = np.zeros((rows, pages), np.int32)
-        self._page_count = np.zeros(rows, np.int32)
+        self._page_tables = _PageTables(groups, slots, pages)
 
     def step(self, plan: StepPlan) -> StepArrays:
         """Takes in what the plan says that is new, and makes the arrays of its step."""
         for sequence in plan.new_sequences:
-            self._take(sequence)
-        rows, places, page_ids = plan.new_pages
-        self._page_table[rows, places] = page_ids
-        np.maximum.at(self._page_count, rows, places + 1)
-        return StepArrays(self._batch(plan), self._pages(plan))
-
-    def _take(self, sequence: NewSequence) -> None:
-        row = sequence.row
-        for name, values in self._sampling.items():
-            values[row] = getattr(sequence, name)
-        self._page_table[row] = self._page_count[row] = 0
+            for name, values in self._sampling.items():
+                values[sequence.row] = getattr(sequence, name)
+        self._page_tables.change([sequence.row for sequence in plan.new_sequences], plan.new_pages)
+        return StepArrays(self._batch(plan), self._page_tables.of_step(plan.bucket.pages))
 
     def _batch(self, plan: StepPlan) -> np.ndarray:
         rows, groups, slots = plan.rows, self._groups, self._slots
@@ -87,14 +83,53 @@ class LaneState:
         dense[rows] = values
         return dense.reshape(self._groups, self._slots)
 
-    def _pages(self, plan: StepPlan) -> np.ndarray:
-        rows, pages = plan.rows, plan.bucket.pages
-        table = np.zeros((self._groups * self._slots, pages), np.int32)
-        takes_part = np.zeros((len(table), 1), bool)
-        takes_part[rows] = True
-        used = self._page_count[rows].max(initial=0)
-        np.copyto(table[:, :used], self._page_table[:, :used], where=takes_part)
-        return table.reshape(self._groups, self._slots, pages)
+
+class _Table:
+    """A page table as steps get it."""
+
+    def __init__(self, rows: int, pages: int):
+        self.array = np.zeros((rows, pages), np.int32)
+        self.stale = np.ones(rows, bool)
+        """Rows that have changed since it was made."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody refers to its memory any more, as a view of it or as a JAX array."""
+        ours = 2  # the attribute, and the argument of the call
+        return sys.getrefcount(self.array) == ours
+
+
+class _PageTables:
+    """The page table of a lane.
+
+    Few rows change from step to step, and a table may have megabytes, so steps get one of several
+    that take turns, brought up to date, instead of a new one.
+    """
+
+    def __init__(self, groups: int, slots: int, pages: int):
+        self._groups, self._slots = groups, slots
+        self._newest = np.zeros((groups * slots, pages), np.int32)
+        self._tables: list[_Table] = []
+
+    def change(self, new_rows: list[int], new_pages: np.ndarray) -> None:
+        """Takes in pages, int32 `[3, pages]`: row, index, page id. Rows that are new had others."""
+        rows, places, page_ids = new_pages
+        self._newest[new_rows] = 0
+        self._newest[rows, places] = page_ids
+        for table in self._tables:
+            table.stale[new_rows] = table.stale[rows] = True
+
+    def of_step(self, pages: int) -> np.ndarray:
+        """The newest state, int32 `[groups, slots, pages]`."""
+        self._tables = [table for table in self._tables if table.array.shape[1] == pages]
+        table = next((table for table in self._tables if table.is_free), None)
+        if table is None:
+            table = _Table(len(self._newest), pages)
+            self._tables.append(table)
+        rows = np.flatnonzero(table.stale)
+        table.array[rows] = self._newest[rows, :pages]
+        table.stale[rows] = False
+        return table.array.reshape(self._groups, self._slots, pages)
 
 
 def rules_array(plan: StepPlan, groups: int, slots: int, vocab: int) -> np.ndarray:

@@ -72,11 +72,12 @@ class Replica:
 
 
 def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """The batch array and the page table, row by row."""
+    """The batch array and the page table, row by row; rows that take no part have -1 in the latter,
+    since what is there means nothing."""
     layout = BatchLayout(step.bucket.tokens, slots)
     has_rules = any(row.rules is not None for rows in step.groups for row in rows)
     batch = np.zeros((len(step.groups), layout.width), np.int32)
-    table = np.zeros((len(step.groups), slots, step.bucket.pages), np.int32)
+    table = np.full((len(step.groups), slots, step.bucket.pages), -1, np.int32)
     for group, rows in enumerate(step.groups):
         fields = layout.fields(batch[group])
         lengths = np.zeros(slots, np.int32)
@@ -91,6 +92,7 @@ def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
                 if name != "temperature" or not has_rules:
                     fields[name].view(np.float32)[row.slot] = getattr(row, name)
             fields["seed"].view(np.uint32)[row.slot] = row.seed
+            table[group, row.slot] = 0
             table[group, row.slot, : len(row.page_ids)] = row.page_ids
         fields["token_ids"][: len(tokens)] = tokens
         np.cumsum(lengths, out=fields["query_start"][1:])

@@ -41,7 +41,8 @@ class FullScheduler:
         step = self._replicas[lane].full(received)
         made, expected = self._states[lane].step(received), arrays(step, self._slots)
         np.testing.assert_array_equal(made.batch, expected[0])
-        np.testing.assert_array_equal(made.page_table, expected[1])
+        table = np.where(expected[1] >= 0, made.page_table, -1)
+        np.testing.assert_array_equal(table, expected[1])
         return step
 
     def complete(self, step: FullStep, result: StepResult) -> list[TokenOutput]:

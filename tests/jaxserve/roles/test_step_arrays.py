@@ -1,5 +1,6 @@
 """Literal arrays. The scheduler's tests compare those of every plan with the full rows'."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -78,7 +79,7 @@ def test_what_was_said_once_is_remembered():
     assert fields["temperature"].view(np.float32).tolist() == [[0, 0, 0.5, 0], [0] * 4]
     assert fields["seed"].tolist() == [[0, 0, -1, 0], [0] * 4]
     assert arrays.page_table.tolist() == [
-        [[0] * 3, [0] * 3, [5, 1, 3], [0] * 3],  # slot 0 takes no part
+        [[4, 2, 0], [0] * 3, [5, 1, 3], [0] * 3],  # slot 0 takes no part
         [[0] * 3, [6, 9, 0], [0] * 3, [0] * 3],
     ]
     assert lane.step(decode([0], [8])).page_table[0, 0].tolist() == [4, 2, 0]
@@ -100,6 +101,21 @@ def test_arrays_are_not_changed_by_later_steps():
     lane.step(decode([2, 5], [10, 2], pages=[(5, 1, 9)]))
     for array, copy in zip(first, copies, strict=True):
         np.testing.assert_array_equal(array, copy)
+
+
+def test_a_page_table_is_used_again_when_nobody_has_it():
+    lane = LaneState(groups=2, slots=4, pages=5)
+    lane.step(PLAN)
+    first = lane.step(decode([2], [10])).page_table
+    on_device = jax.device_put(first)  # on CPUs it may share the array's memory
+    tables = {first.ctypes.data}
+    del first
+    for page in range(8):
+        table = lane.step(decode([5], [page + 1], pages=[(5, 1, page)])).page_table
+        assert table[1, 1].tolist() == [6, page, 0]
+        tables.add(table.ctypes.data)
+    assert len(tables) <= 3
+    assert np.asarray(on_device)[1, 1].tolist() == [6, 0, 0]
 
 
 def with_rules(*rules) -> StepPlan:
