@@ -22,6 +22,13 @@ def complete(deployment: "Deployment") -> "Deployment":
             f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots = "
             f"{limits.slots}: a step could not hold one token of every sequence"
         )
+    drafted = limits.slots * (1 + deployment.drafts)
+    if deployment.drafts and limits.token_budget < drafted:
+        raise ConfigError(
+            f"scheduler.token_budget = {limits.token_budget} is below scheduler.slots x (1 + "
+            f"speculative.drafts) = {limits.slots} x {1 + deployment.drafts} = {drafted}: a step "
+            "could not verify the drafts of every sequence"
+        )
     for role in ("attention", "ffn"):
         weights = getattr(deployment, role).weights
         if weights in ("float32", "bfloat16") and weights != deployment.dtype:
@@ -33,7 +40,7 @@ def complete(deployment: "Deployment") -> "Deployment":
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
-    token_buckets = limits.token_buckets or sorted({limits.slots, limits.token_budget})
+    token_buckets = limits.token_buckets or sorted({limits.slots, drafted, limits.token_budget})
     for name, buckets, last, meaning in (
         ("token_buckets", token_buckets, limits.token_budget, "scheduler.token_budget"),
         ("page_buckets", page_buckets, longest, "ceil(scheduler.max_length / cache.page_size)"),

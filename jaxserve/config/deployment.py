@@ -31,6 +31,7 @@ from jaxserve.config.sections import (
     SchedulerLimits,
     Server,
     Size,
+    Speculative,
 )
 from jaxserve.errors import ConfigError
 
@@ -55,6 +56,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     link: Link = Link()
     cache: Cache = Cache()
     scheduler: SchedulerLimits = SchedulerLimits()
+    speculative: Speculative = Speculative()
     domains: Size = 1
     """Attention workers, each with its own scheduler and KV cache: around one ffn worker, or in
     colocated mode each by itself."""
@@ -74,6 +76,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def cache_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
         """`cache.format` with `auto` resolved."""
         return self.dtype if self.cache.format == "auto" else self.cache.format
+
+    @property
+    def drafts(self) -> int:
+        """Most drafts of a sequence and step; 0: there are none."""
+        return 0 if self.speculative.method == "none" else self.speculative.drafts
 
     @property
     def runtime_domains(self) -> int:

@@ -227,6 +227,18 @@ class Prefill(Section, frozen=True):
     """Keys of `scheduler` that differ on prefill workers."""
 
 
+class Speculative(Section, frozen=True):
+    """Drafts: tokens that are proposed cheaply, and verified several at a time. They change no
+    token, sampled ones included."""
+
+    method: Literal["none", "ngram"] = "none"
+    """Where drafts come from. `ngram`: what followed in a sequence where its last tokens came
+    before (prompt lookup)."""
+    drafts: Annotated[int, Meta(ge=1, le=8)] = 3
+    """Most drafts of a sequence and step; a step then takes up to 1 + `speculative.drafts` tokens
+    of each."""
+
+
 class Experts(Section, frozen=True):
     """Routed experts that move to where there is less to do."""
 

@@ -167,6 +167,7 @@ def make_engine(
             prefill_tokens=limits.prefill_tokens,
             prefix_cache=deployment.cache.prefix,
             side_by_side=deployment.mode == "afd",
+            drafts=deployment.drafts,
         )
         for _ in range(domains)
     ]
@@ -193,15 +194,17 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
             lane, domain = divmod(place, deployment.runtime_domains)
             row = SequenceRow(
                 slot=0,
-                token_ids=[FROM_DEVICE],
-                kv_length=1,
-                page_ids=[deployment.cache.pages],
+                token_ids=[FROM_DEVICE] * (1 + bucket.drafts),
+                kv_length=1 + bucket.drafts,
+                page_ids=[deployment.cache.pages] * (bucket.pages if bucket.drafts else 1),
                 sample=True,
                 temperature=1.0,
                 top_k=2,
                 rules=SlotRules(),
                 logprobs=0,
                 targets=[0],
+                drafts=bucket.drafts,
+                cached=bytes(4) if deployment.drafts else b"",
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
             slots = deployment.scheduler.slots

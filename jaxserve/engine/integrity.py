@@ -17,10 +17,11 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
     """Raises RuntimeError unless every row is in the steps that it is counted in."""
     for lane, steps in zip(lanes, in_flight, strict=True):
         counted = np.zeros_like(lane.in_flight)
-        pending = np.zeros_like(lane.pending)
+        pending, slack = np.zeros_like(lane.pending), np.zeros_like(lane.slack)
         for step in steps:
             counted[step.rows] += 1
             pending[step.rows] += step.samples
+            slack[step.rows] += 0 if step.drafts is None else step.drafts
         for row in np.flatnonzero(~lane.resident & (counted > 0)).tolist():
             raise RuntimeError(
                 f"lane {lane.lane}: row {row} lost its sequence with steps in flight"
@@ -30,6 +31,7 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
             problems: dict[str, object] = {
                 "is counted in the wrong number of steps": counted[row] != lane.in_flight[row],
                 "has the wrong number of tokens pending": pending[row] != lane.pending[row],
+                "has the wrong number of drafts in flight": slack[row] != lane.slack[row],
                 "waits for pages but was stopped, or has a step": lane.fetching[row]
                 and (not lane.running[row] or lane.in_flight[row]),
                 "keeps its slot, with nothing in flight": not lane.running[row]
@@ -53,7 +55,10 @@ def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable
     for sequence in live:
         home, page_size = sequence.home, lanes[0].page_size
         slots = None if home is None else lanes[home.lane]
-        cached = 0 if slots is None else int(slots.cached[slots.row(sequence)])
+        cached = 0
+        if slots is not None:
+            row = slots.row(sequence)
+            cached = int(slots.cached[row] + slots.slack[row])
         problems: dict[str, object] = {
             "has no slot but runs": sequence.status == "running" and not home,
             "is queued or not, against its status": (sequence.status == "waiting")

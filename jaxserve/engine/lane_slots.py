@@ -8,6 +8,10 @@ step, so the cache holds P + g - 1 entries before it. Steps run on the device wh
 the next one, hence two more counts: `pending`, tokens that were sampled on the device and that the
 host has not seen, and `in_flight`, steps issued and not yet complete. A slot keeps its sequence
 until its last step in flight is complete.
+
+A step may feed drafts behind a row's last token, of which as many become tokens as hold. How many
+is known when the step is complete. Until then every step counts for the one token that it samples
+at least, and `slack` says how many more tokens the row may have than it is known to.
 """
 
 from typing import NamedTuple
@@ -15,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, RowOptions, StepPlan
+from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, NewSequence, RowOptions, StepPlan
 
 RECENT_TOKENS = 256
 """Tokens of a sequence that are kept in an array before they join its list."""
@@ -27,11 +31,13 @@ class StepInFlight(NamedTuple):
     number: int
     rows: np.ndarray
     counts: np.ndarray
-    """Tokens it feeds."""
+    """Tokens it feeds, without drafts."""
     samples: np.ndarray
     """Whether it samples."""
     kv_lengths: np.ndarray
-    """Cache entries after it."""
+    """Cache entries after it, at least."""
+    drafts: np.ndarray | None = None
+    """How many of the tokens that it feeds are drafts; None: none are."""
 
 
 class LaneSlots:
@@ -44,11 +50,14 @@ class LaneSlots:
       groups: DP groups.
       slots: of each.
       page_size: tokens a page.
+      tells_tokens: whether the workers are told the tokens that a new sequence finds in the cache.
     """
 
-    def __init__(self, lane: int, *, groups: int, slots: int, page_size: int):
+    def __init__(
+        self, lane: int, *, groups: int, slots: int, page_size: int, tells_tokens: bool = False
+    ):
         self.lane, self.groups, self.slots = lane, groups, slots
-        self.page_size = page_size
+        self.page_size, self._tells_tokens = page_size, tells_tokens
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -69,12 +78,16 @@ class LaneSlots:
         """Its tokens, those pending included."""
         self.longest = counts()
         """Tokens at which it ends."""
+        self.most_cached = counts()
+        """Cache entries that the pages hold which it may come to."""
         self.cached = counts()
         """Tokens in the KV cache once every issued step has run."""
         self.pending = counts()
         """Tokens sampled in steps in flight, unknown to the host."""
         self.in_flight = counts()
         """Steps issued and not complete."""
+        self.slack = counts()
+        """Drafts in steps in flight: so many more tokens, cached and in all, may there be."""
         self.room = counts()
         """Tokens that its pages hold."""
         self.found = counts()
@@ -86,6 +99,8 @@ class LaneSlots:
         self.grammar = flags()
         self.options = flags()
         """Whether it asks more of a step than a token."""
+        self.draftable = flags()
+        """Whether it may be given drafts."""
         self.last_token = counts()
         """The last of its known tokens."""
         self.recent = np.zeros((rows, RECENT_TOKENS), np.int32)
@@ -109,7 +124,9 @@ class LaneSlots:
         self.ended[row] = self.told[row] = self.fetching[row] = False
         self.length[row], self.longest[row] = len(sequence.tokens), sequence.longest
         self.cached[row] = self.found[row] = cached
-        self.pending[row] = self.in_flight[row] = self.pages_told[row] = 0
+        self.pending[row] = self.in_flight[row] = self.pages_told[row] = self.slack[row] = 0
+        self.most_cached[row] = -(-sequence.longest_cache // self.page_size) * self.page_size
+        self.draftable[row] = sequence.draftable
         self.room[row] = len(sequence.page_ids) * self.page_size
         self.grammar[row], self.options[row] = sequence.has_grammar, sequence.has_options
         self.last_token[row] = sequence.tokens[-1]
@@ -140,14 +157,28 @@ class LaneSlots:
         return self._wanting() & ~decoding & (self.fresh | ~self._decodes())
 
     def _wanting(self) -> np.ndarray:
-        """Rows that have a token to feed. Not if the tokens in flight already reach the end."""
-        return self.running & ~self.fetching & (self.length < self.longest)
+        """Rows that have a token to feed. Not if the tokens in flight already reach the end, or
+        might reach beyond its last page."""
+        ends = (self.length >= self.longest) | (self.cached + self.slack >= self.most_cached)
+        return self.running & ~self.fetching & ~ends
+
+    def drafts(self, decoding: np.ndarray, most: int) -> np.ndarray:
+        """How many drafts each row of a mask could be given, of at most so many: none beyond its
+        end, none beyond its last page, and none where nothing has been proposed yet."""
+        left = np.minimum(self.longest - self.length, self.most_cached - self.cached - self.slack)
+        count = np.minimum(left - 1, most)
+        return np.where(decoding & self.draftable & ~self.fresh, np.maximum(count, 0), 0)
 
     def _decodes(self) -> np.ndarray:
         return (self.cached > 0) & (self.length - self.cached == 1)
 
     def issue(
-        self, number: int, decode: np.ndarray, chunks: dict[int, int], buckets: "Buckets"
+        self,
+        number: int,
+        decode: np.ndarray,
+        chunks: dict[int, int],
+        buckets: "Buckets",
+        drafts: np.ndarray | None = None,
     ) -> tuple[StepPlan, StepInFlight]:
         """Makes the lane's next step and counts it as issued.
 
@@ -156,42 +187,64 @@ class LaneSlots:
           decode: rows that decode a token, ascending.
           chunks: row → tokens to prefill.
           buckets: the sizes that steps may have.
+          drafts: of every row of the lane; None: none.
         """
         rows, counts = decode, np.ones(len(decode), np.int32)
+        if drafts is not None:
+            counts += drafts[decode]
         if chunks:
             rows = np.concatenate([decode, np.asarray([*chunks], decode.dtype)])
             counts = np.concatenate([counts, np.asarray([*chunks.values()], np.int32)])
             order = np.argsort(rows)
             rows, counts = rows[order], counts[order]
-        kv_lengths = self.cached[rows] + counts
+        own = None if drafts is None else drafts[rows]
+        certain = counts if own is None else counts - own
+        kv_lengths = self.cached[rows] + certain
         samples = kv_lengths == self.length[rows]
         token_ids = np.where(self.pending[rows] > 0, FROM_DEVICE, self.last_token[rows])
+        if own is not None:
+            first, token_ids = token_ids, np.full(counts.sum(), FROM_DEVICE, np.int32)
+            token_ids[np.cumsum(counts) - counts] = first
+        elif chunks:
+            token_ids = np.repeat(token_ids, counts)
         if chunks:
-            token_ids = self._with_chunks(np.repeat(token_ids, counts), rows, counts, chunks)
+            token_ids = self._with_chunks(token_ids, rows, counts, chunks)
+        sample_counts = samples if own is None else samples * (1 + own)
+        reach = kv_lengths if own is None else kv_lengths + own
+        slack, unknown = self.slack[rows], None
+        if slack.any():
+            reach, unknown = reach + slack, rows[slack > 0]
         options = self._options(rows, counts, samples)
         has_rules = any(one.rules is not None for one in options)
         tokens = np.bincount(rows // self.slots, counts).max()
-        pages = -(-int(kv_lengths.max()) // self.page_size)
+        pages = -(-int(reach.max()) // self.page_size)
         plan = StepPlan.of(
             self.lane,
             number,
-            buckets.smallest(int(tokens), pages),
-            columns=np.stack([rows, counts, kv_lengths, samples]),
+            buckets.smallest(int(tokens), pages, 0 if own is None else buckets.drafts),
+            columns=np.stack([rows, counts, reach - slack, sample_counts]),
             token_ids=token_ids,
-            new_sequences=[
-                self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
-            ],
-            new_pages=self._new_pages(rows, kv_lengths),
+            new_sequences=[self._new_sequence(row) for row in rows[~self.told[rows]].tolist()],
+            new_pages=self._new_pages(rows, reach),
             options=options,
             temperatures=self._temperatures(rows) if has_rules else None,
+            unknown_lengths=unknown,
         )
+        if own is not None:
+            self.slack[rows] += own
         self.cached[rows] = kv_lengths
         self.length[rows] += samples
         self.pending[rows] += samples
         self.in_flight[rows] += 1
         self.fresh[rows] = False
         self.told[rows] = True
-        return plan, StepInFlight(number, rows, counts, samples, kv_lengths)
+        return plan, StepInFlight(number, rows, certain, samples, kv_lengths, own)
+
+    def _new_sequence(self, row: int) -> NewSequence:
+        told = int(self.cached[row]) if self._tells_tokens else 0
+        sequence = self.write_back(row) if told else self.sequences[row]
+        made: NewSequence = sequence.sampling(row, told)
+        return made
 
     def _with_chunks(
         self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]
@@ -227,9 +280,13 @@ class LaneSlots:
             [self.sequences[row].request.params.temperature for row in rows.tolist()], np.float32
         )
 
-    def _new_pages(self, rows: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Pages that the step reaches and the workers do not have, `[3, pages]`."""
-        needed = -(-kv_lengths // self.page_size)
+    def _new_pages(self, rows: np.ndarray, reach: np.ndarray) -> np.ndarray:
+        """Pages that the step reaches and the workers do not have, `[3, pages]`.
+
+        Args:
+          reach: cache entries that a row may have after it.
+        """
+        needed = -(-reach // self.page_size)
         told = self.pages_told[rows]
         some = needed > told
         pages: list[tuple[int, int, int]] = []
@@ -240,11 +297,21 @@ class LaneSlots:
         self.pages_told[rows] = np.maximum(needed, told)
         return np.asarray(pages, np.int32).reshape(-1, 3).T
 
-    def complete(self, step: StepInFlight) -> np.ndarray:
-        """Counts a step as complete; which of its rows (a mask) got a token that they may keep."""
-        self.in_flight[step.rows] -= 1
-        self.pending[step.rows] -= step.samples
-        return step.samples & ~self.ended[step.rows]
+    def complete(self, step: StepInFlight, accepted: np.ndarray | None = None) -> np.ndarray:
+        """Counts a step as complete; which of its rows (a mask) got a token that they may keep.
+
+        Args:
+          accepted: how many of the drafts of each of its rows hold; None: it had none.
+        """
+        rows = step.rows
+        self.in_flight[rows] -= 1
+        self.pending[rows] -= step.samples
+        if step.drafts is not None:
+            assert accepted is not None
+            self.slack[rows] -= step.drafts
+            self.cached[rows] += accepted
+            self.length[rows] += accepted
+        return step.samples & ~self.ended[rows]
 
     def take_back(self, step: StepInFlight) -> None:
         """Takes a step back that never happened, the newest first.
@@ -256,6 +323,8 @@ class LaneSlots:
         self.pending[rows] -= step.samples
         self.length[rows] -= step.samples
         self.cached[rows] -= step.counts
+        if step.drafts is not None:
+            self.slack[rows] -= step.drafts
         self.fresh[rows] = self.cached[rows] == self.found[rows]
         self.told[rows] = False
         self.pages_told[rows] = 0
@@ -271,8 +340,8 @@ class LaneSlots:
 
     @property
     def is_last(self) -> np.ndarray:
-        """Rows (a mask) whose sequence ends with the token that becomes known next."""
-        return self.length - self.pending == self.longest
+        """Rows (a mask) whose sequence ends with the tokens that become known next."""
+        return self.length - self.pending >= self.longest
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Adds a known token to each row's sequence."""
@@ -291,10 +360,10 @@ class LaneSlots:
             self.recent_count[row] = 0
         return sequence
 
-    def full_pages(self, step: StepInFlight) -> np.ndarray:
-        """Pages of each of a complete step's rows whose tokens are all cached and known."""
+    def known_cached(self, step: StepInFlight) -> np.ndarray:
+        """Tokens of each of a complete step's rows that are cached and known."""
         known = self.length[step.rows] - self.pending[step.rows]
-        return np.minimum(step.kv_lengths, known) // self.page_size
+        return np.where(step.samples, known - 1, np.minimum(step.kv_lengths, known))
 
 
 class Buckets(NamedTuple):
@@ -302,10 +371,13 @@ class Buckets(NamedTuple):
 
     tokens: list[int]
     pages: list[int]
+    drafts: int = 0
+    """Most drafts of a row."""
 
-    def smallest(self, tokens: int, pages: int) -> Bucket:
+    def smallest(self, tokens: int, pages: int, drafts: int = 0) -> Bucket:
         """The smallest bucket for so many tokens a DP group and pages a sequence."""
         return Bucket(
-            next(size for size in self.tokens if size >= tokens),
+            next(size for size in self.tokens if size >= tokens and size > drafts),
             next(size for size in self.pages if size >= pages),
+            drafts,
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.roles.layout import REJECTED
 from jaxserve.roles.step_plan import StepPlan
 
 
@@ -23,11 +24,18 @@ class StepResult(NamedTuple):
     """What a step gave, on the host. A row is `group * slots + slot`, as in the plan."""
 
     sampled: np.ndarray
-    """int32 `[groups, slots]`; read only where the plan samples."""
+    """int32 `[groups, slots]`; read only where the plan samples. Of a step with drafts `[groups,
+    slots, 1 + drafts]`: tokens, and `REJECTED` behind them."""
     logprobs: dict[int, TokenLogprobs]
     """Row → of its sampled token, where the plan asks for it."""
     scores: dict[int, list[TokenLogprobs]]
     """Row → of the plan's targets."""
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens of every slot, `[groups, slots]`, of a step with drafts."""
+        counts: np.ndarray = (self.sampled != REJECTED).sum(axis=-1, dtype=np.int32)
+        return counts
 
 
 def step_result(
@@ -36,7 +44,7 @@ def step_result(
     """Unpacks a step's arrays.
 
     Args:
-      sampled: `[groups, slots]`.
+      sampled: `[groups, slots]`, or as `StepResult` says of a step with drafts.
       logprobs: `[groups, slots, 1 + 2 * top]`, int32; floats as bits.
       scores: `[groups, tokens, 1 + 2 * top]`.
     """
@@ -49,7 +57,8 @@ def step_result(
         row = options.row
         at = divmod(row, slots)
         if logprobs is not None and options.logprobs is not None:
-            result.logprobs[row] = _unpack(logprobs[at], int(sampled[at]), options.logprobs)
+            token_id = int(sampled[at].flat[0])
+            result.logprobs[row] = _unpack(logprobs[at], token_id, options.logprobs)
         if scores is not None and options.targets:
             group, start = starts[row]
             result.scores[row] = [

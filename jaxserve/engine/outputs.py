@@ -10,13 +10,16 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, overload
 
+import msgspec
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.request import FinishReason, TokenOutput
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.layout import NO_TOKEN, REJECTED
+
+NOT_FINITE = "the model's logits for the next token are not finite numbers"
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +29,15 @@ class StepOutputs(Items[TokenOutput]):
 
     Args:
       sequences: whose tokens these are.
-      token_ids: one each.
+      token_ids: one each, or of a step with drafts the run of each.
       special: index → the output of a request that ended, or that asked for more than tokens.
     """
 
     def __init__(
-        self, sequences: Items[Sequence], token_ids: list[int], special: dict[int, TokenOutput]
+        self,
+        sequences: Items[Sequence],
+        token_ids: list[int] | list[list[int]],
+        special: dict[int, TokenOutput],
     ):
         self._sequences, self._token_ids, self._special = sequences, token_ids, special
 
@@ -47,7 +53,7 @@ class StepOutputs(Items[TokenOutput]):
     @property
     def invalid(self) -> int:
         """How many requests ended because their logits were not finite."""
-        return sum(self._token_ids[index] == NO_TOKEN for index in self._special)
+        return sum(output.error == NOT_FINITE for output in self._special.values())
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -65,9 +71,10 @@ class StepOutputs(Items[TokenOutput]):
         return list(self)[index]
 
     def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
+        own = self._token_ids[index]
         return TokenOutput(
             request_id=sequence.request.request_id,
-            token_ids=[self._token_ids[index]],
+            token_ids=own if isinstance(own, list) else [own],
             cached_tokens=sequence.found or 0,
             queue_seconds=sequence.queue_seconds,
         )
@@ -76,7 +83,7 @@ class StepOutputs(Items[TokenOutput]):
 def append_tokens(
     slots: LaneSlots, rows: np.ndarray, result: StepResult, end_ids: Collection[int]
 ) -> StepOutputs:
-    """Adds a sampled token to the sequence in each row, which may be its last.
+    """Adds a sampled token, or a run of them, to the sequence in each row; it may end in there.
 
     Args:
       slots: of the lane; the step is counted as complete already.
@@ -84,35 +91,55 @@ def append_tokens(
       result: what the step gave.
       end_ids: every id that would end one of the lane's sequences.
     """
-    token_ids = result.sampled.reshape(-1)[rows]
+    groups, lane_slots, *drafted = result.sampled.shape
+    token_ids = result.sampled.reshape(groups * lane_slots, *drafted)[rows]
     sequences = slots.sequences[rows].tolist()
-    special = (
-        slots.options[rows]
-        | slots.grammar[rows]
-        | slots.is_last[rows]
-        | (token_ids == NO_TOKEN)
-        | np.isin(token_ids, np.fromiter(end_ids, np.int64))
-    )
+    ends = (token_ids == NO_TOKEN) | np.isin(token_ids, np.fromiter(end_ids, np.int64))
+    special = slots.options[rows] | slots.grammar[rows] | slots.is_last[rows]
+    special |= ends.any(axis=1) if drafted else ends
     plain = ~special
-    slots.append(rows[plain], token_ids[plain])
-    tokens = token_ids.tolist()
+    tokens: list[int] | list[list[int]]
+    if drafted:
+        for place in range(drafted[0]):
+            some = plain & (token_ids[:, place] != REJECTED)
+            slots.append(rows[some], token_ids[some, place])
+        counts = (token_ids != REJECTED).sum(axis=1).tolist()
+        runs = zip(token_ids.tolist(), counts, strict=True)
+        tokens = [run[:count] for run, count in runs]
+    else:
+        slots.append(rows[plain], token_ids[plain])
+        tokens = token_ids.tolist()
     outputs = {}
     for index in np.flatnonzero(special).tolist():
-        row = int(rows[index])
-        outputs[index] = _append(slots, row, tokens[index], result.logprobs.get(row))
+        row, own = int(rows[index]), tokens[index]
+        run = own if isinstance(own, list) else [own]
+        outputs[index] = _append(slots, row, run, result.logprobs.get(row))
     return StepOutputs(sequences, tokens, outputs)
 
 
 def _append(
+    slots: LaneSlots, row: int, run: list[int], logprobs: TokenLogprobs | None
+) -> TokenOutput:
+    """Adds tokens to a sequence that may end with one of them, or that has options."""
+    kept: list[int] = []
+    for token_id in run:
+        output = _append_one(slots, row, token_id, logprobs)
+        kept += output.token_ids
+        if output.finish_reason is not None:
+            break
+    sequence: Sequence = slots.sequences[row]
+    slots.draftable[row] = sequence.draftable
+    return output if len(run) == 1 else msgspec.structs.replace(output, token_ids=kept)
+
+
+def _append_one(
     slots: LaneSlots, row: int, token_id: int, logprobs: TokenLogprobs | None
 ) -> TokenOutput:
-    """Adds a token to a sequence that may end with it, or that has options."""
     sequence = slots.write_back(row)
     request, grammar = sequence.request, sequence.request.params.grammar
     if token_id == NO_TOKEN:
         logger.error("request %s: its logits are not finite", request.request_id)
-        message = "the model's logits for the next token are not finite numbers"
-        return _output(sequence, finish_reason="error", error=message)
+        return _output(sequence, finish_reason="error", error=NOT_FINITE)
     ends = request.ends_at(token_id, sequence.generated)
     if ends or (grammar is not None and token_id in request.end_ids):
         return _output(sequence, finish_reason="stop", stop_token_id=token_id)

@@ -73,6 +73,7 @@ class Scheduler:
         budget leaves.
       prefix_cache: whether computed pages are kept for sequences that begin alike.
       side_by_side: whether lanes that wait for grammars are to start together.
+      drafts: most drafts of a sequence and step.
     """
 
     def __init__(
@@ -91,9 +92,13 @@ class Scheduler:
         prefill_tokens: int = 0,
         prefix_cache: bool = False,
         side_by_side: bool = False,
+        drafts: int = 0,
     ):
-        if token_budget < slots:
-            raise ValueError(f"token_budget = {token_budget} is below slots = {slots}")
+        if token_budget < slots * (1 + drafts):
+            least = (
+                f"slots x (1 + drafts) = {slots} x {1 + drafts}" if drafts else f"slots = {slots}"
+            )
+            raise ValueError(f"token_budget = {token_budget} is below {least}")
         if token_buckets[-1] != token_budget:
             raise ValueError(f"token_buckets {token_buckets} do not end at {token_budget}")
         if page_buckets[-1] * page_size < max_length:
@@ -101,11 +106,13 @@ class Scheduler:
         self.page_size = page_size
         self.max_waiting = max_waiting
         self._token_budget = token_budget
-        self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets))
+        self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
         self._prefill_tokens = prefill_tokens or token_budget
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self._lanes = [
-            LaneSlots(lane, groups=groups, slots=slots, page_size=page_size)
+            LaneSlots(
+                lane, groups=groups, slots=slots, page_size=page_size, tells_tokens=drafts > 0
+            )
             for lane in range(lanes)
         ]
         self._groups = [
@@ -214,12 +221,13 @@ class Scheduler:
         prefilling = slots.prefilling(decoding)
         if waiting == "grammars":
             prefilling &= ~slots.grammar
-        chunks = self._chunks(slots, decoding, prefilling)
+        drafts = self._drafts(slots, decoding)
+        chunks = self._chunks(slots, decoding, prefilling, drafts)
 
         decode = np.flatnonzero(decoding)
         if not len(decode) and not chunks:
             return None
-        plan, step = slots.issue(self._steps_issued, decode, chunks, self._buckets)
+        plan, step = slots.issue(self._steps_issued, decode, chunks, self._buckets, drafts)
         self._steps_issued += 1
         self._in_flight[lane].append(step)
         return plan
@@ -245,7 +253,10 @@ class Scheduler:
         for row, scores in result.scores.items():
             if slots.sequences[row].scores is not None:
                 slots.sequences[row].scores += scores
-        rows = step.rows[slots.complete(step)]
+        accepted = None if step.drafts is None else result.counts.reshape(-1)[step.rows] - 1
+        if accepted is not None:
+            accepted = np.where(step.samples, accepted, 0)
+        rows = step.rows[slots.complete(step, accepted)]
         outputs = append_tokens(slots, rows, result, self._end_ids)
         self._invalid_logits += outputs.invalid
         for sequence in outputs.ended:
@@ -411,7 +422,7 @@ class Scheduler:
 
         Removes the rows from `decoding` (a mask) that get none, and those that are preempted.
         """
-        short = slots.sequences[decoding & (slots.cached >= slots.room)]
+        short = slots.sequences[decoding & (slots.cached + slots.slack >= slots.room)]
         for sequence in sorted(short, key=rank):
             if sequence.status == "running":  # else it was preempted just now
                 row = slots.row(sequence)
@@ -433,6 +444,25 @@ class Scheduler:
         group.grow(sequence)
         return True
 
+    def _drafts(self, slots: LaneSlots, decoding: np.ndarray) -> np.ndarray | None:
+        """How many drafts of every row the step verifies; None: it verifies none.
+
+        Pages for them are taken from those that nobody is owed.
+        """
+        if not self._buckets.drafts or not decoding.any():
+            return None
+        drafts = slots.drafts(decoding, self._buckets.drafts)
+        reach = slots.cached + slots.slack + 1
+        for row in np.flatnonzero((drafts > 0) & (reach + drafts > slots.room)).tolist():
+            sequence = slots.sequences[row]
+            group = self._groups[_group_of(sequence)]
+            while reach[row] + drafts[row] > slots.room[row]:
+                if group.free_pages <= len(group.stalled):
+                    drafts[row] = slots.room[row] - reach[row]
+                else:
+                    group.grow(sequence)
+        return drafts if drafts.any() else None
+
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache some day."""
         self._preemptions += 1
@@ -441,13 +471,19 @@ class Scheduler:
         self._release_if_complete(sequence)
 
     def _chunks(
-        self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray
+        self,
+        slots: LaneSlots,
+        decoding: np.ndarray,
+        prefilling: np.ndarray,
+        drafts: np.ndarray | None,
     ) -> dict[int, int]:
-        """Row → tokens that the step prefills; both arguments are masks over rows."""
+        """Row → tokens that the step prefills, beside those that decode and their drafts; both are
+        masks over rows."""
         sequences = sorted(slots.sequences[prefilling], key=rank)
         if not sequences:
             return {}
-        used = decoding.reshape(-1, self._slots).sum(axis=1).tolist()
+        decoded = decoding if drafts is None else decoding + drafts
+        used = decoded.reshape(-1, self._slots).sum(axis=1).tolist()
         budget = [self._token_budget - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]
@@ -483,12 +519,13 @@ class Scheduler:
         Where the cache has such a page of another sequence in use, the page is offered again with
         the next one, and when the sequence leaves.
         """
-        full, rows = slots.full_pages(step), step.rows
+        cached, rows = slots.known_cached(step), step.rows
+        full = cached // self.page_size
         changed = (full > slots.published[rows]) | ~slots.running[rows]
         slots.published[rows] = full
         for index in np.flatnonzero(changed).tolist():
             sequence = slots.write_back(int(rows[index]))
-            self._groups[_group_of(sequence)].publish(sequence, int(step.kv_lengths[index]))
+            self._groups[_group_of(sequence)].publish(sequence, int(cached[index]))
 
     def _release_rows(self, slots: LaneSlots, rows: np.ndarray) -> None:
         leaving = slots.resident & ~slots.running

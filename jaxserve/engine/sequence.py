@@ -84,6 +84,15 @@ class Sequence:
         return any(option is not None for option in asked)
 
     @property
+    def draftable(self) -> bool:
+        """Whether its next tokens may be drafted: not while something of them is wanted, or is to
+        be done to their logits, that depends on the tokens before."""
+        params = self.request.params
+        if params.penalises or params.logit_bias or self.has_grammar or self.unscored:
+            return False
+        return params.logprobs is None and self.generated >= params.min_tokens
+
+    @property
     def longest(self) -> int:
         """Tokens at its end, prompt and output together."""
         return len(self.request.prompt) + self.max_generated
@@ -128,11 +137,17 @@ class Sequence:
         if not any(self.allowed):
             raise ValueError("the grammar allows no token")
 
-    def sampling(self, row: int) -> NewSequence:
-        """Its sampling parameters, as the workers keep them."""
+    def sampling(self, row: int, told: int = 0) -> NewSequence:
+        """Its sampling parameters, as the workers keep them, and the first `told` of its tokens."""
         params = self.request.params
         return NewSequence(
-            row, params.temperature, params.top_k, params.top_p, params.min_p, self.request.seed
+            row,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            self.request.seed,
+            np.asarray(self.tokens[:told], "<i4").tobytes(),
         )
 
     def options(

@@ -24,7 +24,7 @@ SERVICE = "jaxserve.fleet.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -192,6 +192,7 @@ def shapes_digest(deployment_digest: str, plans: Sequence[StepPlan]) -> str:
     """
     text = "".join(
         f"|{plan.number},{plan.domain}.{plan.lane},{plan.bucket.tokens},{plan.bucket.pages}"
+        f",{plan.bucket.drafts}"
         for plan in plans
     )
     return hashlib.blake2s((deployment_digest + text).encode(), digest_size=8).hexdigest()

@@ -21,6 +21,12 @@ from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, hot_call
+from jaxserve.roles.drafting import (
+    Drafting,
+    DraftingExecutables,
+    drafting_executables,
+    drafting_programs,
+)
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
@@ -45,6 +51,7 @@ class AttentionExecutables(NamedTuple):
     sampling: SamplingExecutables
     load: jax.stages.Compiled | None
     """Counts the tokens of each expert; None: the model has none."""
+    drafting: DraftingExecutables | None = None
 
 
 def attention_programs(
@@ -52,15 +59,15 @@ def attention_programs(
 ) -> dict[ProgramKey, Program]:
     """Everything that steps of these buckets run; the longest to compile first."""
     first, later = _kinds(programs)
-    wanted = options_programs(programs, buckets)
+    wanted = options_programs(programs, buckets) | drafting_programs(programs, buckets)
     for bucket in buckets:
-        tokens = Bucket(bucket.tokens, 1)
-        wanted[ProgramKey("enter", first, bucket)] = programs.enter(bucket, first)
+        tokens, plain = bucket.of_tokens, bucket.undrafted
+        wanted[ProgramKey("enter", first, plain)] = programs.enter(plain, first)
         for kind in later:
-            wanted[ProgramKey("attend", kind, bucket)] = programs.attend(bucket, kind)
+            wanted[ProgramKey("attend", kind, plain)] = programs.attend(plain, kind)
         wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
         if "moe" in programs.formats:
-            wanted[ProgramKey("load", None, tokens)] = programs.load(bucket)
+            wanted[ProgramKey("load", None, tokens.undrafted)] = programs.load(bucket)
     return wanted
 
 
@@ -71,13 +78,14 @@ def attention_executables(
     first, later = _kinds(programs)
 
     def bind(bucket: Bucket) -> AttentionExecutables:
-        tokens = Bucket(bucket.tokens, 1)
+        tokens, plain = bucket.of_tokens, bucket.undrafted
         return AttentionExecutables(
-            enter=compiled[ProgramKey("enter", first, bucket)],
-            attend={kind: compiled[ProgramKey("attend", kind, bucket)] for kind in later},
+            enter=compiled[ProgramKey("enter", first, plain)],
+            attend={kind: compiled[ProgramKey("attend", kind, plain)] for kind in later},
             leave=compiled[ProgramKey("leave", None, tokens)],
             sampling=sampling_executables(compiled, bucket),
-            load=compiled.get(ProgramKey("load", None, tokens)),
+            load=compiled.get(ProgramKey("load", None, tokens.undrafted)),
+            drafting=drafting_executables(compiled, bucket),
         )
 
     return {bucket: bind(bucket) for bucket in buckets}
@@ -152,6 +160,8 @@ class AttentionWorker:
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
         self._sampling = Sampling(programs, weights.head, self._put.rows)
+        drafts = programs.deployment.drafts
+        self._drafting = Drafting(programs, self._put.rows) if drafts else None
         self.on_load: OnLoad | None = None
 
     def page_access(
@@ -194,6 +204,9 @@ class AttentionWorker:
         pages, lane = self._pages, plan.lane
         executables = self._executables[plan.bucket]
         x = before = self._last_tokens[lane]
+        drafting = executables.drafting
+        if self._drafting is not None and drafting is not None:
+            batch = self._drafting.resolve(drafting, plan, batch, before)
         combined: Arrays = self._weights.embedding
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
@@ -205,8 +218,14 @@ class AttentionWorker:
             yield None
             combined = receive()
             yield combined[0]
-        left = executables.leave(x, before, batch, *combined, *self._weights.head)
-        self._last_tokens[lane], finished = self._sampling.finish(
-            plan, executables.sampling, batch, before, left, (x, *combined)
+        last, sampled, logits, *lengths = executables.leave(
+            x, before, batch, *combined, *self._weights.head
         )
+        stream = x, *combined
+        last, finished = self._sampling.finish(
+            plan, executables.sampling, batch, before, (last, sampled, logits), stream
+        )
+        self._last_tokens[lane] = last
+        if self._drafting is not None and drafting is not None:
+            finished = self._drafting.end(drafting, finished, batch, table, stream, last, lengths)
         yield finished

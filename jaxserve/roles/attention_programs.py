@@ -119,14 +119,15 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined, head…) → (last_tokens, sampled, logits)."""
+        """(x, last_tokens, batch, combined, head…) → (last_tokens, sampled, logits); with drafts
+        the lengths, too (`TokenPrograms.verify_step`)."""
         head = self.templates.head
 
         def body(
             x: Array, last: Array, batch: Array, combined: Array, *leaves: Array
         ) -> tuple[Array, ...]:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.sample_step(add_combined(x, combined), last, fields, leaves)
+            return self.end_step(add_combined(x, combined), last, fields, leaves, bucket)
 
         return Program(
             "leave",
@@ -139,7 +140,7 @@ class AttentionPrograms(TokenPrograms):
                 *head.leaves,
             ),
             (ROWS, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
-            (ROWS, REPLICATED, ROWS),
+            (ROWS, REPLICATED, ROWS, *([ROWS] if bucket.drafts else [])),
             donated=(),
         )
 

@@ -153,7 +153,12 @@ def deployment_buckets(deployment: Deployment) -> list[Bucket]:
     """All buckets that a step may use, ascending; tokens are rounded up to `step_multiple`."""
     limits, multiple = deployment.scheduler, step_multiple(deployment)
     tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
-    return [Bucket(size, pages) for size in tokens for pages in limits.page_buckets]
+    return [
+        Bucket(size, pages, drafts)
+        for size in tokens
+        for pages in limits.page_buckets
+        for drafts in ((0, deployment.drafts) if size > deployment.drafts > 0 else (0,))
+    ]
 
 
 def token_sizes(deployment: Deployment) -> list[int]:
@@ -190,7 +195,8 @@ def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: 
     Of every lane: the residual stream of its DP group's `tokens`, and a message and its answer on
     their way. Of the one program that runs: either a layer's normed tokens, its heads (queries
     before and after RoPE or absorption, mixed values; with latents also the keys and values of a
-    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler. And
+    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler, of
+    every slot's last token and its drafts. And
     every lane's token counts for penalties, an int32 a slot and token of the vocabulary.
     Attention scores are not in it: kernels keep them on the chip.
     """
@@ -206,7 +212,7 @@ def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: 
     attend = tokens * (sizes.q_heads // role.tp * width + d) * size + tokens * d * FP32
     logits = deployment.scheduler.slots * config.vocab * FP32
     counts = logits  # as many, of four bytes
-    return deployment.lanes * (lane + counts) + max(attend, 3 * logits)
+    return deployment.lanes * (lane + counts) + max(attend, 3 * (1 + deployment.drafts) * logits)
 
 
 def _ffn_activations(

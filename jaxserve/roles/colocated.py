@@ -14,6 +14,12 @@ from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
+from jaxserve.roles.drafting import (
+    Drafting,
+    DraftingExecutables,
+    drafting_executables,
+    drafting_programs,
+)
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
@@ -37,6 +43,7 @@ class ColocatedExecutables(NamedTuple):
 
     step: jax.stages.Compiled
     sampling: SamplingExecutables
+    drafting: DraftingExecutables | None = None
 
 
 def colocated_programs(
@@ -44,7 +51,7 @@ def colocated_programs(
 ) -> dict[ProgramKey, Program]:
     """One program a bucket, and those of sampling."""
     wanted = {ProgramKey("step", None, bucket): programs.step(bucket) for bucket in buckets}
-    return wanted | options_programs(programs, buckets)
+    return wanted | options_programs(programs, buckets) | drafting_programs(programs, buckets)
 
 
 def colocated_executables(
@@ -53,7 +60,9 @@ def colocated_executables(
     """What a step of each bucket runs."""
     return {
         bucket: ColocatedExecutables(
-            compiled[ProgramKey("step", None, bucket)], sampling_executables(compiled, bucket)
+            compiled[ProgramKey("step", None, bucket)],
+            sampling_executables(compiled, bucket),
+            drafting_executables(compiled, bucket),
         )
         for bucket in buckets
     }
@@ -102,6 +111,8 @@ class ColocatedWorker:
         self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
         self._pages = list(zeroed(programs.all_pages, programs.mesh))
         self._sampling = Sampling(programs, weights.head, self._put.rows)
+        drafts = programs.deployment.drafts
+        self._drafting = Drafting(programs, self._put.rows) if drafts else None
         config = programs.config
         self._routed = tuple(n for n in range(config.layers) if config.kind(n).ffn == "moe")
         self.observer: Observer | None = None
@@ -150,19 +161,25 @@ class ColocatedWorker:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
-        step, sampling = self._executables[plan.bucket]
+        step, sampling, drafting = self._executables[plan.bucket]
         before, slots = self._last_tokens[plan.lane], self.slots
+        if self._drafting is not None and drafting is not None:
+            batch = self._drafting.resolve(drafting, plan, batch, before)
         experts = [] if slots is None else [*slots.counts, *slots.tables]
         last, sampled, logits, x, load, *state = step(
             before, batch, table, *self._pages, *experts, *self._weights.flat
         )
         pages = len(self._pages)
         self._pages = state[:pages]
+        lengths = [state.pop()] if plan.bucket.drafts else []
         if slots is not None:
             slots.counts = state[pages:]
-        self._last_tokens[plan.lane], finished = self._sampling.finish(
+        last, finished = self._sampling.finish(
             plan, sampling, batch, before, (last, sampled, logits), (x,)
         )
+        self._last_tokens[plan.lane] = last
+        if self._drafting is not None and drafting is not None:
+            finished = self._drafting.end(drafting, finished, batch, table, (x,), last, lengths)
         if self.observer is not None:
             self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
         if self.on_load is not None and self._routed:

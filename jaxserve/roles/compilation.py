@@ -15,6 +15,7 @@ ProgramName = (
     Literal["enter", "attend", "leave", "ffn", "step"]
     | Literal["load", "fetch", "insert", "count"]
     | Literal["choose", "score", "logprobs"]
+    | Literal["resolve", "draft", "recall"]
 )
 
 

@@ -13,7 +13,12 @@ NO_TOKEN = -2
 """What the sampler gives in place of a token for logits that are not numbers (NaN or infinite)."""
 
 FROM_DEVICE = -1
-"""Token id that stands for "the token this slot sampled last, still on the device"."""
+"""What only the device knows. As the first token id of a row: the token that its slot sampled last;
+as a later one: the draft that follows it. As a KV length: what the slot's steps have brought it
+to."""
+
+REJECTED = -3
+"""What a step with drafts gives in place of the tokens behind the first draft that is wrong."""
 
 MAX_LOGPROBS = 20
 """Most alternatives that are reported beside a token."""
@@ -32,6 +37,18 @@ class Bucket(msgspec.Struct, frozen=True):
     """Tokens a DP group, padding included."""
     pages: int
     """Pages a sequence, padding included."""
+    drafts: int = 0
+    """Most drafts that a row may have; 0: the step has none, whatever the deployment."""
+
+    @property
+    def of_tokens(self) -> "Bucket":
+        """The same for what sees no pages."""
+        return Bucket(self.tokens, 1, self.drafts)
+
+    @property
+    def undrafted(self) -> "Bucket":
+        """The same for what does not know of drafts."""
+        return Bucket(self.tokens, self.pages)
 
 
 class PageRun(NamedTuple):
@@ -50,7 +67,8 @@ class BatchLayout(msgspec.Struct, frozen=True):
     The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
     `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
     temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
-    Slots without tokens in this step have an empty query range.
+    Slots without tokens in this step have an empty query range. `sample` says after how many of a
+    slot's tokens, its last ones, something is sampled: 0, 1, or 1 and its drafts.
     """
 
     tokens: int

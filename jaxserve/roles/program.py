@@ -15,7 +15,7 @@ from jaxserve.model.attention.batch import RaggedBatch, ragged_batch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.sampler import SamplerState, sample
-from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, BatchLayout, Bucket
+from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
 
 ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
@@ -92,6 +92,19 @@ class TokenPrograms:
         with jax.named_scope("embed"):
             return self.templates.embedding.merge(leaves)(ids)
 
+    def end_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+        bucket: Bucket,
+    ) -> tuple[Array, ...]:
+        """`verify_step` or `sample_step`, as the bucket has drafts or not."""
+        if bucket.drafts:
+            return self.verify_step(x, last_tokens, fields, leaves, bucket.drafts)
+        return self.sample_step(x, last_tokens, fields, leaves)
+
     def sample_step(
         self,
         x: Float[Array, "tokens d_model"],
@@ -116,20 +129,56 @@ class TokenPrograms:
         fields: dict[str, Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
         """The lane's last tokens after the step, and all DP groups' sampled tokens."""
-        with jax.named_scope("sample"):
-            bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
-            state = SamplerState(
-                temperature=bits(fields["temperature"]),
-                top_k=fields["top_k"],
-                top_p=bits(fields["top_p"]),
-                min_p=bits(fields["min_p"]),
-                seed=fields["seed"].astype(jnp.uint32),
-                position=fields["kv_length"],
-            )
-            drawn = sample(logits, state)
-            drawn = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
+        drawn = drawn_tokens(logits, sampler_state(fields))
         last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
         return last, jax.lax.all_gather(last[0], "dp")
+
+    def verify_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+        drafts: int,
+    ) -> tuple[
+        Int[Array, "1 slots"],
+        Int[Array, "groups slots rows"],
+        Float[Array, "slots vocab"],
+        Int[Array, "1 slots"],
+    ]:
+        """Head and sampler on the last 1 + drafts tokens of every slot, of which the step has fed
+        so many (`fields["sample"]`); drafts are accepted as far as they are what is sampled.
+
+        A draw depends on logits, seed and position alone. So what comes before a rejected draft,
+        and in its place, are the tokens of steps without drafts, greedy or not (Daliri et al.,
+        2024, "Coupling without communication and drafter-invariant speculative decoding").
+
+        Returns the lane's last tokens; all DP groups' sampled tokens, 1 + drafts a slot, with
+        `REJECTED` behind those that hold; the logits of each slot's first row; and its tokens that
+        are in the cache and hold.
+        """
+        slots, rows = self.slots, 1 + drafts
+        counts, end = fields["sample"], fields["query_start"][1:]
+        offset = jnp.arange(rows, dtype=jnp.int32)[None]
+        row = jnp.maximum(end[:, None] - jnp.maximum(counts, 1)[:, None] + offset, 0)
+        row = jnp.minimum(row, x.shape[0] - 1)  # [slots, rows]; beyond a slot's tokens ignored
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row.reshape(-1)])
+        position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
+        each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
+        state = sampler_state(each | {"kv_length": position.reshape(-1)})
+        drawn = drawn_tokens(logits, state).reshape(slots, rows)
+        draft = fields["token_ids"][row[:, 1:]]
+        holds = (draft == drawn[:, :-1]) & (offset[:, 1:] < counts[:, None])
+        accepted = jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        samples = counts > 0
+        last = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
+        last = jnp.where(samples, last, last_tokens[0])
+        sampled = jnp.where(samples[:, None] & (offset <= accepted[:, None]), drawn, REJECTED)
+        rejected = jnp.where(samples, counts - 1 - accepted, 0)
+        lengths = fields["kv_length"] - rejected
+        logits = logits.reshape(slots, rows, -1)[:, 0]
+        return last[None], jax.lax.all_gather(sampled, "dp"), logits, lengths[None]
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of what holds the residual stream after the last layer."""
@@ -155,6 +204,30 @@ class TokenPrograms:
             self.shape(self.groups, width),
             self.shape(self.groups, self.slots, bucket.pages),
         )
+
+
+def sampler_state(fields: dict[str, Array]) -> SamplerState:
+    """Of the fields of a batch: one row a slot, for the token after its last one."""
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+    return SamplerState(
+        temperature=bits(fields["temperature"]),
+        top_k=fields["top_k"],
+        top_p=bits(fields["top_p"]),
+        min_p=bits(fields["min_p"]),
+        seed=fields["seed"].astype(jnp.uint32),
+        position=fields["kv_length"],
+    )
+
+
+def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
+    return {name: fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+
+
+def drawn_tokens(logits: Float[Array, "rows vocab"], state: SamplerState) -> Int[Array, " rows"]:
+    """A token a row; `NO_TOKEN` where logits are not numbers."""
+    with jax.named_scope("sample"):
+        drawn = sample(logits, state)
+        return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
 
 
 def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:

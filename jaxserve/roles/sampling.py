@@ -34,20 +34,23 @@ def options_programs(
     """What runs after a step that has a request with options; the longest to compile first."""
     wanted = {}
     for bucket in buckets:
-        tokens = Bucket(bucket.tokens, 1)
+        tokens = bucket.of_tokens
         wanted[ProgramKey("choose", None, tokens)] = sampling_programs.choose(programs, bucket)
-        wanted[ProgramKey("score", None, tokens)] = sampling_programs.score(programs, bucket)
-    wanted[ProgramKey("logprobs", None, Bucket(1, 1))] = sampling_programs.logprobs(programs)
+        score = ProgramKey("score", None, tokens.undrafted)
+        wanted[score] = sampling_programs.score(programs, bucket)
+    for drafts in {bucket.drafts for bucket in buckets}:
+        logprobs = sampling_programs.logprobs(programs, drafts)
+        wanted[ProgramKey("logprobs", None, Bucket(1, 1, drafts))] = logprobs
     return wanted
 
 
 def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables:
     """Of one bucket, out of everything that was compiled."""
-    tokens = Bucket(bucket.tokens, 1)
+    tokens = bucket.of_tokens
     return SamplingExecutables(
         choose=compiled[ProgramKey("choose", None, tokens)],
-        logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1))],
-        score=compiled[ProgramKey("score", None, tokens)],
+        logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1, bucket.drafts))],
+        score=compiled[ProgramKey("score", None, tokens.undrafted)],
     )
 
 
@@ -56,9 +59,11 @@ class Finished(NamedTuple):
 
     plan: StepPlan
     sampled: jax.Array
-    """int32 [groups, slots], replicated over the mesh."""
+    """int32 [groups, slots], replicated over the mesh; of a step with drafts [groups, slots,
+    1 + drafts], with `REJECTED` behind the tokens that hold."""
     logits: jax.Array
-    """FP32 [groups * slots, vocab]; rows of slots that did not sample mean nothing."""
+    """FP32 [groups * slots, vocab], those of the first token of a slot that is followed by
+    sampling; rows of slots that did not sample mean nothing."""
     last: jax.Array
     """What this process computes last in the step: when it is there, so is everything before."""
     logprobs: jax.Array | None = None
@@ -113,8 +118,9 @@ class Sampling:
         logprobs = scores = None
         if plan.has_rules:
             rules = self._put(rules_array(plan, self._groups, self._slots, self._vocab))
+            drawn = (last, batch, sampled) if plan.bucket.drafts else (before, batch)
             last, sampled, self._counts[plan.lane] = executables.choose(
-                logits, before, batch, self._counts[plan.lane], rules
+                logits, *drawn, self._counts[plan.lane], rules
             )
         if plan.has_logprobs:
             logprobs = executables.logprobs(logits, sampled)

@@ -12,8 +12,22 @@ from jaxtyping import Array, Float, Int
 from jaxserve.mesh import ATTENTION_RULES
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
-from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
-from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms
+from jaxserve.roles.layout import (
+    FROM_DEVICE,
+    MAX_LOGPROBS,
+    REJECTED,
+    BatchLayout,
+    Bucket,
+    RulesLayout,
+)
+from jaxserve.roles.program import (
+    REPLICATED,
+    ROWS,
+    Program,
+    TokenPrograms,
+    drawn_tokens,
+    sampler_state,
+)
 
 FLOATS = ("repetition", "presence", "frequency", "biases")
 
@@ -22,12 +36,14 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts).
 
     Draws by the rules; in slots without any, what the step's own last program would have drawn.
-    `last_tokens` are those before the step.
+    `last_tokens` are those before the step. With drafts both are those after it, as `sampled`
+    follows them among the arguments: slots that had drafts, which have no rules, keep theirs.
     """
     layout = RulesLayout(programs.config.vocab)
     groups, slots = programs.groups, programs.slots
 
-    def body(logits: Array, last: Array, batch: Array, counts: Array, rules: Array) -> object:
+    def body(logits: Array, last: Array, batch: Array, *rest: Array) -> object:
+        *sampled, counts, rules = rest
         fields = BatchLayout(bucket.tokens, slots).fields(batch[0])
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         token_ids = fields["token_ids"]
@@ -39,10 +55,19 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             counts = count(counts, parsed, token_ids, slot, position)
         with jax.named_scope("adjust"):
             logits = adjust(logits, counts, parsed)
-        return *programs.draw(logits, last, fields), counts
+        if not bucket.drafts:
+            return *programs.draw(logits, last, fields), counts
+        drawn = drawn_tokens(logits, sampler_state(fields))
+        alone = fields["sample"] == 1
+        last = jnp.where(alone, drawn, last[0])[None]
+        first = jax.lax.all_gather(jnp.where(alone, drawn, REJECTED), "dp")
+        runs = sampled[0]
+        first = jnp.where(first == REJECTED, runs[:, :, 0], first)
+        return last, runs.at[:, :, 0].set(first), counts
 
     shapes = programs.step_shapes(bucket)
     rows = groups * slots
+    runs = [programs.shape(groups, slots, 1 + bucket.drafts)] if bucket.drafts else []
     return Program(
         "choose",
         body,
@@ -50,21 +75,26 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         (
             programs.shape(rows, programs.config.vocab, dtype=jnp.float32),
             *shapes[:2],
+            *runs,
             programs.shape(rows, programs.config.vocab),
             programs.shape(groups, slots, layout.width),
         ),
-        (ROWS,) * 5,
+        (*(ROWS,) * 3, *[REPLICATED] * len(runs), ROWS, ROWS),
         (ROWS, REPLICATED, ROWS),
-        donated=(3,),
+        donated=(3 + len(runs),),
     )
 
 
-def logprobs(programs: TokenPrograms) -> Program:
-    """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`."""
+def logprobs(programs: TokenPrograms, drafts: int) -> Program:
+    """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
+    with drafts of the first one of every slot."""
     groups, slots, vocab = programs.groups, programs.slots, programs.config.vocab
+    shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
     def body(logits: Array, sampled: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
+        if drafts:
+            token_ids = jnp.maximum(token_ids[:, 0], 0)
         return jax.lax.all_gather(_packed(logits, token_ids), "dp")
 
     return Program(
@@ -73,7 +103,7 @@ def logprobs(programs: TokenPrograms) -> Program:
         programs.mesh,
         (
             programs.shape(groups * slots, vocab, dtype=jnp.float32),
-            programs.shape(groups, slots),
+            programs.shape(*shape),
         ),
         (ROWS, REPLICATED),
         REPLICATED,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.roles.layout import MAX_BIASES, BatchLayout, RulesLayout
+from jaxserve.roles.layout import FROM_DEVICE, MAX_BIASES, BatchLayout, RulesLayout
 from jaxserve.roles.step_plan import SlotRules, StepPlan
 
 
@@ -69,10 +69,13 @@ class LaneState:
             start += tokens
 
         fields["kv_length"][...] = self._per_slot(rows, plan.kv_lengths)
-        fields["sample"][...] = self._per_slot(rows, plan.samples)
+        if len(unknown := plan.unknown_lengths):
+            fields["kv_length"][unknown // slots, unknown % slots] = FROM_DEVICE
+        fields["sample"][...] = self._per_slot(rows, plan.sample_counts)
         takes_part = counts > 0
         for name, values in self._sampling.items():
-            if name != "temperature" or not plan.has_rules:  # else the rules array has it
+            # In a step with rules the rules array has the temperatures; drafts are drawn first.
+            if name != "temperature" or plan.bucket.drafts or not plan.has_rules:
                 bits = values.view(np.int32).reshape(groups, slots)
                 np.copyto(fields[name], bits, where=takes_part)
         return batch

@@ -64,6 +64,9 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: float = 0.0
     seed: int = 0
     """uint32; the noise of a draw depends on it and on the token's position alone."""
+    cached: bytes = b""
+    """int32, its first tokens, that are in the cache and of which no step of the row tells; empty
+    where drafts are not looked up in what a sequence has said."""
 
 
 class RowOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -93,7 +96,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Ascending over all lanes of the domain."""
     bucket: Bucket
     columns: bytes
-    """int32 `[4, rows]`: `rows`, `token_counts`, `kv_lengths`, `samples`."""
+    """int32 `[4, rows]`: `rows`, `token_counts`, `kv_lengths`, `sample_counts`."""
     tokens: bytes
     """int32, those of all rows, row after row: see `token_ids`."""
     new_sequences: list[NewSequence] = []
@@ -105,6 +108,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """float32, one a row; only where some row has rules: see `temperatures`."""
     domain: int = 0
     """Of the runtime's; `lane` is one of its lanes."""
+    on_device: bytes = b""
+    """int32: see `unknown_lengths`."""
 
     @classmethod
     def of(
@@ -119,6 +124,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         new_pages: np.ndarray,
         options: list[RowOptions],
         temperatures: np.ndarray | None = None,
+        unknown_lengths: np.ndarray | None = None,
     ) -> "StepPlan":
         """A plan from arrays; see the properties. `temperatures`: where some row has rules."""
         return cls(
@@ -131,6 +137,9 @@ class StepPlan(msgspec.Struct, frozen=True):
             new_pages.astype("<i4", copy=False).tobytes(),
             options,
             b"" if temperatures is None else temperatures.astype("<f4", copy=False).tobytes(),
+            on_device=b""
+            if unknown_lengths is None
+            else unknown_lengths.astype("<i4", copy=False).tobytes(),
         )
 
     def in_domain(self, domain: int) -> "StepPlan":
@@ -149,8 +158,21 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def kv_lengths(self) -> np.ndarray:
-        """Tokens of each row's sequence in the cache after this step."""
+        """Tokens of each row's sequence in the cache after this step; in `unknown_lengths`: at
+        least so many."""
         return self._columns[2]
+
+    @property
+    def unknown_lengths(self) -> np.ndarray:
+        """Rows, ascending, of whose sequences the device alone knows how many tokens are cached,
+        because drafts of theirs are in flight."""
+        return np.frombuffer(self.on_device, "<i4")
+
+    @property
+    def sample_counts(self) -> np.ndarray:
+        """After how many of a row's tokens, its last ones, something is sampled: 1 and its drafts,
+        or 0; see `samples`."""
+        return self._columns[3]
 
     @property
     def samples(self) -> np.ndarray:
@@ -161,13 +183,14 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def token_ids(self) -> np.ndarray:
         """The rows' tokens, one row after the other; `FROM_DEVICE` for a decode token that the host
-        has not seen."""
+        has not seen, and for drafts."""
         return np.frombuffer(self.tokens, "<i4")
 
     @property
     def new_pages(self) -> np.ndarray:
         """Pages that sequences got, int32 `[3, pages]`: row, the page's index in its sequence,
-        page id. With those of earlier plans they cover `kv_lengths`."""
+        page id. With those of earlier plans they cover `kv_lengths`, and the most that these may
+        be where the device alone knows them."""
         return np.frombuffer(self.pages, "<i4").reshape(3, -1)
 
     @property
@@ -229,6 +252,11 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
     logprobs: int | None = None
     targets: list[int] = []
     target_logprobs: int = 0
+    drafts: int = 0
+    """How many of the tokens, the last ones, are drafts."""
+    length_on_device: bool = False
+    """Whether `kv_length` is only the least that it may be."""
+    cached: bytes = b""
 
 
 def plan_of_rows(
@@ -241,7 +269,10 @@ def plan_of_rows(
       slots: of a DP group.
     """
     rows = [(group * slots + row.slot, row) for group, own in enumerate(groups) for row in own]
-    columns = [(at, len(row.token_ids), row.kv_length, row.sample) for at, row in rows]
+    columns = [
+        (at, len(row.token_ids), row.kv_length, row.sample * (1 + row.drafts)) for at, row in rows
+    ]
+    unknown = [at for at, row in rows if row.length_on_device]
     pages = [(at, *page) for at, row in rows for page in enumerate(row.page_ids)]
     options = [
         RowOptions(
@@ -261,10 +292,11 @@ def plan_of_rows(
         columns=np.asarray(columns, np.int32).reshape(-1, 4).T,
         token_ids=np.asarray([token for _, row in rows for token in row.token_ids], np.int32),
         new_sequences=[
-            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed)
+            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed, row.cached)
             for at, row in rows
         ],
         new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
         options=[one for one in options if one != RowOptions(one.row)],
         temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
+        unknown_lengths=np.asarray(unknown, np.int32) if unknown else None,
     )

@@ -44,9 +44,11 @@ class Replica:
         assert list(options) == sorted(options)
         groups: list[list[SequenceRow]] = [[] for _ in range(self._groups)]
         tokens = plan.token_ids.tolist()
-        columns = [plan.rows, plan.token_counts, plan.kv_lengths, plan.samples]
+        columns = [plan.rows, plan.token_counts, plan.kv_lengths, plan.sample_counts]
+        unknown = plan.unknown_lengths.tolist()
+        assert unknown == sorted(set(unknown))
         assert plan.rows.tolist() == sorted(set(plan.rows.tolist()))
-        for row, count, kv_length, samples in zip(*map(np.ndarray.tolist, columns), strict=True):
+        for row, count, kv_length, sampled in zip(*map(np.ndarray.tolist, columns), strict=True):
             sampling, own = self._sampling[row], options.get(row, RowOptions(row))
             groups[row // self._slots].append(
                 SequenceRow(
@@ -54,7 +56,7 @@ class Replica:
                     tokens[:count],
                     kv_length,
                     list(self._pages[row]),
-                    samples,
+                    sampled > 0,
                     sampling.temperature,
                     sampling.top_k,
                     sampling.top_p,
@@ -64,6 +66,9 @@ class Replica:
                     own.logprobs,
                     own.targets,
                     own.target_logprobs,
+                    drafts=max(sampled - 1, 0),
+                    length_on_device=row in unknown,
+                    cached=sampling.cached,
                 )
             )
             del tokens[:count]
@@ -85,15 +90,16 @@ def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
         for row in rows:
             lengths[row.slot] = len(row.token_ids)
             tokens += row.token_ids
-            fields["kv_length"][row.slot] = row.kv_length
-            fields["sample"][row.slot] = row.sample
+            fields["kv_length"][row.slot] = -1 if row.length_on_device else row.kv_length
+            fields["sample"][row.slot] = row.sample * (1 + row.drafts)
             fields["top_k"][row.slot] = row.top_k
             for name in ("temperature", "top_p", "min_p"):
-                if name != "temperature" or not has_rules:
+                if name != "temperature" or not has_rules or step.bucket.drafts:
                     fields[name].view(np.float32)[row.slot] = getattr(row, name)
             fields["seed"].view(np.uint32)[row.slot] = row.seed
             table[group, row.slot] = 0
-            table[group, row.slot, : len(row.page_ids)] = row.page_ids
+            page_ids = row.page_ids[: step.bucket.pages]
+            table[group, row.slot, : len(page_ids)] = page_ids
         fields["token_ids"][: len(tokens)] = tokens
         np.cumsum(lengths, out=fields["query_start"][1:])
     return batch, table

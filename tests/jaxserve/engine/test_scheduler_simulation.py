@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.roles.layout import REJECTED
 from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep
@@ -72,6 +73,7 @@ class Limits:
     prefix_cache: bool
     side_by_side: bool
     max_waiting: int = 1000
+    drafts: int = 0
 
 
 class AnythingGoes:
@@ -98,21 +100,56 @@ class Device:
         self.slots = limits.slots
         self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
+        self.length = {}  # (lane, group, slot) -> cached tokens that hold
+        self.drafts = {}  # (lane, group, slot) -> what may follow its last token
+        self.accepted = 0
         self.counted = {}  # (lane, group, slot) -> positions whose tokens penalties count
 
-    def run(self, plan: FullStep) -> list[list[int]]:
-        """Returns `sampled[group][slot]`."""
-        sampled = [[NOT_SAMPLED] * self.slots for _ in plan.groups]
+    def run(self, plan: FullStep) -> list[list[int]] | list[list[list[int]]]:
+        """Returns `sampled[group][slot]`, of a step with drafts `sampled[group][slot][place]`."""
+        most = plan.bucket.drafts
+        sampled = [[[NOT_SAMPLED] * (1 + most) for _ in range(self.slots)] for _ in plan.groups]
         for group, rows in enumerate(plan.groups):
             for row in rows:
                 home = (plan.lane, group, row.slot)
-                self._write(group, row, self.last_token.get(home))
+                row = self._resolved(home, row)
+                self._write(group, row)
                 self._count(home, row)
                 tokens = self._attend(group, row)
+                self.length[home] = len(tokens)
                 if row.sample:
-                    sampled[group][row.slot] = next_token(row.seed, tokens)
-                    self.last_token[home] = sampled[group][row.slot]
-        return sampled
+                    run = self._verify(row, tokens)
+                    sampled[group][row.slot] = run + [REJECTED] * (1 + most - len(run))
+                    self.last_token[home] = run[-1]
+                    self.length[home] = len(tokens) - row.drafts + len(run) - 1
+                    self.drafts[home] = _guesses(row.seed, tokens[: self.length[home]] + run[-1:])
+        return sampled if most else [[run[0] for run in runs] for runs in sampled]
+
+    def _resolved(self, home: tuple[int, int, int], row: SequenceRow) -> SequenceRow:
+        """With what only the device knows."""
+        known = [self.last_token.get(home), *self.drafts.get(home, [0] * 9)]
+        tokens = [
+            known[place] if token == FROM_DEVICE else token
+            for place, token in enumerate(row.token_ids)
+        ]
+        length = row.kv_length
+        if row.length_on_device:
+            length = self.length[home] + len(tokens)
+            assert row.kv_length <= length
+        changed = {"token_ids": tokens, "kv_length": length}
+        return SequenceRow(
+            **({name: getattr(row, name) for name in row.__struct_fields__} | changed)
+        )
+
+    def _verify(self, row: SequenceRow, tokens: list[int]) -> list[int]:
+        """The sampled tokens, up to the first one that is not the draft in its place."""
+        run: list[int] = []
+        for place in range(len(tokens) - row.drafts, len(tokens) + 1):
+            run.append(next_token(row.seed, tokens[:place]))
+            if place == len(tokens) or tokens[place] != run[-1]:
+                return run
+            self.accepted += 1
+        raise AssertionError
 
     def break_off(self, plan: FullStep) -> None:
         """A step that is lost on its way: what it would have written is anything."""
@@ -121,7 +158,12 @@ class Device:
                 home = (plan.lane, group, row.slot)
                 self.last_token[home] = NOT_SAMPLED
                 self.counted[home] = [NOT_SAMPLED]
-                for position in range(row.kv_length - len(row.token_ids), row.kv_length):
+                start, end = row.kv_length - len(row.token_ids), row.kv_length
+                if row.length_on_device:
+                    start = max(start, self.length[home])
+                    end = len(row.page_ids) * self.page_size
+                self.length[home], self.drafts[home] = -(10**6), [NOT_SAMPLED] * 9
+                for position in range(start, end):
                     cell = self._cell(row, position)
                     self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
 
@@ -131,11 +173,9 @@ class Device:
     def _cell(self, row: SequenceRow, position: int) -> tuple[int, int]:
         return row.page_ids[position // self.page_size], position % self.page_size
 
-    def _write(self, group: int, row: SequenceRow, last_token: int | None) -> None:
+    def _write(self, group: int, row: SequenceRow) -> None:
         start = row.kv_length - len(row.token_ids)
         for position, token in enumerate(row.token_ids, start):
-            if token == FROM_DEVICE:
-                token = last_token
             self.pages[group][self._cell(row, position)] = (self._salt(row), position, token)
 
     def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
@@ -156,8 +196,20 @@ class Device:
         return [token for _, _, token in entries]
 
 
+def _guesses(seed: int, tokens: list[int]) -> list[int]:
+    """Drafts, most of which hold."""
+    guesses: list[int] = []
+    for _ in range(9):
+        token = next_token(seed, [*tokens, *guesses])
+        wrong = zlib.crc32(repr(("wrong", seed, tokens, guesses)).encode()) % 4 == 0
+        guesses.append((token + wrong) % VOCABULARY)
+    return guesses
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what callers, the engine and the device may do at any time."""
+
+    drafts = st.just(0)
 
     def __init__(self):
         super().__init__()
@@ -172,7 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size = data.draw(st.sampled_from([2, 1, 4]), "page_size")
         max_length = data.draw(st.sampled_from([20, 13, 5, 2]), "max_length")
         longest = -(-max_length // page_size)
-        token_budget = slots + data.draw(st.integers(0, 5), "budget beyond slots")
+        drafts = data.draw(self.drafts, "drafts")
+        token_budget = slots * (1 + drafts) + data.draw(st.integers(0, 5), "budget beyond slots")
         self.limits = Limits(
             groups=data.draw(st.integers(1, 3), "groups"),
             lanes=data.draw(st.integers(1, 4), "lanes"),
@@ -186,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_tokens=data.draw(st.sampled_from([0, 1, 3]), "prefill tokens"),
             prefix_cache=data.draw(st.booleans(), "prefix cache"),
             side_by_side=data.draw(st.booleans(), "side by side"),
+            drafts=drafts,
         )
         self.scheduler = FullScheduler(**vars(self.limits))
         self.device = Device(self.limits, self.requests)
@@ -347,9 +401,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.groups) == limits.groups
         assert any(plan.groups)
         sizes = [sum(len(row.token_ids) for row in rows) for rows in plan.groups]
-        pages = [len(row.page_ids) for rows in plan.groups for row in rows]
-        assert plan.bucket.tokens == min(b for b in limits.token_buckets if b >= max(sizes))
-        assert plan.bucket.pages == min(b for b in limits.page_buckets if b >= max(pages))
+        drafts, rows_of_all = plan.bucket.drafts, [row for rows in plan.groups for row in rows]
+        fitting = [b for b in limits.token_buckets if b >= max(sizes) and b > drafts]
+        assert plan.bucket.tokens == min(fitting)
+        assert drafts == (limits.drafts if any(row.drafts for row in rows_of_all) else 0)
+        pages = [-(-row.kv_length // limits.page_size) for row in rows_of_all]
+        if not any(row.length_on_device for row in rows_of_all):
+            assert plan.bucket.pages == min(b for b in limits.page_buckets if b >= max(pages))
         for group, rows in enumerate(plan.groups):
             slots = [row.slot for row in rows]
             assert slots == sorted(set(slots))
@@ -361,10 +419,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[str(row.seed)]
         assert request.request_id not in self.ends, "a step for a request that has ended"
         assert row.token_ids
-        assert FROM_DEVICE not in row.token_ids or row.token_ids == [FROM_DEVICE]
-        assert row.kv_length < self.limits.max_length
-        assert row.kv_length < len(request.prompt) + request.params.max_tokens
-        assert len(row.page_ids) == -(-row.kv_length // self.limits.page_size)
+        first, drafts = row.token_ids[: -row.drafts or None], row.token_ids[-row.drafts or 10**9 :]
+        assert FROM_DEVICE not in first or first == [FROM_DEVICE]
+        assert drafts == [FROM_DEVICE] * row.drafts
+        longest = min(self.limits.max_length, len(request.prompt) + request.params.max_tokens)
+        certain = row.kv_length - row.drafts
+        assert certain < longest
+        least, most = (
+            -(-tokens // self.limits.page_size) for tokens in (row.kv_length, longest - 1)
+        )
+        assert least <= len(row.page_ids) <= most
+        if not self.limits.drafts:
+            assert len(row.page_ids) == least
+        if row.drafts:
+            assert row.rules is None
+            assert request.params.grammar is None
+            assert not request.params.presence_penalty
         assert set(row.page_ids) <= set(range(self.limits.pages))
         self.check_rules(request, row)
         for other_lane, others in self.rows_in_flight(group):
@@ -428,6 +498,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 class TestScheduler(SchedulerMachine.TestCase):
     settings = settings(max_examples=40, stateful_step_count=50)
+
+
+class DraftsMachine(SchedulerMachine):
+    """The same with drafts, some of which hold."""
+
+    drafts = st.sampled_from([3, 1, 2, 8])
+
+
+class TestDrafts(DraftsMachine.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=50)
+
+
+@pytest.mark.slow
+class TestDraftsAtLength(DraftsMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=60)
 
 
 @pytest.mark.slow

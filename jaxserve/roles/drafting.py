@@ -1,0 +1,174 @@
+"""Drafts on the device: what a lane's next step may refer to before the host knows it.
+
+The workers that hold the head call `Drafting` around every step of a deployment with drafts: first
+`resolve`, and after sampling `end`, which has a `Drafter` propose what may come next. A draft that
+is wrong, or stale, costs time and changes no token (`TokenPrograms.verify_step`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.roles import draft_programs
+from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import StepPlan
+
+_ANY = Bucket(1, 1)
+
+
+class StepEnd(NamedTuple):
+    """A step whose tokens are sampled; all arrays are on the attention mesh."""
+
+    plan: StepPlan
+    batch: jax.Array
+    """Its array, with what only the device knew."""
+    table: jax.Array
+    stream: Sequence[jax.Array]
+    """What holds the residual stream after the last layer (`TokenPrograms.stream`)."""
+    sampled: jax.Array
+    """As of `Finished`."""
+    last: jax.Array
+    """int32 [groups, slots]: every slot's last token, which is not in the cache."""
+    lengths: jax.Array
+    """int32 [groups, slots]: its tokens that are in the cache and hold."""
+
+
+class DraftingExecutables(NamedTuple):
+    """Of one bucket."""
+
+    resolve: jax.stages.Compiled
+    draft: jax.stages.Compiled
+    recall: jax.stages.Compiled
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    def begin(self, executables: DraftingExecutables, plan: StepPlan) -> None:
+        """Hears of a step before it runs."""
+        ...
+
+    def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
+        """int32 [groups, slots, drafts]: what may follow every slot's last token."""
+        ...
+
+
+def drafting_programs(
+    programs: TokenPrograms, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """What a deployment with drafts runs beyond its steps; none of one without."""
+    if not programs.deployment.drafts:
+        return {}
+    wanted = {ProgramKey("recall", None, _ANY): draft_programs.recall(programs)}
+    for bucket in {bucket.of_tokens.undrafted for bucket in buckets}:
+        wanted[ProgramKey("resolve", None, bucket)] = draft_programs.resolve(programs, bucket)
+        wanted[ProgramKey("draft", None, bucket)] = draft_programs.draft(programs, bucket)
+    return wanted
+
+
+def drafting_executables(compiled: Compiled, bucket: Bucket) -> DraftingExecutables | None:
+    """Of one bucket, out of everything that was compiled; None: the deployment has no drafts."""
+    tokens = bucket.of_tokens.undrafted
+    recall = compiled.get(ProgramKey("recall", None, _ANY))
+    if recall is None:
+        return None
+    return DraftingExecutables(
+        compiled[ProgramKey("resolve", None, tokens)],
+        compiled[ProgramKey("draft", None, tokens)],
+        recall,
+    )
+
+
+class Drafting:
+    """What every slot of every lane has come to, and what may come next.
+
+    Args:
+      programs: the deployment's.
+      put: puts an array `[groups, …]` on the mesh.
+    """
+
+    def __init__(self, programs: TokenPrograms, put: Callable[[np.ndarray], jax.Array]):
+        state = programs.groups, programs.slots
+        lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
+        self._lengths = [put(np.zeros(state, np.int32)) for _ in range(lanes)]
+        self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in range(lanes)]
+        self._drafter: Drafter = PromptLookup(programs, put)
+
+    def resolve(
+        self,
+        executables: DraftingExecutables,
+        plan: StepPlan,
+        batch: jax.Array,
+        last: jax.Array,
+    ) -> jax.Array:
+        """The step's batch array, complete."""
+        lane = plan.lane
+        self._drafter.begin(executables, plan)
+        batch, self._lengths[lane] = executables.resolve(
+            batch, last, self._lengths[lane], self._drafts[lane]
+        )
+        return batch
+
+    def end(
+        self,
+        executables: DraftingExecutables,
+        finished: Finished,
+        batch: jax.Array,
+        table: jax.Array,
+        stream: Sequence[jax.Array],
+        last: jax.Array,
+        lengths: Sequence[jax.Array],
+    ) -> Finished:
+        """Proposes what the lane's next step verifies.
+
+        Args:
+          lengths: as the program that verified the drafts says; empty where there were none.
+        """
+        plan, lane = finished.plan, finished.plan.lane
+        if lengths:
+            (self._lengths[lane],) = lengths
+        drafts = self._drafter.draft(
+            executables,
+            StepEnd(plan, batch, table, stream, finished.sampled, last, self._lengths[lane]),
+        )
+        self._drafts[lane] = drafts
+        return finished._replace(last=drafts)
+
+
+class PromptLookup:
+    """The drafter without weights; keeps what every sequence has said."""
+
+    def __init__(self, programs: TokenPrograms, put: Callable[[np.ndarray], jax.Array]):
+        self._put = put
+        self._groups, self._slots = programs.groups, programs.slots
+        self._width = draft_programs.history_width(programs)
+        shape = programs.groups, programs.slots, self._width
+        sharding = cached_sharding(programs.mesh, ROWS)
+        lanes = range(programs.deployment.lanes)
+        self._said = [sharded_zeros(shape, np.dtype(np.int32), sharding) for _ in lanes]
+
+    def begin(self, executables: DraftingExecutables, plan: StepPlan) -> None:
+        """Takes in what the cache has of sequences that are new."""
+        for sequence in plan.new_sequences:
+            if sequence.cached:
+                tokens = np.frombuffer(sequence.cached, "<i4")
+                group, slot = divmod(sequence.row, self._slots)
+                words = np.zeros((self._groups, 2 + self._width), np.int32)
+                words[group, 0], words[group, 1] = slot, len(tokens)
+                words[group, 2 : 2 + len(tokens)] = tokens
+                said = self._said[plan.lane]
+                self._said[plan.lane] = executables.recall(said, self._put(words))
+
+    def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
+        """What followed where the last tokens came before."""
+        lane = end.plan.lane
+        self._said[lane], drafts = executables.draft(
+            self._said[lane], end.batch, end.last, end.lengths
+        )
+        return drafts

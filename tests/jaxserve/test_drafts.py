@@ -1,0 +1,116 @@
+"""Drafts change no token: greedy and sampled, with whatever else requests ask for."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.request import SamplingParams
+from tests.jaxserve import layouts
+from tests.jaxserve.layouts import COLOCATED, GREEDY, PROMPTS, Collector
+
+pytestmark = pytest.mark.unoptimised
+
+NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
+
+CASES = {
+    "colocated": {**COLOCATED, "lanes": 2},
+    "1A1F": {"lanes": 2},
+    "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
+}
+
+SAMPLED = SamplingParams(
+    max_tokens=24, temperature=0.7, top_k=20, top_p=0.95, min_p=0.02, seed=5, ignore_eos=True
+)
+
+OPTIONS = [
+    {},
+    {"presence_penalty": 1.0},
+    {"logprobs": 2},
+    {"min_tokens": 6, "stop_token_ids": tuple(range(40))},
+    {"logit_bias": {7: 3.0}, "frequency_penalty": 0.5},
+    {"stop_token_ids": (3, 5, 8)},
+    {"prompt_logprobs": 1},
+    {"max_tokens": 1},
+    {"max_tokens": 7, "temperature": 0.0},
+]
+
+
+def mixed() -> list[SamplingParams]:
+    """For every prompt, one of the options, greedy and not."""
+    return [
+        SamplingParams(
+            **{"max_tokens": 16, "temperature": 0.4 * (n % 3), "seed": n, "ignore_eos": True}
+            | OPTIONS[n % len(OPTIONS)]
+        )
+        for n in range(len(PROMPTS))
+    ]
+
+
+def run_mixed(engine) -> list[tuple]:
+    collector = Collector()
+    for prompt, params in zip(PROMPTS, mixed(), strict=True):
+        collector.submit(engine, prompt, params)
+    outputs = collector.wait()
+    layouts.idle(engine)
+    logprobs = [
+        [one.token_id for news in collector.outputs(name) for one in news.logprobs]
+        for name in outputs
+    ]
+    return [
+        (output.token_ids, output.finish_reason, logs)
+        for output, logs in zip(outputs.values(), logprobs, strict=True)
+    ]
+
+
+class Counted:
+    """Counts the drafts of an engine's steps, and how many of them held."""
+
+    def __init__(self, engine):
+        self.drafted = self.held = 0
+        for scheduler in engine.schedulers:
+            scheduler.complete = self._counting(scheduler.complete)
+
+    def _counting(self, complete):
+        def counted(plan, result):
+            if plan.bucket.drafts:
+                samples = plan.sample_counts > 0
+                self.drafted += int((plan.sample_counts - 1)[samples].sum())
+                self.held += int((result.counts.reshape(-1)[plan.rows] - 1)[samples].sum())
+            return complete(plan, result)
+
+        return counted
+
+
+@contextmanager
+def running(model, overrides):
+    engine = build_engine(layouts.deployment(model, overrides))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(colocated_runtime):
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    sampled = layouts.generate(engine, params=SAMPLED)
+    greedy = layouts.generate(engine)
+    made = greedy, sampled, run_mixed(engine)
+    engine.close()
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_tokens_as_without(case, tiny_model, expected):
+    greedy, sampled, with_options = expected
+    with running(tiny_model, CASES[case] | NGRAM) as engine:
+        counted = Counted(engine)
+        assert layouts.generate(engine, params=GREEDY) == greedy
+        assert counted.held > 100
+        assert counted.drafted > 1000
+        assert layouts.generate(engine, params=SAMPLED) == sampled
+        assert run_mixed(engine) == with_options
+        layouts.idle(engine)
+        assert engine.compilations_after_ready == 0
