@@ -42,6 +42,7 @@ from jaxserve.planner.search_view import (
     plans_text,
 )
 from jaxserve.planner.simulate_command import add_simulate
+from jaxserve.planner.skew import read_skew
 from jaxserve.planner.stages import Calculator, Format, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
 from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text, json_text
@@ -117,7 +118,9 @@ def _search(options: argparse.Namespace) -> int:
         modes=tuple(options.modes or MODES),
         most_drafts=options.drafts,
     )
-    found = Searcher(calculator, attention, ffn, _accepted(options, calculator)).search(target)
+    skew = read_skew(options.skew) if options.skew is not None else None
+    accepted = _accepted(options, calculator)
+    found = Searcher(calculator, attention, ffn, accepted, skew).search(target)
     if not found.plans:
         print(f"error: {why_not(calculator, attention, ffn, target, found)}", file=sys.stderr)
         return 1
@@ -284,6 +287,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     for name in ("weights", "cache", "dispatch"):
         add(f"--{name}", choices=formats, default="fp8", help="number format: fp8")
     add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
+    add("--skew", help="of the experts' popularity, as of simulate: places them, with replicas")
     add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")
     add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
     add("--best", type=_count, default=3, help="plans a mode: 3")

@@ -19,7 +19,7 @@ from jaxserve.fleet.simulation import (
 )
 from jaxserve.planner import simulate_command
 from jaxserve.planner.deployment_options import read_deployment, read_scenario
-from jaxserve.planner.noise import Lengths
+from jaxserve.planner.noise import ExpertLoads, Lengths
 from jaxserve.planner.quantities import jitter, seconds, tokens
 from jaxserve.planner.scenario import Scenario, scenario
 from jaxserve.planner.simulate import Percentiles
@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
         deployment,
         traffic,
         conditions,
-        domain=domain.rooflines(seed=options.seed, skew=options.skew),
-        prefill=prefill.rooflines(seed=options.seed, skew=options.skew),
+        domain=domain.rooflines(_loads(options, domain)),
+        prefill=prefill.rooflines(_loads(options, prefill)),
     ).run()
     if options.json:
         parts = {"traffic": traffic, "conditions": conditions, "result": result}
@@ -78,6 +78,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(grid(_rows(deployment, result)))
     return 0
+
+
+def _loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
+    home, placed = simulate_command.read_loads(options, made)
+    return placed or home
 
 
 def _prefill(domain: Scenario, context: int) -> Scenario:

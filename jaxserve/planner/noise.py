@@ -6,8 +6,9 @@ Called by `simulate.py` and `stage_times.py`. Everything is drawn from one seede
 import msgspec
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.observe.timeline import AFDStage
+from jaxserve.planner.skew import placement_of, rank_shares
 
 
 class Jitter(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,38 +33,42 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertLoads:
-    """The load imbalance of the ffn devices.
-
-    The popularity of every layer's experts is lognormal and drawn once; every step's choices are
-    drawn from it.
+    """The load imbalance of the ffn devices: every step's choices are drawn from a popularity that
+    stays.
 
     Args:
-      ranks: devices over which the experts are divided (ep).
-      skew: standard deviation of the popularity over its mean; 0: all experts are equally popular.
+      popularity: [layers, experts] of the experts of every layer, rows with sum 1 (`skew.py`).
+      sizes: slots of the devices over which the experts are divided (ep).
+      placed: whether experts, and replicas in spare slots, are where a rebalance puts them, or all
+        at home.
     """
 
     def __init__(
         self,
         random: np.random.Generator,
+        popularity: np.ndarray,
+        sizes: SlotSizes,
         *,
-        layers: int,
-        experts: int,
         top_k: int,
-        ranks: int,
-        skew: float,
+        placed: bool = False,
     ):
-        if experts % ranks:
-            raise ConfigError(f"{experts} experts do not divide over ep = {ranks}")
-        variance = np.log1p(skew * skew)
-        weights = random.lognormal(0.0, variance**0.5, (layers, experts))
-        self._popularity = weights / weights.sum(axis=1, keepdims=True)
-        self._random, self._top_k, self._ranks = random, top_k, ranks
+        self._popularity, self._random, self._top_k = popularity, random, top_k
+        self._shares = [
+            rank_shares(placement_of(row, sizes, placed=placed), sizes) for row in popularity
+        ]
 
     def busiest(self, layer: int, tokens: int) -> float:
         """Tokens of the busiest device over the mean, in one step of `tokens` tokens."""
         counts = self._random.multinomial(tokens * self._top_k, self._popularity[layer])
-        loads = counts.reshape(self._ranks, -1).sum(axis=1)
+        loads = counts @ self._shares[layer]
         return float(loads.max() / max(loads.mean(), 1e-9))
+
+    @property
+    def balance(self) -> float:
+        """Mean ÷ max tokens of a device with so many tokens that chance evens out, mean over the
+        layers."""
+        loads = [row @ share for row, share in zip(self._popularity, self._shares, strict=True)]
+        return float(np.mean([each.mean() / each.max() for each in loads]))
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):

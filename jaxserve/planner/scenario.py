@@ -11,11 +11,13 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel, load_model, model_config
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Layout, Mode
+from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
 
@@ -37,26 +39,29 @@ class Scenario(NamedTuple):
     ffn: Calculator
     roles: Roles
 
-    def rooflines(
-        self, *, seed: int = 0, skew: float | None = None, extra: float = 0.0
-    ) -> Rooflines:
+    def expert_loads(
+        self, skew: Skew | None, *, seed: int = 0, placed: bool = False
+    ) -> ExpertLoads | None:
+        """How tokens fall on its ffn devices; None: evenly, or there is no more than one.
+
+        Args:
+          placed: as of `ExpertLoads`.
+        """
+        model, moe = self.ffn.model, self.ffn.model.moe
+        if skew is None or moe is None or self.layout.ep == 1:
+            return None
+        random = np.random.default_rng(seed)
+        popularity = skew.popularity(random, model.layers, moe.experts)
+        sizes = SlotSizes(moe.experts, self.layout.ep, self.layout.redundant_slots)
+        return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
+
+    def rooflines(self, loads: ExpertLoads | None = None, *, extra: float = 0.0) -> Rooflines:
         """Its stage times.
 
         Args:
-          skew: of the experts' popularity (`ExpertLoads`); None: `Assumptions.imbalance`.
+          loads: of the ffn devices; None: `Assumptions.imbalance`.
           extra: seconds on top of every step.
         """
-        model, loads = self.ffn.model, None
-        moe = model.moe
-        if skew is not None and moe is not None and self.layout.ep > 1:
-            loads = ExpertLoads(
-                np.random.default_rng(seed),
-                layers=model.layers,
-                experts=moe.experts,
-                top_k=moe.top_k,
-                ranks=self.layout.ep,
-                skew=skew,
-            )
         hardware = self.roles.attention, self.roles.ffn
         return Rooflines(self.layout, self.attention, self.ffn, hardware, loads, extra)
 
@@ -114,6 +119,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         ep=a.dp if colocated else f.ep,
         ffn_tp=a.tp if colocated else f.tp,
         lanes=deployment.lanes,
+        redundant_slots=f.redundant_slots,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.drafts import (
     NO_DRAFTS,
@@ -21,12 +22,17 @@ from jaxserve.planner.drafts import (
 )
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import AttentionLayers, FFNLayers
-from jaxserve.planner.stages import Calculator, StageTime
+from jaxserve.planner.skew import Skew, mean_busiest
+from jaxserve.planner.stages import Calculator, FFNStage, StageTime
 
 Mode = Literal["afd", "ep", "tp"]
 STAGES = ("attend", "dispatch", "ffn", "combine")
-COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
 """Numbers of hosts to try for a role."""
+REDUNDANT_SLOTS = (0, 1, 2)
+"""Of a rank, to try where experts are unevenly popular."""
+SPARE = 0.25
+"""Part of the experts that there may be more slots for, where the ranks do not divide them."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +48,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
     drafts: int = 0
     """Of a sequence in a step, by a multi-token-prediction module."""
+    redundant_slots: int = 0
+    """Of every ep rank, for replicas of experts."""
 
     @property
     def attention_devices(self) -> int:
@@ -137,6 +145,8 @@ class Searcher:
       calculator: the model, its context and formats.
       attention, ffn: hardware by name that each role may use; colocated modes use those in both.
       acceptance: of drafts, as many as a target's `most_drafts`.
+      skew: of the experts' popularity, which are placed as the engine places them; None:
+        `Assumptions.imbalance`.
     """
 
     def __init__(
@@ -145,7 +155,9 @@ class Searcher:
         attention: Mapping[str, Hardware],
         ffn: Mapping[str, Hardware],
         acceptance: Acceptance = NO_DRAFTS,
+        skew: Skew | None = None,
     ):
+        self._skew = skew
         self._calculator = calculator
         self._drafting = calculator._replace(model=calculator.model.with_module())
         self._attention, self._ffn = attention, ffn
@@ -199,9 +211,22 @@ class Searcher:
 
     def layouts(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""
-        for layout in self._shapes(target):
-            for drafts in range(target.most_drafts + 1):
-                yield msgspec.structs.replace(layout, drafts=drafts) if drafts else layout
+        replace = msgspec.structs.replace
+        for shape in self._shapes(target):
+            for layout in (replace(shape, redundant_slots=n) for n in self._redundant(shape)):
+                for drafts in range(target.most_drafts + 1):
+                    yield replace(layout, drafts=drafts) if drafts else layout
+
+    def _redundant(self, layout: Layout) -> Sequence[int]:
+        moves = self._skew is not None and layout.ep > 1 and self._calculator.model.moe is not None
+        return REDUNDANT_SLOTS if moves else (0,)
+
+    def _busiest(self, layout: Layout) -> float | None:
+        """Tokens of the busiest rank over the mean."""
+        moe = self._calculator.model.moe
+        if self._skew is None or moe is None or layout.ep == 1:
+            return None
+        return mean_busiest(self._skew, SlotSizes(moe.experts, layout.ep, layout.redundant_slots))
 
     def _shapes(self, target: Target) -> Iterator[Layout]:
         if "afd" in target.modes:
@@ -235,7 +260,7 @@ class Searcher:
     ) -> Iterator[Layout]:
         for tp in self._attention_tp(hardware, devices):
             mode: Mode = "tp" if tp == devices else "ep"
-            if mode in modes and (mode == "tp" or self._most_experts(devices // tp)):
+            if mode in modes and (mode == "tp" or self._divides(devices // tp)):
                 yield Layout(
                     mode=mode,
                     attention=name,
@@ -258,13 +283,13 @@ class Searcher:
         return [
             tp
             for tp in sorted({1, host})
-            if devices % tp == 0 and (self._most_experts(devices // tp) or tp == devices)
+            if devices % tp == 0 and (self._divides(devices // tp) or tp == devices)
         ]
 
-    def _most_experts(self, ep: int) -> bool:
-        """Whether every device of `ep` has as many experts as the others."""
+    def _divides(self, ep: int) -> bool:
+        """Whether `ep` ranks have not many more slots than there are experts."""
         moe = self._calculator.model.moe
-        return moe is None or moe.experts % ep == 0
+        return moe is None or -(-moe.experts // ep) * ep <= (1 + SPARE) * moe.experts
 
     def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
         """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
@@ -272,7 +297,7 @@ class Searcher:
         usable = 1 - calculator.assumed.reserve
         attention = self._attention[layout.attention].memory * usable
         weights = self._attention_weights(layout)
-        ffn_weights = calculator.ffn_weights(layout.ffn_mesh)
+        ffn_weights = calculator.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
         if layout.mode == "afd":
             ffn = self._ffn[layout.ffn].memory * usable
             if ffn_weights > ffn:
@@ -315,7 +340,7 @@ class Searcher:
         if layout.mode == "afd":
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
-        ffn_bytes = memory.ffn_weights(layout.ffn_mesh)
+        ffn_bytes = memory.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
         held = self._attention_weights(layout)
         held += layout.lanes * batch * memory.sequence_bytes(layout.tp)
         colocated = layout.mode != "afd"
@@ -352,7 +377,7 @@ class Searcher:
         rows = tokens.batch * tokens.rows
         if layout.mode == "afd":
             return {"attend": attend, **self._afd_stages(layout, rows, ffn)}
-        parts = calculator.ffn(ffn, a, layout.dp * rows, layout.ffn_mesh)
+        parts = self._ffn_parts(layout, ffn, a, layout.dp * rows)
         return {
             "attend": attend,
             "dispatch": StageTime(parts.spread, "network"),
@@ -367,11 +392,16 @@ class Searcher:
         dispatch, combine = crossings(calculator, layout, a, f, batch)
         return {
             "dispatch": dispatch,
-            "ffn": calculator.ffn(group, f, tokens, layout.ffn_mesh).stage(
-                calculator.assumed.overlap
-            ),
+            "ffn": self._ffn_parts(layout, group, f, tokens).stage(calculator.assumed.overlap),
             "combine": combine,
         }
+
+    def _ffn_parts(
+        self, layout: Layout, group: FFNLayers, hardware: Hardware, tokens: int
+    ) -> FFNStage:
+        busiest, redundant = self._busiest(layout), layout.redundant_slots
+        mesh = layout.ffn_mesh
+        return self._calculator.ffn(group, hardware, tokens, mesh, busiest, redundant)
 
 
 def crossings(

@@ -72,11 +72,13 @@ def layout_text(plan: Plan) -> str:
     """Devices and sharding in a few words."""
     layout = plan.layout
     attention = f"{layout.attention_devices} {layout.attention} (dp {layout.dp} tp {layout.tp})"
-    drafts = f", {layout.drafts} draft{'s' * (layout.drafts > 1)}" if layout.drafts else ""
+    more = f", {layout.drafts} draft{'s' * (layout.drafts > 1)}" if layout.drafts else ""
+    if layout.redundant_slots:
+        more += f", {layout.redundant_slots} redundant slot{'s' * (layout.redundant_slots > 1)}"
     if layout.mode != "afd":
-        return attention + drafts
+        return attention + more
     ffn = f"{layout.ffn_devices} {layout.ffn} (ep {layout.ep} tp {layout.ffn_tp})"
-    return f"{attention} + {ffn}{drafts}"
+    return f"{attention} + {ffn}{more}"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

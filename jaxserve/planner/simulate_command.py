@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -13,10 +13,11 @@ from jaxserve.observe.timeline import Span, steady_window, summarise, typical_st
 from jaxserve.planner import report
 from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.lanes import LinkMode
-from jaxserve.planner.noise import Lengths
+from jaxserve.planner.noise import ExpertLoads, Lengths
 from jaxserve.planner.quantities import jitter, seconds, tokens
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
+from jaxserve.planner.skew import read_skew
 from jaxserve.planner.text import grid, json_text
 
 
@@ -35,7 +36,12 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     add("--link", choices=get_args(LinkMode), default="duplex", help="duplex")
     add("--jitter", nargs="+", default=[], metavar="[STAGE=]SPREAD", help="of stages' durations")
     add("--stall", default="", metavar="PROBABILITY:TIME", help="of every stage and device")
-    add("--skew", type=float, help="spread of the experts' popularity; without: a constant")
+    add(
+        "--skew",
+        help="of the experts' popularity: its spread, zipf:EXPONENT, or counts as JSON; without: a "
+        "constant",
+    )
+    add("--placed", action="store_true", help="experts where a rebalance puts them")
     add("--host", default="0.1ms", help="the host's time a step: 0.1ms")
     add("--acceptance", type=float, default=0.0, help="tokens a step beyond the first: 0")
     add("--seed", type=int, default=0, help="0")
@@ -46,19 +52,63 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulates and shows."""
     made, traffic, conditions = _asked(options)
-    times = made.rooflines(seed=options.seed, skew=options.skew)
-    result, spans = Simulation(made.deployment, times, traffic, conditions).run()
+
+    def simulated(loads: ExpertLoads | None) -> tuple[Result, list[Span]]:
+        return Simulation(made.deployment, made.rooflines(loads), traffic, conditions).run()
+
+    loads, moved = read_loads(options, made)
+    result, spans = simulated(loads)
+    gain = None
+    if loads is not None and moved is not None:
+        home, (result, spans) = result, simulated(moved)
+        gain = Gain.of(loads, moved, home, result)
     if options.timeline:
         timeline_view.write(options.timeline, spans, "as simulated")
     if options.html:
-        options.html.write_text(_page(made, traffic, conditions, result, spans), encoding="utf-8")
+        page = _page(made, traffic, conditions, result, spans, gain)
+        options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json_text(_tree(traffic, conditions, result)))
+        print(json_text(_tree(traffic, conditions, result, gain)))
     else:
-        print(grid(_rows(result)))
+        print(grid(_rows(result, gain)))
         if not result.steps:
             print("nothing was counted: more --steps, or fewer of --warm-up")
     return 0
+
+
+class Gain(NamedTuple):
+    """What a rebalance brings: with experts at home, and where it puts them."""
+
+    balance: tuple[float, float]
+    """Mean ÷ max tokens of an ffn device."""
+    tokens_per_second: tuple[float, float]
+    tpot: tuple[float, float]
+    """Seconds, on the mean."""
+
+    @classmethod
+    def of(cls, home: ExpertLoads, moved: ExpertLoads, before: Result, after: Result) -> "Gain":
+        """Of two runs."""
+        tpot = [0.0 if each.tpot is None else each.tpot.mean for each in (before, after)]
+        rates = before.tokens_per_second, after.tokens_per_second
+        return cls((home.balance, moved.balance), rates, (tpot[0], tpot[1]))
+
+
+def read_loads(
+    options: argparse.Namespace, made: Scenario
+) -> tuple[ExpertLoads | None, ExpertLoads | None]:
+    """How tokens fall on a deployment's ffn devices with experts at home, and, with --placed, where
+    a rebalance puts them.
+
+    Raises:
+      ConfigError: the options do not say.
+    """
+    if options.skew is None:
+        if options.placed:
+            raise ConfigError("--placed needs --skew: without, all experts are alike")
+        return None, None
+    skew = read_skew(options.skew)
+    home = made.expert_loads(skew, seed=options.seed)
+    return home, made.expert_loads(skew, seed=options.seed, placed=True) if options.placed else None
 
 
 def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
@@ -97,7 +147,6 @@ def _check(options: argparse.Namespace) -> None:
         "rate": (0, 1e6),
         "steps": (2, 1e6),
         "warm_up": (0, options.steps - 1),
-        "skew": (0, 100),
         "acceptance": (0, 16),
         "seed": (0, 2**32),
     }
@@ -108,7 +157,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {value:g}: expected {low:g} to {high:g}")
 
 
-def _rows(result: Result) -> list[list[str]]:
+def _rows(result: Result, gain: Gain | None = None) -> list[list[str]]:
     """A quantity a row."""
     rows = [["", "mean", "p50", "p90", "p99"]]
     rows += [
@@ -129,6 +178,17 @@ def _rows(result: Result) -> list[list[str]]:
         "bubble": f"{result.bubble:.1%}",
         "simulated s": f"{result.seconds:.3f}",
     }
+    if gain is not None:
+        numbers |= {
+            f"{name}, at home": text
+            for name, text in (
+                ("balance of experts", f"{gain.balance[0]:.3f}"),
+                ("tokens/s", f"{gain.tokens_per_second[0]:.0f}"),
+                ("TPOT ms", f"{gain.tpot[0] * 1e3:.2f}"),
+            )
+        }
+        numbers["balance of experts, placed"] = f"{gain.balance[1]:.3f}"
+        numbers["tokens/s, placed ÷ at home"] = f"{_ratio(gain.tokens_per_second):.3f}"
     rows += [[name, text, "", "", ""] for name, text in numbers.items()]
     for stage, seen in result.seen.items():
         name = f"{stage} with waiting µs"
@@ -136,11 +196,17 @@ def _rows(result: Result) -> list[list[str]]:
     return rows
 
 
+def _ratio(pair: tuple[float, float]) -> float:
+    return pair[1] / pair[0] if pair[0] else 0.0
+
+
 def _times(name: str, found: Percentiles | None, factor: float) -> list[str]:
     return [name, *(["-"] * 4 if found is None else (f"{value * factor:.2f}" for value in found))]
 
 
-def _tree(traffic: Traffic, conditions: Conditions, result: Result) -> dict[str, Any]:
+def _tree(
+    traffic: Traffic, conditions: Conditions, result: Result, gain: Gain | None
+) -> dict[str, Any]:
     parts = {"traffic": traffic, "conditions": conditions, "result": result}
     tree = {name: msgspec.to_builtins(part) for name, part in parts.items()}
     for name in ("ttft", "tpot"):
@@ -148,6 +214,10 @@ def _tree(traffic: Traffic, conditions: Conditions, result: Result) -> dict[str,
         tree["result"][name] = None if found is None else found._asdict()
     tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
+    if gain is not None:
+        tree["experts"] = {
+            name: {"at_home": pair[0], "placed": pair[1]} for name, pair in gain._asdict().items()
+        }
     return tree
 
 
@@ -157,6 +227,7 @@ def _page(
     conditions: Conditions,
     result: Result,
     spans: Sequence[Span],
+    gain: Gain | None,
 ) -> str:
     steady = summarise(spans, steady_window(spans, typical_steps(spans)))
     layout = made.layout
@@ -171,7 +242,7 @@ def _page(
     return report.page(
         "A deployment, simulated",
         [
-            ("What came of it", report.table(_rows(result))),
+            ("What came of it", report.table(_rows(result, gain))),
             ("The last steps", timeline_view.svg(spans, steady, "as simulated")),
             ("What went in", report.lines(told)),
         ],

@@ -161,7 +161,8 @@ class Rooflines:
 
     def _ffn_parts(self, group: FFNLayers, tokens: int, busiest: float | None) -> FFNStage:
         layout = self._layout
-        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ffn_mesh, busiest)
+        redundant = layout.redundant_slots
+        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ffn_mesh, busiest, redundant)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

@@ -222,23 +222,26 @@ class Calculator(NamedTuple):
         tokens: int,
         mesh: ExchangeMesh,
         busiest: float | None = None,
+        redundant: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
         expert only over those of a rank, for the rank's own rows.
 
         Args:
-          busiest: tokens of the busiest device over the mean; None: `Assumptions.imbalance`.
+          busiest: tokens of the busiest rank over the mean; None: `Assumptions.imbalance` times
+            those that its share of the experts gets, if they are all alike.
+          redundant: slots of a rank beyond its share of the experts, with replicas.
         """
         d_model, size = self.model.d_model, SIZE[self.formats.weights]
         ep, tp = mesh.ranks, mesh.tensor
         read, flops = 0.0, 0.0
         if group.experts:
             held = -(-group.experts // ep)
-            met = held * (1 - (1 - group.top_k / group.experts) ** tokens)
+            met = (held + redundant) * (1 - (1 - group.top_k / group.experts) ** tokens)
             expert = 3 * d_model * group.expert_d_ff / tp
             if busiest is None:
-                busiest = self.assumed.imbalance if ep > 1 else 1.0
-            rows = busiest * tokens * group.top_k * held / group.experts
+                busiest = self.assumed.imbalance * held * ep / group.experts if ep > 1 else 1.0
+            rows = busiest * tokens * group.top_k / ep
             read += met * expert * size
             flops += 2 * rows * expert
         parts, seen = ep * tp, float(tokens)
@@ -359,11 +362,16 @@ class Calculator(NamedTuple):
             total += per_head / tp * (2 - size)
         return total
 
-    def ffn_weights(self, mesh: ExchangeMesh) -> float:
-        """Bytes of weights on an ffn device."""
+    def ffn_weights(self, mesh: ExchangeMesh, redundant: int = 0) -> float:
+        """Bytes of weights on an ffn device.
+
+        Args:
+          redundant: slots of a rank beyond its share of the experts.
+        """
         total, (ep, tp) = 0.0, mesh[:2]
         for group in self.model.ffn:
-            experts = -(-group.experts // ep) * group.expert_d_ff / tp
+            slots = -(-group.experts // ep) + redundant if group.experts else 0
+            experts = slots * group.expert_d_ff / tp
             parts = tp if self.exchange_kind(group, mesh) == "alltoall" else ep * tp
             width = experts + group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.noise import ExpertLoads, Jitter, Lengths
+from jaxserve.planner.skew import Skew
 
 
 def generator() -> np.random.Generator:
@@ -31,26 +32,35 @@ class TestJitter:
 
 
 class TestExpertLoads:
-    def loads(self, skew: float, ranks: int = 8, tokens: int = 1_000_000) -> float:
-        loads = ExpertLoads(generator(), layers=2, experts=64, top_k=4, ranks=ranks, skew=skew)
-        return loads.busiest(1, tokens)
+    def loads(self, spread: float, ranks: int = 8, **options) -> ExpertLoads:
+        popularity = Skew("spread", spread).popularity(generator(), 2, 64)
+        sizes = SlotSizes(64, ranks, options.pop("redundant", 0))
+        return ExpertLoads(generator(), popularity, sizes, top_k=4, **options)
 
     def test_many_tokens_over_experts_that_are_all_alike(self):
-        assert self.loads(0.0) == pytest.approx(1.0, abs=0.01)
+        assert self.loads(0.0).busiest(1, 1_000_000) == pytest.approx(1.0, abs=0.01)
+        assert self.loads(0.0).balance == pytest.approx(1.0)
 
     def test_one_device_has_everything(self):
-        assert self.loads(1.0, ranks=1) == 1.0
+        assert self.loads(1.0, ranks=1).busiest(1, 1000) == 1.0
 
     def test_skew_and_few_tokens_make_a_device_busier(self):
-        assert self.loads(1.0) > 1.2
-        assert self.loads(0.0, tokens=8) > 1.2
+        assert self.loads(1.0).busiest(1, 1_000_000) > 1.2
+        assert self.loads(0.0).busiest(1, 8) > 1.2
 
     def test_no_tokens(self):
-        assert self.loads(0.0, tokens=0) == 0.0
+        assert self.loads(0.0).busiest(1, 0) == 0.0
 
-    def test_experts_that_do_not_divide(self):
-        with pytest.raises(ConfigError, match="64 experts do not divide over ep = 7"):
-            self.loads(0.0, ranks=7)
+    def test_ranks_that_do_not_divide_the_experts(self):
+        """Ten on one of seven ranks, nine on the others."""
+        assert self.loads(0.0, ranks=7).balance == pytest.approx(64 / 7 / 10)
+
+    def test_a_rebalance_evens_out(self):
+        home = self.loads(1.5)
+        moved = self.loads(1.5, placed=True)
+        more = self.loads(1.5, placed=True, redundant=1)
+        assert home.balance < 0.8 < moved.balance < more.balance
+        assert more.busiest(1, 1_000_000) == pytest.approx(1 / more.balance, rel=0.1)
 
 
 class TestLengths:

@@ -1,9 +1,12 @@
+import msgspec
 import pytest
 
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.search import Layout, Plan, Searcher, Target, front, layer_seconds
+from jaxserve.planner.search_view import layout_text
+from jaxserve.planner.skew import Skew
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
 
 
@@ -134,6 +137,33 @@ class TestSearch:
 def test_experts_divide_evenly():
     found = searcher("step3", "h800").layouts(Target(tpot=0.05, max_devices=64, modes=("afd",)))
     assert {layout.ep for layout in found if layout.ffn_tp == 1} == {1, 2, 4, 8, 16, 24, 48}
+
+
+def test_ranks_need_not_divide_the_experts():
+    """EP 288 of xDeepServe: 256 experts, and slots to spare."""
+    target = Target(tpot=0.05, max_devices=304, modes=("afd",))
+    found = searcher("deepseek-v3", "h800").layouts(target)
+    ep = {layout.ep for layout in found if layout.ffn_tp == 1}
+    assert {64, 72, 144, 256, 288} <= ep
+    assert 192 not in ep  # half of the slots would be empty
+
+
+def test_replicas_where_experts_are_unevenly_popular():
+    slow = Assumptions(compute=0.05)
+    calculator = searcher("deepseek-v3", "h800", assumed=slow)._calculator
+    h800, skew = {"h800": load_hardware("h800")}, Skew("zipf", 1.0)
+    search = Searcher(calculator, h800, h800, skew=skew)
+    target = Target(tpot=0.05, max_devices=72, modes=("afd",))
+    wide = [layout for layout in search.layouts(target) if layout.ep == 64]
+    assert {layout.redundant_slots for layout in wide} == {0, 1, 2}
+    one = next(layout for layout in wide if layout.redundant_slots == 1)
+    none = msgspec.structs.replace(one, redundant_slots=0)
+    with_replicas, without = search.evaluate(one, 512), search.evaluate(none, 512)
+    assert with_replicas.stages["ffn"].seconds < 0.8 * without.stages["ffn"].seconds
+    slot = 58 * 3 * 7168 * 2048  # of one expert in every layer, FP8
+    assert with_replicas.ffn_bytes - without.ffn_bytes == slot
+    assert "1 redundant slot" in layout_text(with_replicas)
+    assert all(not layout.redundant_slots for layout in searcher("step3").layouts(target))
 
 
 def test_what_sets_the_pace():

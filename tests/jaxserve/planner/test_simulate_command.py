@@ -1,4 +1,5 @@
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -67,9 +68,22 @@ def test_for_programs(capsys, asked):
     assert tree["result"]["ttft"]["p50"] > 0
 
 
+def test_what_a_rebalance_brings(capsys, asked):
+    more = ["--skew", "zipf:1.2", "--placed", "--set", "ffn.redundant_slots=2"]
+    more += ["--assume", "compute=0.01", "--set", "scheduler.slots=64"]
+    more += ["--steps", "3", "--warm-up", "1"]
+    assert main([*asked, *more]) == 0
+    rows = dict(re.findall(r"^(.*?) {2,}(\S+)", capsys.readouterr().out, re.MULTILINE))
+    home, placed = (float(rows[f"balance of experts, {how}"]) for how in ("at home", "placed"))
+    assert home < 0.75 < 0.95 < placed
+    assert float(rows["tokens/s, placed ÷ at home"]) > 1
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--placed"], "--placed needs --skew"),
+        (["--skew", "some"], "--skew 'some': expected a spread"),
         (["--prompt", "8K"], "--prompt 8192 and --output 512 exceed scheduler.max_length = 4096"),
         (["--domains", "0"], "--domains 0: expected 1 to 64"),
         (["--warm-up", "8"], "--warm-up 8: expected 0 to 7"),

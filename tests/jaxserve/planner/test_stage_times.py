@@ -2,10 +2,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Layout, Searcher
+from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, layer_kinds
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
 
@@ -83,9 +85,9 @@ def test_a_prefill_chunk_attends_to_what_is_before_each_token():
 
 def test_skewed_experts_keep_the_busiest_device_longer():
     def ffn(skew: float) -> list[float]:
-        loads = ExpertLoads(
-            np.random.default_rng(1), layers=61, experts=48, top_k=3, ranks=16, skew=skew
-        )
+        random = np.random.default_rng(1)
+        popularity = Skew("spread", skew).popularity(random, 61, 48)
+        loads = ExpertLoads(random, popularity, SlotSizes(48, 16), top_k=3)
         layout = msgspec.structs.replace(LAYOUT, ep=16, ffn_tp=1)
         return rooflines(layout, experts=loads).step(decode(16, 1024, 4096)).ffn
 
