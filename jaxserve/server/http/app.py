@@ -72,7 +72,11 @@ class App:
 
     async def serve(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """Checks the key and the load, and calls the endpoint's handler."""
-        tenant = self._access.tenant(exchange.headers.get("authorization"))
+        exchange.error_form = endpoint.errors
+        authorization = exchange.headers.get("authorization")
+        if authorization is None and (key := exchange.headers.get("x-api-key")) is not None:
+            authorization = f"Bearer {key}"  # as Anthropic's clients send it
+        tenant = self._access.tenant(authorization)
         if tenant is None and not endpoint.public:
             raise HttpError(
                 401,
@@ -94,11 +98,12 @@ class App:
             logger.exception("request %s failed", exchange.request_id)
         failed = isinstance(error, EngineFailedError)
         exchange.log["error"] = str(error) if failed else answer.message
+        body = answer.body(exchange.error_form, exchange.request_id)
         if exchange.status:
-            await exchange.event(answer.body())
+            await exchange.event(body, "error" if exchange.error_form == "anthropic" else "")
             await exchange.end_events()
         else:
-            await exchange.reply(answer.body(), status=answer.status, headers=answer.headers)
+            await exchange.reply(body, status=answer.status, headers=answer.headers)
 
     def _log(self, exchange: Exchange) -> None:
         scope = exchange.scope

@@ -93,6 +93,35 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
       InvalidRequestError: names the field that is wrong.
       HttpError, DrainingError, NotReadyError: another model is served, or none.
     """
+    prompt = await read_prompt(service, request)
+    generator, form, tools = service.ready(), AnswerFormat.of(prompt.template), prompt.tools
+    thought = END_THINK.encode() if form.thinking(prompt.text) else b""
+    constraint = await forced_call(service, request, form, thought)
+    if constraint is None:
+        constraint = await grammar(service, request, thought)
+    reasoning = ("" if thought else THINK, END_THINK) if form.thinks else None
+    constraint = with_rules(service, request, constraint, reasoning)
+    jobs = _jobs(generator, request, tenant, prompt.text, prompt.token_ids, constraint)
+    if tools is not None and form.calls is not None:
+        jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
+    most = 1 if request.parallel_tool_calls is False else MAX_CALLS
+    parsers = [form.parser(prompt.text, tools, most) for _ in jobs]
+    return Conversation(prompt.model, jobs, parsers)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A conversation as the model reads it."""
+
+    model: str
+    template: ChatTemplate
+    tools: list[dict[str, Any]] | None
+    """That the template got."""
+    text: str
+    token_ids: list[int]
+
+
+async def read_prompt(service: Service, request: ChatRequest) -> Prompt:
+    """Makes the prompt of a conversation; raises as `read_conversation`."""
     model = service.model(request.model)
     generator, template = service.ready(), service.template
     if template is None:
@@ -102,20 +131,8 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
             "/v1/completions serves it",
         )
     tools = _tools(request)
-    prompt, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
-    form = AnswerFormat.of(template)
-    thought = END_THINK.encode() if form.thinking(prompt) else b""
-    constraint = await forced_call(service, request, form, thought)
-    if constraint is None:
-        constraint = await grammar(service, request, thought)
-    reasoning = ("" if thought else THINK, END_THINK) if form.thinks else None
-    constraint = with_rules(service, request, constraint, reasoning)
-    jobs = _jobs(generator, request, tenant, prompt, token_ids, constraint)
-    if tools is not None and form.calls is not None:
-        jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
-    most = 1 if request.parallel_tool_calls is False else MAX_CALLS
-    parsers = [form.parser(prompt, tools, most) for _ in jobs]
-    return Conversation(model, jobs, parsers)
+    text, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
+    return Prompt(model, template, tools, text, token_ids)
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 import jaxserve
-from jaxserve.server.http.responses import Error
+from jaxserve.server.http.responses import Error, MessageError
 from jaxserve.server.http.routes import Endpoint
 
 STATUS_TEXTS = {
@@ -37,7 +37,7 @@ def document(endpoints: Sequence[Endpoint], *, keys: bool) -> bytes:
       endpoints: the routes.
       keys: whether clients have to show an API key.
     """
-    types: set[type[msgspec.Struct]] = {Error}
+    types: set[type[msgspec.Struct]] = {Error, MessageError}
     for endpoint in endpoints:
         types |= {
             kind
@@ -73,11 +73,12 @@ def _operation(endpoint: Endpoint, keys: bool) -> dict[str, Any]:
             "schema": {"type": "object", "required": ["data"], "properties": event}
         }
     responses = {"200": {"description": STATUS_TEXTS[200], "content": content}}
+    failure = MessageError if endpoint.errors == "anthropic" else Error
     secured = keys and not endpoint.public
     for status in sorted({*endpoint.statuses, 500, *([401] if secured else [])}):
         responses[str(status)] = {
             "description": STATUS_TEXTS[status],
-            "content": {"application/json": {"schema": _reference(Error)}},
+            "content": {"application/json": {"schema": _reference(failure)}},
         }
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__,

@@ -7,7 +7,7 @@ the request id, the log the rest. Called by `app.py`.
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -24,7 +24,7 @@ from jaxserve.server.front_end import (
     GrammarFailedError,
     NotReadyError,
 )
-from jaxserve.server.http.responses import Error, ErrorDetail
+from jaxserve.server.http.responses import Error, ErrorDetail, MessageError, MessageErrorDetail
 
 _RETRY = {"Retry-After": "5"}
 
@@ -44,6 +44,22 @@ TYPES = {
     504: "timeout_error",
 }
 """Status → OpenAI's type of the error."""
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status → Anthropic's type of the error."""
+
+ErrorForm = Literal["openai", "anthropic"]
 
 
 class HttpError(Exception):
@@ -73,8 +89,12 @@ class HttpError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """The answer's body."""
+    def body(self, form: ErrorForm = "openai", request_id: str = "") -> bytes:
+        """The answer's body, in the form of whose API was called."""
+        if form == "anthropic":
+            kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            wrong = MessageErrorDetail(type=kind, message=self.message)
+            return msgspec.json.encode(MessageError(error=wrong, request_id=request_id))
         kind = TYPES.get(self.status, "invalid_request_error")
         detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
         return msgspec.json.encode(Error(error=detail))

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.http.errors import HttpError, decoding_error
+from jaxserve.server.http.errors import ErrorForm, HttpError, decoding_error
 from jaxserve.text.generation import checked_request_id, new_request_id
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -53,6 +53,7 @@ class Exchange:
       tenant: of the request's API key.
       status: of the response once it has begun; else 0.
       log: further fields of the access log.
+      error_form: whose API it calls, as errors are written.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
@@ -62,6 +63,7 @@ class Exchange:
         self.tenant = ""
         self.status = 0
         self.log: dict[str, Any] = {}
+        self.error_form: ErrorForm = "openai"
         self.arrival = time.monotonic()
         self._receive = receive
         self._send = send

@@ -7,7 +7,7 @@ earlier answer may be sent back as they came. Called by `response_route.py`.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -141,7 +141,9 @@ def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
     return chat, origins
 
 
-_NAMES = (
+Names = Sequence[tuple[re.Pattern[str], str]]
+
+NAMES: Names = (
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
     (re.compile(r"^tool_choice\.function"), "tool_choice"),
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
@@ -152,18 +154,25 @@ _NAMES = (
 
 
 @contextlib.contextmanager
-def in_words_of_responses(origins: list[int]) -> Iterator[None]:
-    """Renames fields in errors of the chat to those of this route; `origins` is from `as_chat`."""
+def in_words_of(names: Names, origins: list[int], *, items: str, system: str) -> Iterator[None]:
+    """Renames fields in errors of the chat to those of another route.
+
+    Args:
+      names: fields of chats and what they are called there.
+      origins: for every message of the chat the index of its first item; -1: the system's.
+      items: what the list is called there.
+      system: what the system message is called there.
+    """
     try:
         yield
     except InvalidRequestError as error:
         field = error.field
-        for pattern, name in _NAMES:
+        for pattern, name in names:
             field = pattern.sub(name, field)
         if found := re.match(r"messages(?:\[(\d+)\])?", field):
             item = -1 if found[1] is None else origins[int(found[1])]
-            place = "input" if found[1] is None else f"input[{item}]"
-            field = ("instructions" if item < 0 and found[1] else place) + field[found.end() :]
+            place = items if found[1] is None else f"{items}[{item}]"
+            field = (system if item < 0 and found[1] else place) + field[found.end() :]
         raise InvalidRequestError(field, error.message) from None
 
 

@@ -13,13 +13,14 @@ from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.response_input import (
+    NAMES,
     ReasoningOptions,
     ResponseRequest,
     TextFormat,
     TextOptions,
     as_chat,
     check_stateless,
-    in_words_of_responses,
+    in_words_of,
 )
 from jaxserve.server.http.response_output import (
     InputTokensDetails,
@@ -41,7 +42,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     exchange.rename(request.request_id)
     check_stateless(request)
     chat, origins = as_chat(request)
-    with in_words_of_responses(origins):
+    with in_words_of(NAMES, origins, items="input", system="instructions"):
         conversation = await read_conversation(service, chat, exchange.tenant)
     tokenizer = service.ready().tokenizer
     count = UsageCount(conversation.jobs, 1)

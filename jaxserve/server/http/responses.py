@@ -268,3 +268,18 @@ class Error(msgspec.Struct, kw_only=True):
     """The body of all error responses, and the last event of a stream that failed."""
 
     error: ErrorDetail
+
+
+class MessageErrorDetail(msgspec.Struct, kw_only=True):
+    """An error in Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct, kw_only=True):
+    """The body of errors in Anthropic's API, and the last event of a stream that failed."""
+
+    type: Literal["error"] = "error"
+    error: MessageErrorDetail
+    request_id: str = ""

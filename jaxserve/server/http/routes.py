@@ -13,7 +13,11 @@ from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.http import information, live, operations, requests, responses, tokens
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
+from jaxserve.server.http.errors import ErrorForm
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.message_input import CountTokensRequest, MessagesRequest
+from jaxserve.server.http.message_output import Message, MessageEvent, TokenCount
+from jaxserve.server.http.message_route import count_tokens, create_message
 from jaxserve.server.http.response_input import ResponseRequest
 from jaxserve.server.http.response_output import Response, ResponseEvent
 from jaxserve.server.http.response_route import create_response
@@ -36,6 +40,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The type of the events, where `stream` is true."""
     statuses: tuple[int, ...] = ()
     """Statuses of errors, in addition to those of every route."""
+    errors: ErrorForm = "openai"
+    """Whose form errors have."""
     public: bool = False
     """Whether it is served without an API key."""
     counted: bool = True
@@ -115,6 +121,27 @@ ENDPOINTS = (
         gives=Response,
         streams=ResponseEvent,
         statuses=GENERATION,
+    ),
+    Endpoint(
+        path="/v1/messages",
+        method="POST",
+        handler=create_message,
+        summary="Answer a conversation, in Anthropic's API",
+        takes=MessagesRequest,
+        gives=Message,
+        streams=MessageEvent,
+        statuses=GENERATION,
+        errors="anthropic",
+    ),
+    Endpoint(
+        path="/v1/messages/count_tokens",
+        method="POST",
+        handler=count_tokens,
+        summary="How many tokens a conversation has, in Anthropic's API",
+        takes=CountTokensRequest,
+        gives=TokenCount,
+        statuses=GENERATION,
+        errors="anthropic",
     ),
     Endpoint(
         path="/v1/models",

@@ -32,6 +32,7 @@ SPECIFIC = (
     *("model", "request_id", "suffix", "best_of", "skip_special_tokens", "top_logprobs"),
     *("tool_choice", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"),
     *("structured_outputs", "response_format", "cache_salt", "min_tokens"),
+    *("stop_sequences", "thinking", "output_config"),
     *("store", "background", "previous_response_id", "conversation", "prompt"),
 )
 """Fields whose right values no schema knows; without them more requests reach the engine."""
@@ -92,6 +93,8 @@ def test_every_route_is_in_it(shared: HttpRig) -> None:
         "/tokenizer_info",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/responses",

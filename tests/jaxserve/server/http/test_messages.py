@@ -1,0 +1,299 @@
+"""/v1/messages: by the anthropic SDK, by hand, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from jaxserve.errors import OverloadedError
+from jaxserve.server.access import Access, ApiKeys
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.text.letters import LETTERS, ids_of
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+TOOL: Any = {
+    "name": "weather",
+    "description": "How is it there?",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[HttpRig]:
+    """With room for tools in the prompt."""
+    rig = HttpRig()
+    rig.engine.max_length = rig.generator._max_length = 3000
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def client(wide: HttpRig) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=wide.url, api_key="none", timeout=SECONDS, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(client: anthropic.Anthropic, wide: HttpRig) -> Iterator[anthropic.Anthropic]:
+    """The client, before an engine that writes what it wrote at first."""
+    wide.engine.prompts.clear()
+    wide.engine.script, wide.engine.cached_tokens = ids_of("one two three"), 0
+    yield client
+    wide.engine.refusal = None
+
+
+def create(sdk: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
+    given: dict[str, Any] = {"model": "fake", "max_tokens": 500, "messages": HI, **fields}
+    return sdk.messages.create(**given)
+
+
+def streamed(sdk: anthropic.Anthropic, **fields: Any) -> tuple[list[str], anthropic.types.Message]:
+    """The types of the events as they were sent, and the message that the SDK made of them."""
+    given: dict[str, Any] = {"model": "fake", "max_tokens": 500, "messages": HI, **fields}
+    with sdk.messages.stream(**given) as stream:
+        kinds = [event.type for event in stream]
+        return kinds, stream.get_final_message()
+
+
+def prompt_of(wide: HttpRig) -> str:
+    return LETTERS.decode(wide.engine.prompts[-1])
+
+
+class TestText:
+    def test_a_message(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        wide.engine.cached_tokens = 2
+        message = create(sdk, system="Be brief.", metadata={"user_id": "me"})
+        (block,) = message.content
+        assert isinstance(block, anthropic.types.TextBlock)
+        assert (block.text, message.role, message.model) == ("one two three", "assistant", "fake")
+        assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+        assert prompt_of(wide) == "[system]Be brief.[user]hi[assistant]"
+        usage = message.usage
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (34, 2)
+        assert usage.output_tokens == 13
+
+    def test_a_stream(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        wide.engine.cached_tokens = 2
+        given: Any = {"model": "fake", "max_tokens": 7, "messages": HI}
+        with sdk.messages.create(**given, stream=True) as stream:
+            kinds = [event.type for event in stream]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert set(kinds[2:-3]) == {"content_block_delta"}
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        _, message = streamed(sdk, max_tokens=7)
+        (block,) = message.content
+        assert isinstance(block, anthropic.types.TextBlock)
+        assert (block.text, message.stop_reason) == ("one two", "max_tokens")
+        usage = message.usage
+        assert (usage.input_tokens, usage.output_tokens) == (17, 7)
+        assert usage.cache_read_input_tokens == 2
+
+    def test_stop_sequences_and_sampling(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        sampling = {"temperature": 0.5, "top_k": 7, "top_p": 0.9}
+        message = create(sdk, stop_sequences=["two"], extra_body=sampling)
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
+        (block,) = message.content
+        assert isinstance(block, anthropic.types.TextBlock)
+        assert block.text == "one "
+        params = wide.engine.params[-1]
+        assert (params.temperature, params.top_k, params.top_p) == (0.5, 7, 0.9)
+
+    def test_blocks_and_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        text = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+        create(
+            sdk,
+            system=[text, {"type": "text", "text": "b"}],
+            messages=[
+                {"role": "user", "content": [text]},
+                {"role": "user", "content": "and c"},
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": "e"},
+            ],
+        )
+        assert prompt_of(wide) == "[system]a\nb[user]a\nand c[assistant]d[user]e[assistant]"
+
+    def test_a_last_turn_of_the_assistant_is_continued(
+        self, sdk: anthropic.Anthropic, wide: HttpRig
+    ) -> None:
+        create(sdk, messages=[*HI, {"role": "assistant", "content": "It is"}])
+        assert prompt_of(wide) == "[user]hi[assistant]It is"
+
+    def test_tokens_are_counted(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        counted = sdk.messages.count_tokens(model="fake", messages=HI, system="Be brief.")
+        assert counted.input_tokens == len("[system]Be brief.[user]hi[assistant]")
+        assert wide.engine.prompts == []
+
+    def test_a_schema(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+        create(sdk, output_config={"format": {"type": "json_schema", "schema": schema}})
+        assert wide.engine.params[-1].grammar is not None
+
+
+class TestThinking:
+    def test_it_is_a_block_of_its_own(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        wide.engine.script = ids_of("Hm.\n</think>\n\nSee.")
+        thinking: Any = {"type": "adaptive"}
+        for message in (create(sdk, thinking=thinking), streamed(sdk, thinking=thinking)[1]):
+            thought, text = message.content
+            assert isinstance(thought, anthropic.types.ThinkingBlock)
+            assert isinstance(text, anthropic.types.TextBlock)
+            assert (thought.thinking, thought.signature, text.text) == ("Hm.", "", "See.")
+            assert prompt_of(wide).endswith("[assistant]<think>\n")
+
+    def test_it_can_be_bounded_left_out_and_off(
+        self, sdk: anthropic.Anthropic, wide: HttpRig
+    ) -> None:
+        wide.engine.script = ids_of("Hm.\n</think>\n\nSee.")
+        message = create(sdk, thinking={"type": "adaptive", "display": "omitted"})
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert "Hm" not in message.model_dump_json()
+        create(sdk, thinking={"type": "enabled", "budget_tokens": 20})
+        assert wide.engine.params[-1].grammar is not None  # ends the reasoning
+        create(sdk, thinking={"type": "disabled"})
+        assert prompt_of(wide) == "[user]hi[assistant]"
+
+
+class TestTools:
+    def test_three_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        """What the SDK got is what it sends back; once streamed, once whole."""
+        messages: list[Any] = list(HI)
+        for turn in range(2):
+            wide.engine.script = ids_of(f"Wait.{CALL}" if turn else CALL)
+            given: Any = {"messages": messages, "tools": [TOOL]}
+            message = create(sdk, **given) if turn else streamed(sdk, **given)[1]
+            assert message.stop_reason == "tool_use"
+            call = message.content[-1]
+            assert isinstance(call, anthropic.types.ToolUseBlock)
+            assert (call.name, call.input) == ("weather", {"city": "x"})
+            messages.append({"role": "assistant", "content": message.content})
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": f"{turn} °C"}
+            messages.append({"role": "user", "content": [result]})
+        messages[-1]["content"].append({"type": "text", "text": "So?"})
+        wide.engine.script = ids_of("Cold.")
+        message = create(sdk, messages=messages, tools=[TOOL])
+        assert message.content[0].model_dump()["text"] == "Cold."
+        assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
+        assert '"name": "weather"' in prompt_of(wide)
+
+    def test_events_of_a_call(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(f"Wait.{CALL}")
+        body = {"model": "fake", "max_tokens": 500, "messages": HI, "tools": [TOOL]}
+        response = wide.client.post("/v1/messages", json={**body, "stream": True})
+        found = [line.split("\n") for line in response.text.split("\n\n") if line]
+        events = [json.loads(data.removeprefix("data: ")) for _, data in found]
+        assert [name.removeprefix("event: ") for name, _ in found] == [e["type"] for e in events]
+        blocks = [e for e in events if e["type"] == "content_block_start"]
+        assert [(e["index"], e["content_block"]["type"]) for e in blocks] == [
+            (0, "text"),
+            (1, "tool_use"),
+        ]
+        parts = [
+            e["delta"].get("partial_json", "")
+            for e in events
+            if e.get("index") == 1 and e["type"] == "content_block_delta"
+        ]
+        assert json.loads("".join(parts)) == {"city": "x"}
+
+    def test_a_call_that_was_cut_off_is_not_in_the_message(
+        self, sdk: anthropic.Anthropic, wide: HttpRig
+    ) -> None:
+        wide.engine.script = ids_of(CALL)
+        message = create(sdk, max_tokens=len(CALL) - 20, tools=[TOOL])
+        assert (message.content, message.stop_reason) == ([], "max_tokens")
+
+    @pytest.mark.parametrize(
+        ("choice", "forced"),
+        [
+            ({"type": "any"}, True),
+            ({"type": "tool", "name": "weather"}, True),
+            ({"type": "auto", "disable_parallel_tool_use": True}, False),
+            ({"type": "none"}, False),
+        ],
+    )
+    def test_choices(
+        self, sdk: anthropic.Anthropic, wide: HttpRig, choice: Any, forced: bool
+    ) -> None:
+        create(sdk, tools=[TOOL], tool_choice=choice)
+        assert (wide.engine.params[-1].grammar is not None) == forced
+        assert ("weather" in prompt_of(wide)) == (choice["type"] != "none")
+
+    def test_the_first_call_alone(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(CALL + CALL)
+        assert len(create(sdk, tools=[TOOL]).content) == 2
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        assert len(create(sdk, tools=[TOOL], tool_choice=choice).content) == 1
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"max_tokens": None}, "max_tokens: expected `int`, got `null`"),
+            ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
+            ({"temperature": 1.5}, "temperature: expected `float` <= 1.0, got 1.5"),
+            ({"top_logprobs": 2}, "top_logprobs: is not known here"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice: is set, but there are no tools"),
+            (
+                {"tool_choice": {"type": "tool", "name": "b"}, "tools": [TOOL]},
+                "tool_choice.name: 'b' is no tool",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+                "messages[0].content[0].type: 'image' is not supported: only text is",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
+                "messages[0].content[0].type: 'thinking' is not possible in a turn of 'user'",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+                "messages[0].content[0].type: invalid value 'audio'",
+            ),
+            ({"system": [{"type": "text", "text": 7}]}, "system[0].text: expected `str`"),
+        ],
+    )
+    def test_name_the_field(self, wide: HttpRig, fields: Any, message: str) -> None:
+        body = {"model": "fake", "max_tokens": 5, "messages": HI, **fields}
+        response = wide.client.post("/v1/messages", json=body)
+        answer = response.json()
+        assert (response.status_code, answer["type"]) == (400, "error")
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["message"].startswith(message)
+        assert answer["request_id"] == response.headers["x-request-id"]
+
+    def test_of_the_sdk(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens: is missing"):
+            sdk.post("/v1/messages", body={"model": "fake", "messages": HI}, cast_to=httpx.Response)
+        with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
+            create(sdk, model="other")
+        wide.engine.refusal = OverloadedError("8 requests wait already")
+        with pytest.raises(anthropic.RateLimitError, match="8 requests wait already"):
+            create(sdk)
+
+    def test_in_a_stream(self, rig: HttpRig) -> None:
+        rig.engine.allowed = 3
+        with anthropic.Anthropic(base_url=rig.url, api_key="none", max_retries=0) as sdk:
+            stream = sdk.messages.create(model="fake", max_tokens=9, messages=HI, stream=True)
+            next(iter(stream))
+            rig.engine.fail("process 1 (ffn) is gone")
+            with pytest.raises(anthropic.APIStatusError, match="the engine failed; request "):
+                list(stream)
+
+
+def test_keys_come_as_anthropics_clients_send_them() -> None:
+    rig = HttpRig(access=Access(ApiKeys(["k" * 32])))
+    try:
+        for key in ({"api_key": "k" * 32}, {"auth_token": "k" * 32}):
+            with anthropic.Anthropic(base_url=rig.url, max_retries=0, **key) as sdk:
+                assert create(sdk, max_tokens=20).stop_reason == "end_turn"
+        with anthropic.Anthropic(base_url=rig.url, api_key="other", max_retries=0) as sdk:
+            with pytest.raises(anthropic.AuthenticationError, match="missing or wrong"):
+                create(sdk)
+    finally:
+        rig.close()
