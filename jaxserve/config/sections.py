@@ -277,6 +277,9 @@ class Pages(Section, frozen=True):
     """Most tokens of a prompt that a domain recomputes; requests that need more fail. 0: any."""
     held: Size = 64
     """Requests whose pages a prefill worker keeps at a time; further prompts wait."""
+    step_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 1024
+    """Tokens whose entries a domain writes into its pages between two steps, in whole pieces: fewer
+    disturb running requests less, and let new ones wait longer. 0: any."""
     streams: Annotated[int, Meta(ge=1, le=64)] = 2
     """Hand-offs at a time from one prefill worker to a domain, each over its own connection."""
 

@@ -95,15 +95,18 @@ Action = Enqueue | Await | Fetch | DropFetch | ImportPages | ExportPages | Idle
 
 
 class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of a request whose pages did not come.
+    """How pages are taken in, and what becomes of a request whose pages did not come.
 
     Attributes:
       recompute: whether it computes what it lacks, or fails.
       most: tokens that it may lack then; 0: any number.
+      between_steps: tokens of pieces that are written between two steps; further ones wait as long
+        as there are steps. 0: any number.
     """
 
     recompute: bool = True
     most: int = 0
+    between_steps: int = 0
 
     def recomputes(self, missing: int) -> bool:
         """Whether a request computes so many tokens."""
@@ -124,7 +127,7 @@ class Loop:
     Attributes:
       issued: steps that were planned so far, by lane.
       holds: prompts that are held for others; None: this worker holds none.
-      fetch_policy: what becomes of a request whose pages did not come.
+      fetch_policy: how pages are taken in, and what if they do not come.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], lanes: int, clock: Callable[[], float]):
@@ -133,6 +136,8 @@ class Loop:
         self.holds: Holds | None = None
         self.fetch_policy = FetchPolicy()
         self._page_actions: deque[Action] = deque()
+        self._imports: deque[ImportPages] = deque()
+        self._written = 0  # tokens of pieces since the last steps were begun
         self._clock = clock
         self._begun: dict[int, ScheduledStep] = {}  # by lane, not enqueued to the end yet
         self._in_flight: deque[ScheduledStep] = deque()  # enqueued, in this order
@@ -198,7 +203,7 @@ class Loop:
         """The next piece of a fetch is there, complete; raises as `Fetches.run`."""
         run = self.schedulers[domain].fetches.run(ticket, first, tokens)
         if run is not None:
-            self._page_actions.append(ImportPages(domain, ticket, run, tokens, piece))
+            self._imports.append(ImportPages(domain, ticket, run, tokens, piece))
 
     def imported(self, domain: int, ticket: int, tokens: int) -> None:
         """The piece was enqueued to be written."""
@@ -249,7 +254,7 @@ class Loop:
           idle_lanes: lanes whose next step may begin; asked for one by one, each after the plan of
             the lane before it was made.
         """
-        if (action := self._page_action()) is not None:
+        if (action := self._page_action() or self._import()) is not None:
             return action
         if sum(step.lane == self._ahead for step in self._in_flight) > 1:
             return Await(self._in_flight[0])
@@ -262,9 +267,10 @@ class Loop:
                 self.issued[lane] += 1
                 steps.append(self._begun[lane])
         self._note_admitted()
+        self._written = 0
         if self._begun:
             return Enqueue(steps)
-        if (action := self._page_action()) is not None:
+        if (action := self._page_action() or self._import()) is not None:
             return action
         if self._in_flight:
             return Await(self._in_flight[0])
@@ -321,17 +327,22 @@ class Loop:
             heapq.heappush(self._by_deadline, (request.deadline, request.request_id))
 
     def _page_action(self) -> Action | None:
-        """The next thing to do for a hand-off; pages that nobody waits for are left out."""
+        """The next thing to do for a hand-off, but for pages that have arrived."""
         for domain, scheduler in enumerate(self.schedulers):
             for order in scheduler.fetches.take_new():
                 self._page_actions.append(Fetch(domain, order))
             for ticket in scheduler.fetches.take_dropped():
                 self._page_actions.append(DropFetch(domain, ticket))
-        while self._page_actions:
-            action = self._page_actions.popleft()
-            if not isinstance(action, ImportPages):
-                return action
+        return self._page_actions.popleft() if self._page_actions else None
+
+    def _import(self) -> ImportPages | None:
+        """The next piece to be written before the next steps; one that nobody waits for any more is
+        left out."""
+        most = self.fetch_policy.between_steps
+        while self._imports and not (most and self._written >= most):
+            action = self._imports.popleft()
             if self.schedulers[action.domain].fetches.wanted(action.ticket):
+                self._written += action.tokens
                 return action
         return None
 

@@ -103,6 +103,7 @@ def fetch_pages(
     policy = FetchPolicy(
         recompute=deployment.pages.on_failure == "recompute",
         most=deployment.pages.recompute_tokens,
+        between_steps=deployment.pages.step_tokens,
     )
     for domain in range(engine.domains):
         access: PageAccess = engine.driver.page_access(

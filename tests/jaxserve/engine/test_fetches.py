@@ -122,6 +122,44 @@ class TestOrder:
             loop.imported(0, order.ticket, 8)
         assert finish(loop) == {"a": [7, 7, 7, 7]}
 
+    def test_few_are_written_between_two_steps(self):
+        """As long as there are steps; the order of pieces stays."""
+        loop = make_loop()
+        loop.fetch_policy = FetchPolicy(between_steps=8)
+        loop.submit(request("running", 5, salt="other", most=24))
+        loop.submit(request("a", 34, held=32))
+        order = fetch_of(loop)
+        for first in range(0, 32, 4):
+            loop.arrived(0, order.ticket, first, 4, first)
+        seen: list[int | str] = []
+        while len(seen) < 12:
+            match loop.next([0]):
+                case ImportPages() as action:
+                    seen.append(action.piece)
+                    loop.imported(0, order.ticket, 4)
+                case Enqueue():
+                    seen.append("step")
+                    loop.enqueued(0)
+                case Await(awaited):
+                    result = StepResult(np.full((1, 2), 7, np.int32), {}, {})
+                    loop.complete(awaited.lane, awaited.plan, result)
+        assert seen == [0, 4, "step", 8, 12, "step", 16, 20, "step", 24, 28, "step"]
+        assert finish(loop)["a"] == [7, 7, 7, 7]
+
+    def test_without_steps_all_are_written(self):
+        loop = make_loop()
+        loop.fetch_policy = FetchPolicy(between_steps=4)
+        loop.submit(request("a", 18, held=16))
+        order = fetch_of(loop)
+        for first in range(0, 16, 4):
+            loop.arrived(0, order.ticket, first, 4, first)
+        for first in range(0, 16, 4):
+            action = step(loop)
+            assert isinstance(action, ImportPages)
+            assert action.piece == first
+            loop.imported(0, order.ticket, 4)
+        assert finish(loop) == {"a": [7, 7, 7, 7]}
+
     def test_others_go_on_meanwhile(self):
         loop = make_loop()
         loop.submit(request("a", 18, held=16))
