@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return Serving(deployment, options, process, part).run()
         from jaxserve.commands.following import follow
 
-        return follow(deployment, options, process)
+        return follow(deployment, options, process, part)
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 2

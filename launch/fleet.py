@@ -37,7 +37,7 @@ class Member(NamedTuple):
 def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     """Starts all, says who is who, and returns the router's exit code."""
     try:
-        members = fleet_of(_deployment(forwarded))
+        members = fleet_of(_deployment(forwarded), options.processes)
     except ConfigError as error:
         say(f"{error}")
         return 2
@@ -88,8 +88,9 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
         time.sleep(STOP_SECONDS / 50)  # for the last lines
 
 
-def fleet_of(deployment: Deployment) -> list[Member]:
-    """The processes of a deployment, the router first, on addresses that are free now.
+def fleet_of(deployment: Deployment, processes: int = 1) -> list[Member]:
+    """The processes of a deployment, the router first, on addresses that are free now; so many of
+    each prefill worker and domain.
 
     Raises:
       ConfigError: it is not one that this launcher can start.
@@ -108,20 +109,36 @@ def fleet_of(deployment: Deployment) -> list[Member]:
                 "prefill.mode: over link.transport = pull prefill workers would need ffn workers "
                 "of their own; this launcher starts colocated ones"
             )
+        if processes > 1:
+            raise ConfigError(
+                f"--processes {processes}: over link.transport = pull a worker has one process"
+            )
         settings.append(f"link.addresses={rest[domains:]}")
     shared = [word for setting in settings for word in ("--set", setting)]
     role = "attention" if pull else "decode"
     members = [Member("router", [*shared, "--role", "router"])]
     for number in range(prefill.workers):
         arguments = [*shared, "--role", "prefill", "--worker", f"{number}"]
-        members.append(Member(f"prefill worker {number}", arguments))
+        members += _worker(f"prefill worker {number}", arguments, processes)
     for number in range(domains):
         arguments = [*shared, "--role", role, "--worker", f"{number}"]
-        members.append(Member(f"domain {number}, role {role}", arguments))
+        members += _worker(f"domain {number}, role {role}", arguments, processes)
     if pull:
         arguments = [*shared, "--role", "ffn", "--listen", rest[domains]]
         members.append(Member("ffn worker, role ffn", arguments))
     return members
+
+
+def _worker(name: str, arguments: list[str], processes: int) -> list[Member]:
+    """The processes of one worker."""
+    if processes == 1:
+        return [Member(name, arguments)]
+    coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
+    shared = ["--processes", f"{processes}", "--coordinator", coordinator, "--control", control]
+    return [
+        Member(f"{name}, process {one}", [*arguments, *shared, "--process-id", f"{one}"])
+        for one in range(processes)
+    ]
 
 
 def _deployment(forwarded: Sequence[str]) -> Deployment:

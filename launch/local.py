@@ -68,7 +68,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="All other arguments go to every process.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, default=2, help="how many (2)")
+    parser.add_argument(
+        "--processes", type=int, help="how many (2); with --fleet: of each worker (1)"
+    )
     parser.add_argument("--module", default="jaxserve.serve", help="what each runs (%(default)s)")
     parser.add_argument(
         "--runtimes",
@@ -96,6 +98,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="seconds the leader has to report that another process ended (%(default)g)",
     )
     options, forwarded = parser.parse_known_args(arguments)
+    if options.processes is None:
+        options.processes = 1 if options.fleet else 2
     if options.processes < 1:
         parser.error(f"--processes {options.processes}: expected at least 1")
     if options.standbys < 0 or (options.standbys and not options.runtimes):

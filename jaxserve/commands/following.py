@@ -6,6 +6,7 @@ import os
 import signal
 from types import FrameType
 
+from jaxserve.commands.worker_part import WorkerPart, pages_part
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet import bootstrap, worker
 from jaxserve.fleet.arguments import ProcessArguments
@@ -22,7 +23,12 @@ LAST_ANSWERS_SECONDS = 5.0
 logger = logging.getLogger("jaxserve.serve")
 
 
-def follow(deployment: Deployment, options: argparse.Namespace, process: ProcessArguments) -> int:
+def follow(
+    deployment: Deployment,
+    options: argparse.Namespace,
+    process: ProcessArguments,
+    part: WorkerPart | None = None,
+) -> int:
     """The life of every process but 0: follows the leader's plans until it shuts down.
 
     A signal is forwarded to the leader: the whole deployment drains, for which it needs this
@@ -56,7 +62,13 @@ def follow(deployment: Deployment, options: argparse.Namespace, process: Process
                 for face in faces.values():
                     face.watch(peers)
 
-            worker.follow(deployment, follower, recorder=recorder, on_ready=on_ready)
+            worker.follow(
+                deployment,
+                follower,
+                recorder=recorder,
+                on_ready=on_ready,
+                pages=pages_part(deployment, part),
+            )
     finally:
         for face in faces.values():
             face.stop(LAST_ANSWERS_SECONDS)

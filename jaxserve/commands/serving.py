@@ -17,7 +17,7 @@ from jaxserve.commands.life import (
 from jaxserve.commands.worker_part import WorkerPart, pages_end, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.errors import EngineFailedError
 from jaxserve.fleet import attention_runtime, bootstrap, worker
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.leader import Leader
@@ -77,7 +77,7 @@ class Serving(Life):
     def _open_engine(self, leader: Leader | None) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""
         options: dict[str, Any] = {"observer": self._recorder}
-        if self._part is not None and leader is None:
+        if self._part is not None:
             options["prepare"] = pages_end(self._part, self._process.token)
         if self._deployment.link.transport == "pull":
             engine, self._link = attention_runtime.open_attention(
@@ -86,11 +86,7 @@ class Serving(Life):
             return engine
         if leader is None:
             return open_engine(self._deployment, **options)
-        if self._part is not None and self._part.fleet.prefill.workers:
-            raise ConfigError(
-                "prefill.workers: a worker of several processes cannot hand pages over"
-            )
-        return worker.lead(self._deployment, leader, observer=self._recorder)
+        return worker.lead(self._deployment, leader, **options)
 
     def _on_peer_failure(self, failure: EngineFailedError, leader: bootstrap.Peers) -> None:
         """A follower is gone or stuck: every client is told, then this process ends."""

@@ -4,7 +4,7 @@ import functools
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -22,6 +22,9 @@ from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.colocated import ColocatedWorker
+    from jaxserve.roles.page_transfer import PageAccess
 
 
 class WorkerPart(NamedTuple):
@@ -113,6 +116,23 @@ def pages_end(part: WorkerPart, token: str) -> "Callable[[Engine], object]":
             pages_link.fetch_pages(engine, token, pieces=pieces)
 
     return prepare
+
+
+def pages_part(
+    deployment: Deployment, part: WorkerPart | None
+) -> "Callable[[Cell | ColocatedWorker], Sequence[PageAccess]]":
+    """What a process that follows does for the same: it has no end of the link."""
+
+    def pages(driver: "Cell | ColocatedWorker") -> "Sequence[PageAccess]":
+        from jaxserve.fleet import pages_link
+
+        if part is None or not part.fleet.prefill.workers:
+            return ()
+        return pages_link.follow_pages(
+            driver, deployment, part.role, pages_link.piece_tokens(part.fleet)
+        )
+
+    return pages
 
 
 def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine) -> WorkerFacts:

@@ -129,6 +129,7 @@ class Engine:
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
         self._grammars: dict[str, Grammar] = {}
+        self._orders: list[Action] = []  # that followers are to be told
         self._queued = 0
         self._status = "starting"
         self._last_turn = time.monotonic()
@@ -487,9 +488,23 @@ class Engine:
             case Await():
                 self._complete()
             case Fetch() | DropFetch() | ImportPages() | ExportPages() as action:
+                self._tell(self.hand_offs.orders(action))
                 self.hand_offs.carry_out(action)
             case Idle(until):
                 self._sleep(until)
+
+    def _tell(self, orders: Sequence[Action]) -> None:
+        """The followers take part in what is done to pages now: at once, or, where a lane is inside
+        a step, before what is enqueued next."""
+        if self._broadcast is None or not orders:
+            return
+        self._orders += orders
+        if not self.driver.active:
+            self._broadcast([], False, self._take_orders())
+
+    def _take_orders(self) -> list[Action]:
+        orders, self._orders = self._orders, []
+        return orders
 
     def _enqueue(self, plans: list[StepPlan]) -> None:
         """One boundary: followers hear of the plans, then stages until a lane leaves."""
@@ -506,7 +521,7 @@ class Engine:
         """Tells the followers what comes, and carries out what comes before the plans."""
         actions = () if self.experts is None else self.experts.due()
         if self._broadcast is not None and (plans or actions or self.driver.active):
-            self._broadcast(plans, measured, actions)
+            self._broadcast(plans, measured, [*self._take_orders(), *actions])
         if self.experts is None or not actions:
             return
         slots = self.driver.slots

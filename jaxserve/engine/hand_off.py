@@ -25,6 +25,7 @@ from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_client import FetchJob, PagesClient
 from jaxserve.link.pages_frames import Fetch
 from jaxserve.link.pages_server import ExportError, PagesServer, Piece
+from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
@@ -231,6 +232,23 @@ class HandOffs:
         self._post(release)
 
     # ----------------------------------------------------- the loop's actions, engine's thread
+    def orders(
+        self, action: FetchAction | DropFetch | ImportPages | ExportPages
+    ) -> list[ReadPages | WritePages]:
+        """What other processes have to do with an action, before this one carries it out."""
+        match action:
+            case ImportPages(domain, _, run, _, piece) if self._spread(domain):
+                ids = [*run.page_ids]
+                form = piece.cache_format
+                return [WritePages(domain, run.group, ids, run.offset, piece.tokens, form)]
+            case ExportPages(run, _, _, Export(fetch, _)) if self._spread(0):
+                return [ReadPages(0, run.group, [*run.page_ids], run.offset, fetch.size)]
+        return []
+
+    def _spread(self, domain: int) -> bool:
+        end = self.prefill or self.domains[domain]
+        return end.access.transfer.spread
+
     def carry_out(self, action: FetchAction | DropFetch | ImportPages | ExportPages) -> None:
         """Does what the loop has decided; never waits."""
         match action:

@@ -6,6 +6,7 @@ differ.
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -17,12 +18,15 @@ from jaxserve.engine.holds import HoldLimits
 from jaxserve.engine.loop import FetchPolicy
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts
+from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines
 from jaxserve.link.hello import Hello, make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_connection import Landing
 from jaxserve.link.pages_server import PagesServer
-from jaxserve.link.transfers import refuse_several_processes
+from jaxserve.model.quant.rows import WireFormat
+from jaxserve.roles.cell import Cell
+from jaxserve.roles.colocated import ColocatedWorker
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
 HELD_SHARE = 0.75
@@ -49,12 +53,12 @@ def serve_pages(
       pieces: tokens that cross together, ascending; empty: `PIECE_TOKENS`.
 
     Raises:
-      ConfigError: no prefix cache, several processes, or an address that cannot be listened on.
+      ConfigError: no prefix cache, or an address that cannot be listened on.
     """
     deployment = engine.deployment
     _check(deployment)
     pieces = pieces or piece_tokens(deployment)
-    access: PageAccess = engine.driver.page_access(exports=True, pieces=pieces)
+    access = engine.driver.page_access(exports=True, pieces=pieces)
     limits = HoldLimits(
         requests=deployment.pages.held,
         pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
@@ -91,14 +95,12 @@ def fetch_pages(
       a client a domain.
 
     Raises:
-      ConfigError: no prefix cache, several processes, or a page size that does not divide pieces.
+      ConfigError: no prefix cache, or a page size that does not divide pieces.
     """
     deployment = engine.deployment
     _check(deployment)
     pieces = pieces or piece_tokens(deployment)
-    formats = {deployment.cache_format: None}
-    if deployment.prefill.workers:
-        formats[deployment_of(deployment, "prefill").cache_format] = None
+    formats = _formats(deployment)
     ends = []
     policy = FetchPolicy(
         recompute=deployment.pages.on_failure == "recompute",
@@ -106,9 +108,7 @@ def fetch_pages(
         between_steps=deployment.pages.step_tokens,
     )
     for domain in range(engine.domains):
-        access: PageAccess = engine.driver.page_access(
-            domain, exports=False, imports=[*formats], pieces=pieces
-        )
+        access = engine.driver.page_access(domain, exports=False, imports=formats, pieces=pieces)
         transfer = access.transfer
         client = PagesClient(
             pages_hello(deployment, transfer, "decode"),
@@ -121,6 +121,24 @@ def fetch_pages(
         ends.append(DecodeEnd(client, access))
     engine.hand_offs.fetch_with(ends, policy)
     return [end.client for end in ends]
+
+
+def follow_pages(
+    driver: Cell | ColocatedWorker,
+    deployment: Deployment,
+    role: WorkerRole,
+    pieces: tuple[int, ...],
+) -> Sequence[PageAccess]:
+    """What `serve_pages` and `fetch_pages` do in processes that follow: their part of the pages of
+    every domain that they have devices of, for what the leader tells them (`roles/actions.py`)."""
+    _check(deployment)
+    if role == "prefill":
+        return [driver.page_access(exports=True, pieces=pieces)] if driver.attends else ()
+    formats = _formats(deployment)
+    return [
+        driver.page_access(domain, exports=False, imports=formats, pieces=pieces)
+        for domain in range(deployment.runtime_domains if driver.attends else 0)
+    ]
 
 
 def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> Hello:
@@ -152,7 +170,14 @@ def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
     return tuple(sorted({-(-tokens // unit) * unit for tokens in PIECE_TOKENS}))
 
 
+def _formats(deployment: Deployment) -> list[WireFormat]:
+    """In which pages may come to a domain: its own, and the prefill workers'."""
+    formats: dict[WireFormat, None] = {deployment.cache_format: None}
+    if deployment.prefill.workers:
+        formats[deployment_of(deployment, "prefill").cache_format] = None
+    return [*formats]
+
+
 def _check(deployment: Deployment) -> None:
-    refuse_several_processes("pages link")
     if not deployment.cache.prefix:
         raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")

@@ -24,10 +24,11 @@ from jaxserve.fleet.leader import Leader
 from jaxserve.observe.probe import Measured, Probe
 from jaxserve.observe.timeline import Recorder, Span
 from jaxserve.observe.watch import TAKE_SECONDS
-from jaxserve.roles.actions import Action
+from jaxserve.roles.actions import Action, ReadPages, WritePages
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.colocated import ColocatedWorker
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
+from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Observer
 
@@ -39,8 +40,15 @@ MEASURED = "measured"
 """And what their probes measured."""
 
 
-def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = None) -> Engine:
-    """A warm, running engine that sends every boundary to all followers first.
+def lead(
+    deployment: Deployment,
+    leader: Leader,
+    *,
+    observer: Observer | None = None,
+    prepare: Callable[[Engine], object] = lambda engine: None,
+) -> Engine:
+    """A warm, running engine that sends every boundary to all followers first; `prepare` is called
+    before it is started.
 
     Raises:
       EngineFailedError: a follower failed, or did not get ready in time.
@@ -62,6 +70,7 @@ def lead(deployment: Deployment, leader: Leader, *, observer: Observer | None = 
         meet=leader.begin_warm_up,
         collect=lambda timeout: collect_measured(leader, timeout),
         counts=lambda number, timeout: collect_counts(leader, number, timeout),
+        prepare=prepare,
     )
     leader.wait_ready()
     engine.start()
@@ -74,8 +83,12 @@ def follow(
     *,
     recorder: Recorder | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    pages: Callable[[Cell | ColocatedWorker], Sequence[PageAccess]] = lambda driver: (),
 ) -> None:
     """Runs the leader's plans until it shuts the deployment down.
+
+    Args:
+      pages: what makes this process's part of the pages that are handed over, one a domain.
 
     Raises:
       EngineFailedError: the leader is gone or sent something invalid.
@@ -85,6 +98,7 @@ def follow(
     follower.wait_warm_up()
     warm_up(runtime)
     driver = runtime.driver
+    accesses = pages(driver)
     follower.position = lambda: position(driver)
     if recorder is not None:
         follower.answer(SPANS, lambda: _spans(recorder))
@@ -97,7 +111,10 @@ def follow(
     for boundary in follower.boundaries():
         probe.turn(boundary.measured)
         for action in boundary.actions:
-            if driver.slots is not None:
+            if isinstance(action, ReadPages | WritePages):
+                if accesses:
+                    accesses[action.domain].follow(action)
+            elif driver.slots is not None:
                 driver.slots.carry_out(action)
         for plan in boundary.plans:
             driver.begin(plan)

@@ -26,7 +26,6 @@ from jaxserve.link.pages import PagesSource
 from jaxserve.link.pages_bytes import HostBuffers
 from jaxserve.link.pages_connection import Connection, FetchError, Landing
 from jaxserve.link.peer import Refusal
-from jaxserve.link.transfers import refuse_several_processes
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +104,6 @@ class PagesClient:
       lease_seconds: of the prefill workers; leases are renewed every third of it.
       streams: fetches from one prefill worker at a time, a connection each.
       deadlines: of every wait.
-
-    Raises:
-      ConfigError: a runtime of several processes.
     """
 
     def __init__(
@@ -120,7 +116,6 @@ class PagesClient:
         streams: int = 2,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
-        refuse_several_processes("pages link")
         self.lease_seconds, self.landing, self.deadlines = lease_seconds, landing, deadlines
         self.streams = streams
         self._hello, self._token, self._buffers = hello, token, HostBuffers()

@@ -46,7 +46,6 @@ from jaxserve.link.pages_frames import (
     encode,
 )
 from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS
-from jaxserve.link.transfers import refuse_several_processes
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +120,6 @@ class PagesServer:
       token_bytes: that a token's entries take on the wire.
       registered_bytes: most bytes of pieces that are read or sent.
       deadlines: of every wait.
-
-    Raises:
-      ConfigError: a runtime of several processes.
     """
 
     def __init__(
@@ -138,7 +134,6 @@ class PagesServer:
         registered_bytes: int = REGISTERED_BYTES,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
-        refuse_several_processes("pages link")
         self.hello, self.cache_format, self.holder = hello, cache_format, holder
         self.deadlines = deadlines
         self.epoch = secrets.randbits(63)

@@ -5,6 +5,8 @@ between the same two steps; an ffn worker with a runtime for itself carries them
 messages.
 """
 
+from typing import Literal
+
 import msgspec
 
 STORAGE = -1
@@ -49,4 +51,29 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """Ascending."""
 
 
-Action = FetchExperts | ReadExperts | MoveExperts | CountExperts
+class ReadPages(msgspec.Struct, frozen=True, tag=True):
+    """Reads a piece of pages for a hand-off, all processes of their mesh together."""
+
+    domain: int
+    group: int
+    page_ids: list[int]
+    offset: int
+    """Of the first token in the first page."""
+    tokens: int
+    """Of the piece."""
+
+
+class WritePages(msgspec.Struct, frozen=True, tag=True):
+    """Writes a piece that has arrived at the leading process, all processes together."""
+
+    domain: int
+    group: int
+    page_ids: list[int]
+    offset: int
+    tokens: int
+    """Of the piece."""
+    cache_format: Literal["float32", "bfloat16", "fp8", "int8"]
+    """Of what has arrived."""
+
+
+Action = FetchExperts | ReadExperts | MoveExperts | CountExperts | ReadPages | WritePages

@@ -29,7 +29,8 @@ from jaxserve.roles.drafting import (
 )
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from jaxserve.roles.page_spread import page_transfer
+from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Sampling,
@@ -173,7 +174,7 @@ class AttentionWorker:
         pieces: Sequence[int],
     ) -> PageAccess:
         """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
-        transfer = PageTransfer(
+        transfer = page_transfer(
             self._programs, stacked=False, exports=exports, imports=imports, pieces=pieces
         )
         return PageAccess(transfer, self._flat_pages, self._set_pages)

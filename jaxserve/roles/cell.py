@@ -123,6 +123,11 @@ class Cell:
         step = self._steps[self.at.lane]
         return (*self.at, -1 if step is None else step.number)
 
+    @property
+    def attends(self) -> bool:
+        """Whether this process has devices of an attention mesh."""
+        return bool(self._workers.attention)
+
     def page_access(self, domain: int = 0, **options: Any) -> PageAccess:
         """The pages of an attention worker, for hand-offs; see `AttentionWorker.page_access`."""
         return self._workers.attention[domain].page_access(domain, **options)

@@ -24,7 +24,8 @@ from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from jaxserve.roles.page_spread import page_transfer
+from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Finished,
@@ -121,6 +122,9 @@ class ColocatedWorker:
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
 
+    attends = True
+    """Whether this process has devices of an attention mesh."""
+
     def page_access(
         self,
         domain: int = 0,
@@ -130,7 +134,7 @@ class ColocatedWorker:
         pieces: Sequence[int],
     ) -> PageAccess:
         """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
-        transfer = PageTransfer(
+        transfer = page_transfer(
             self._programs, stacked=True, exports=exports, imports=imports, pieces=pieces
         )
         return PageAccess(transfer, lambda: self._pages, self._set_pages)

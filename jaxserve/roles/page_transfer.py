@@ -17,6 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.copy import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.quant.rows import WireFormat
+from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
@@ -38,6 +39,9 @@ class PageTransfer:
     Raises:
       ConfigError: a piece is no multiple of the page size, and pages are imported.
     """
+
+    spread = False
+    """Whether other processes take part in every piece (`page_spread.py`)."""
 
     def __init__(
         self,
@@ -67,6 +71,8 @@ class PageTransfer:
         self._compiled: Mapping[PageKey, jax.stages.Compiled] = compile_all(wanted)
         mesh = self.programs.mesh
         self._devices = mesh.devices
+        self.device: jax.Device = mesh.devices.flat[0]
+        """One of this process's."""
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
         self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
@@ -94,12 +100,7 @@ class PageTransfer:
           for every KV head its wire arrays, one after the other, each on one device.
         """
         programs = self.programs
-        page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
-        page_ids[run.group, : len(run.page_ids)] = run.page_ids
-        offset = np.full(programs.groups, 0, np.int32)
-        offset[run.group] = run.offset
-        put = jax.device_put((page_ids, offset), (self._rows, self._rows))
-        results = self._compiled[PageKey("gather", tokens, programs.format)](*put, *pages)
+        results = self._gathered(pages, run, tokens)
         shards_of, _ = fast_shards()
         first = run.group * programs.tp
         kinds = len(results) // programs.heads
@@ -109,6 +110,20 @@ class PageTransfer:
             rank, index = self._place(head)
             found += [each[first + rank] for each in shards[index * kinds : (index + 1) * kinds]]
         return found
+
+    def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:
+        """Arrays with a row a DP group, on its devices."""
+        return jax.device_put(arrays, (self._rows,) * len(arrays))
+
+    def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
+        """The results of the program."""
+        programs = self.programs
+        page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
+        page_ids[run.group, : len(run.page_ids)] = run.page_ids
+        offset = np.full(programs.groups, 0, np.int32)
+        offset[run.group] = run.offset
+        key = PageKey("gather", tokens, programs.format)
+        return self._compiled[key](*self.rows(page_ids, offset), *pages)
 
     def landing(
         self, group: int, tokens: int, cache_format: WireFormat
@@ -139,9 +154,6 @@ class PageTransfer:
           arrived: as `landing` says, complete and without error.
         """
         programs = self.programs
-        count = tokens // programs.page_size
-        page_ids = np.full((programs.groups, count), programs.pages, np.int32)
-        page_ids[run.group, : len(run.page_ids)] = run.page_ids
         wire = programs.wire(tokens, cache_format)
         arguments = []
         for index in range(programs.heads):
@@ -151,8 +163,17 @@ class PageTransfer:
                     for rank in range(programs.tp)
                 ]
                 arguments.append(self._assembled(run.group, shards))
-        ids = jax.device_put(page_ids, self._rows)
-        return self._compiled[PageKey("scatter", tokens, cache_format)](ids, *arguments, *pages)
+        return self._scattered(pages, run, PageKey("scatter", tokens, cache_format), arguments)
+
+    def _scattered(
+        self, pages: Pages, run: PageRun, key: PageKey, arguments: Sequence[jax.Array]
+    ) -> Pages:
+        """Runs the program."""
+        programs = self.programs
+        count = key.tokens // programs.page_size
+        page_ids = np.full((programs.groups, count), programs.pages, np.int32)
+        page_ids[run.group, : len(run.page_ids)] = run.page_ids
+        return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
 
     def _place(self, head: int) -> tuple[int, int]:
         """Rank along tp of the first device that holds a KV head, and which of its heads it is."""
@@ -211,3 +232,11 @@ class PageAccess:
     ) -> None:
         """Starts to write a piece that has arrived, see `PageTransfer.scatter`."""
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))
+
+    def follow(self, action: ReadPages | WritePages) -> None:
+        """Takes part in what the leading process reads or writes."""
+        run = PageRun(action.group, action.page_ids, action.offset)
+        if isinstance(action, ReadPages):
+            self.read(run, action.tokens)
+        else:
+            self.write(run, action.tokens, action.cache_format, ())

@@ -1,6 +1,7 @@
 """A fleet of real processes, as `launch/local.py --fleet` starts it: over HTTP every request gets
 the colocated tokens, also when a domain and a prefill worker are killed in the middle."""
 
+import contextlib
 import json
 import os
 import re
@@ -79,43 +80,60 @@ class Client:
         self._http.close()
 
 
-def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
-    greedy, drawn = reference
-    model = tmp_path / "tiny"
+@contextlib.contextmanager
+def fleet(tiny_model, folder, workers, overrides, *arguments):
+    """A running fleet whose processes of these numbers say that they are ready, and its client."""
+    model = folder / "tiny"
     model.mkdir()
     for file in tiny_model.iterdir():
         (model / file.name).symlink_to(file)
     write_tokenizer(model)
-    overrides = layouts.LIMITS | {
+    faces = {"server.grpc_port": 0, "server.http_port": 0}
+    command = ["launch/local.py", "--fleet", "--model", str(model), *arguments]
+    for key, value in (layouts.LIMITS | faces | overrides).items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
+    client = None
+    try:
+        address = run.wait_for(r"^\[0\] ready .* http=(\S+)", SECONDS)[1]
+        for process in workers:
+            run.wait_for(rf"^\[{process}\] ready ", SECONDS)
+        client = Client(address)
+        yield run, client
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end(SECONDS) == 0, run.output
+    finally:
+        if client is not None:
+            client.close()
+        if run.process.poll() is None:
+            run.process.kill()
+            run.end(5.0)
+
+
+def generate(client):
+    """The greedy tokens of all prompts, asked for at once."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [
+            pool.submit(client.tokens, prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS
+        ]
+        return [one.result(SECONDS) for one in asked]
+
+
+def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
+    greedy, drawn = reference
+    overrides = {
         "mode": "colocated",
         "domains": 2,
         "prefill.workers": 2,
         "prefill.cache.page_size": 16,
         "prefill.cache.pages": 80,
-        "server.grpc_port": 0,
-        "server.http_port": 0,
     }
-    command = ["launch/local.py", "--fleet", "--model", str(model)]
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
-    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
-    client = None
-    try:
-        address = run.wait_for(r"^\[0\] ready .* http=(\S+)", SECONDS)[1]
-        for process in range(1, 5):
-            run.wait_for(rf"^\[{process}\] ready ", SECONDS)
+    with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
-        client = Client(address)
 
         # 2P2D: all prompts at once, and again, when both sides have them in their prefix caches.
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            for _ in range(2):
-                asked = [
-                    pool.submit(client.tokens, prompt, OUTPUT_TOKENS, temperature=0)
-                    for prompt in PROMPTS
-                ]
-                tokens = [one.result(SECONDS) for one in asked]
-                assert layouts.differences(greedy, tokens) == []
+        for _ in range(2):
+            assert layouts.differences(greedy, generate(client)) == []
         assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
         load = client.pipeline()["load"]
         assert [w["role"] for w in load["workers"]] == ["prefill", "prefill", "domain", "domain"]
@@ -137,11 +155,29 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
             tokens = [client.tokens(prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS[:6]]
             assert layouts.differences(greedy, tokens + greedy.tokens[6:]) == []
         assert client.pipeline()["load"]["replays"] >= 1
-        run.process.send_signal(signal.SIGTERM)
-        assert run.end(SECONDS) == 0, run.output
-    finally:
-        if client is not None:
-            client.close()
-        if run.process.poll() is None:
-            run.process.kill()
-            run.end(5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "domain"),
+    [({"tp": 2}, {"dp": 2}), ({"dp": 2}, {"tp": 2})],
+    ids=["tp 2 to dp 2", "dp 2 to tp 2"],
+)
+def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill, domain):
+    """Every process takes part in what is handed over, though the link ends in the first ones."""
+    greedy, drawn = reference
+    overrides = {
+        "mode": "colocated",
+        "attention": domain,
+        "prefill.workers": 1,
+        "prefill.attention": {"dp": 1, "tp": 1, **prefill},
+        "prefill.cache": {"page_size": 16, "pages": 80},
+    }
+    with fleet(tiny_model, tmp_path, (1, 3), overrides, "--processes", "2") as (_, client):
+        for _ in range(2):
+            assert layouts.differences(greedy, generate(client)) == []
+        assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
+        load = client.pipeline()["load"]
+        assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain"]
+        assert load["workers"][0]["pages_tokens"] > 500
+        assert load["replays"] == 0

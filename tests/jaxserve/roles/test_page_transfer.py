@@ -16,6 +16,7 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_spread import SpreadPages
 from jaxserve.roles.page_transfer import PageTransfer
 from tests.reference.catalogue import CATALOGUE
 
@@ -28,7 +29,17 @@ PIECE = 16
 class Holder:
     """Random pages of a model, as a worker has them, and as one NumPy array a layer and kind."""
 
-    def __init__(self, folder, name: str, *, stacked=True, seed=0, imports=(), **overrides: Any):
+    def __init__(
+        self,
+        folder,
+        name: str,
+        *,
+        stacked=True,
+        seed=0,
+        imports=(),
+        transfer: type[PageTransfer] = PageTransfer,
+        **overrides: Any,
+    ):
         model = CATALOGUE[name]
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(model.config()))
@@ -48,7 +59,7 @@ class Holder:
         self.layers, self.stacked = config.layers, stacked
         self.dp = deployment.attention.dp
         self.size = deployment.cache.page_size
-        self.transfer = PageTransfer(
+        self.transfer = transfer(
             self.programs, stacked=stacked, exports=True, imports=imports, pieces=[PIECE]
         )
         shapes = self.transfer.programs.page_shapes()
@@ -114,9 +125,36 @@ TARGETS: list[tuple[dict[str, Any], PageRun]] = [
 def test_tp_page_size_and_layout_are_each_side_s_own_affair(
     tmp_path, name, layout, group, other, into, cache_format
 ):
-    source = Holder(tmp_path / "s", name, seed=1, cache__format=cache_format, **layout)
+    _check_carried(tmp_path, name, layout, group, other, into, cache__format=cache_format)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "cache_format"),
+    [(0, 0, "int8"), (1, 1, "bfloat16"), (2, 1, "fp8"), (2, 0, "float32")],
+)
+def test_through_one_device_of_the_mesh(tmp_path, source, target, cache_format):
+    """As meshes over several processes do it, here in one: what is read comes together on the first
+    device, and what arrives on the first device is spread."""
+    (name, layout, group), (other, into) = SOURCES[source], TARGETS[target]
+    options = {"transfer": SpreadPages, "cache__format": cache_format}
+    holder, domain = _check_carried(tmp_path, name, layout, group, other, into, **options)
+    first = jax.devices()[0]
+    for transfer in (holder.transfer, domain.transfer):
+        assert transfer.spread
+        assert {*transfer.landing(0, PIECE, cache_format)[-1].sharding.device_set} == {first}
+
+
+def _check_carried(tmp_path, name, layout, group, other, into, *, cache__format, **options):
+    cache_format = cache__format
+    source = Holder(tmp_path / "s", name, seed=1, cache__format=cache_format, **options, **layout)
     target = Holder(
-        tmp_path / "t", name, seed=2, imports=[cache_format], cache__format=cache_format, **other
+        tmp_path / "t",
+        name,
+        seed=2,
+        imports=[cache_format],
+        cache__format=cache_format,
+        **options,
+        **other,
     )
     before = [target.tokens(PageRun(g, range(PAGES)), 999) for g in range(target.dp)]
     offset = 3 if source.size == 4 else 0
@@ -136,6 +174,7 @@ def test_tp_page_size_and_layout_are_each_side_s_own_affair(
             for page in rest:
                 part = slice(page * size, (page + 1) * size)
                 np.testing.assert_array_equal(was[:, :, part], now[:, :, part])
+    return source, target
 
 
 def test_fewer_pages_than_a_piece_has(tmp_path):

@@ -1,0 +1,189 @@
+"""Pages of a mesh over several processes, read and written for a hand-off by all of them.
+
+A pages link has one end a worker, in the process that leads. What is read is brought together there
+by the mesh's own collectives, and what arrives there is spread by them; so every process takes part
+in every piece, at the same place between the same steps (`actions.py`). The link, and whoever is at
+its other end, know nothing of this.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Int
+
+from jaxserve.link.copy import fast_shards
+from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.model.quant.rows import WireFormat
+from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_programs import PageKey, WireArray
+from jaxserve.roles.page_transfer import Pages, PageTransfer
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenPrograms
+
+AXES = ("dp", "tp")
+
+
+def page_transfer(programs: TokenPrograms, **options: Any) -> PageTransfer:
+    """What reads and writes the pages of a mesh; `options` as of `PageTransfer`."""
+    processes = {device.process_index for device in programs.mesh.devices.flat}
+    transfer = PageTransfer if len(processes) == 1 else SpreadPages
+    return transfer(programs, **options)
+
+
+class SpreadPages(PageTransfer):
+    """`PageTransfer` of a mesh over several processes, all of which call everything here in the
+    same order; what arrives is given by the leader alone."""
+
+    spread = True
+
+    def __init__(self, programs: TokenPrograms, **options: Any):
+        super().__init__(programs, **options)
+        mesh = self.programs.mesh
+        here = jax.process_index()
+        self.device = next(d for d in mesh.devices.flat if d.process_index == here)
+        wanted: dict[PageKey, Program] = {}
+        for key in self._compiled:
+            name = self._collected if key.name == "gather" else self._spread
+            wanted[key] = name(key.tokens, key.cache_format)
+        self._between = compile_all(wanted)
+
+    def gather(self, pages: Pages, run: PageRun, tokens: int) -> list[jax.Array]:
+        """As `PageTransfer.gather`; the results are this process's copies."""
+        key = PageKey("gather", tokens, self.programs.format)
+        meant = np.arange(self.programs.groups, dtype=np.int32) == run.group
+        results = self._gathered(pages, run, tokens)
+        found = self._between[key](*self.rows(meant.astype(np.int32)), *results)
+        shards_of, _ = fast_shards()
+        return [shards_of(array)[0] for array in found]
+
+    def landing(
+        self, group: int, tokens: int, cache_format: WireFormat
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Every KV head once, on this process's first device."""
+        sharding = SingleDeviceSharding(self.device)
+        return [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for _ in range(self.programs.kv_heads)
+            for shape, dtype in self.programs.wire(tokens, cache_format)
+        ]
+
+    def scatter(
+        self,
+        pages: Pages,
+        run: PageRun,
+        tokens: int,
+        cache_format: WireFormat,
+        arrived: Sequence[jax.Array],
+    ) -> Pages:
+        """As `PageTransfer.scatter`; `arrived` is empty in every process but the leader's."""
+        key = PageKey("scatter", tokens, cache_format)
+        wire = self.programs.wire(tokens, cache_format) * self.programs.kv_heads
+        given: Sequence[jax.Array | None] = arrived or [None] * len(wire)
+        sources = [self._source(*pair) for pair in zip(wire, given, strict=True)]
+        return self._scattered(pages, run, key, self._between[key](*sources))
+
+    def _source(self, wire: WireArray, arrived: jax.Array | None) -> jax.Array:
+        """Zeros of every device, but what arrived on this process's first one."""
+        devices = self.programs.mesh.devices.size
+        whole = (devices * wire.shape[0], *wire.shape[1:])
+        shards_of, make_assemble = fast_shards()
+        zeros = self._nothing.get((wire.shape, str(wire.dtype)))
+        if zeros is None:
+            zeros = shards_of(sharded_zeros(whole, wire.dtype, self._pieces))
+            self._nothing[wire.shape, str(wire.dtype)] = zeros
+        parts = list(zeros) if arrived is None else [arrived, *zeros[1:]]
+        return make_assemble(whole, wire.dtype, self._pieces)(parts)
+
+    def _collected(self, tokens: int, cache_format: WireFormat) -> Program:
+        """(which group is meant, results of `gather`…) → every KV head's wire arrays."""
+        programs = self.programs
+        wire = programs.wire(tokens, cache_format)
+        places = [self._place(head) for head in range(programs.kv_heads)]
+
+        def body(meant: Int[Array, "1"], *results: Array) -> tuple[Array, ...]:
+            rank = jax.lax.axis_index("tp")
+            parts = []
+            for owner, index in places:
+                own = (meant[0] > 0) & (rank == owner)
+                for array in results[index * len(wire) : (index + 1) * len(wire)]:
+                    parts.append(jnp.where(own, array, jnp.zeros_like(array)))
+            return tuple(_added_up(parts))
+
+        return Program(
+            "collect_pages",
+            body,
+            programs.mesh,
+            (
+                jax.ShapeDtypeStruct((programs.groups,), jnp.int32),
+                *self._everywhere(wire * programs.heads),
+            ),
+            (ROWS, *[PIECES] * len(wire) * programs.heads),
+            (REPLICATED,) * (len(wire) * programs.kv_heads),
+            donated=(),
+        )
+
+    def _spread(self, tokens: int, cache_format: WireFormat) -> Program:
+        """(every KV head's wire arrays, on one device, and zeros of the others…) → those of each
+        device's heads, as `scatter` takes them."""
+        programs = self.programs
+        wire = programs.wire(tokens, cache_format)
+        heads = [
+            [programs.head(rank, index) for index in range(programs.heads)]
+            for rank in range(programs.tp)
+        ]
+
+        def body(*arrived: Array) -> tuple[Array, ...]:
+            own_heads = jnp.asarray(heads)[jax.lax.axis_index("tp")]
+            parts = _added_up(arrived)
+            found = []
+            for index in range(programs.heads):
+                for kind in range(len(wire)):
+                    found.append(jnp.stack(parts[kind :: len(wire)])[own_heads[index]])
+            return tuple(found)
+
+        return Program(
+            "spread_pages",
+            body,
+            programs.mesh,
+            self._everywhere(wire * programs.kv_heads),
+            (PIECES,) * (len(wire) * programs.kv_heads),
+            (PIECES,) * (len(wire) * programs.heads),
+            donated=(),
+        )
+
+    def _everywhere(self, wire: Sequence[WireArray]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Arrays of which every device has one, behind each other along the first axis."""
+        devices = self.programs.mesh.devices.size
+        return tuple(
+            jax.ShapeDtypeStruct((devices * shape[0], *shape[1:]), dtype) for shape, dtype in wire
+        )
+
+    def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:
+        """Arrays with a row a DP group, on its devices."""
+        sharding = cached_sharding(self.programs.mesh, ROWS)
+        return [
+            jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+            for array in arrays
+        ]
+
+
+def _added_up(parts: Sequence[Array]) -> list[Array]:
+    """Each of these arrays as the one device has it that has not only zeros.
+
+    Their bytes go together, in one collective: of several in a program, the processes of a mesh of
+    CPUs may not begin the same one first.
+    """
+    flat = [jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(-1) for part in parts]
+    total = jax.lax.psum(jnp.concatenate(flat), AXES)
+    found, start = [], 0
+    for part, data in zip(parts, flat, strict=True):
+        size = part.dtype.itemsize
+        shape = (*part.shape, size) if size > 1 else part.shape
+        own = total[start : start + data.size].reshape(shape)
+        found.append(jax.lax.bitcast_convert_type(own, part.dtype))
+        start += data.size
+    return found
