@@ -110,6 +110,7 @@ class Coordinator:
             return []
         worker.load, worker.others = state.load, state.others
         worker.suspect = state.turn_age > self._cluster.heartbeat_seconds or state.status != "ready"
+        self.placement.changed(worker)
         return self._go_on()
 
     # ------------------------------------------------------------------------------ requests
@@ -146,6 +147,7 @@ class Coordinator:
             return []
         assert request.prefill is not None
         self._estimates.computed(request.prefill, request.cost, self._clock())
+        self.placement.changed(request.prefill)
         request.place, request.computed_at = "held", self._clock()
         actions: list[Action] = []
         if source.tokens:
@@ -167,6 +169,7 @@ class Coordinator:
             return self._end(request, "error", str(error))
         if worker is not None and not request.asked:
             worker.full_until = self._clock() + FULL_SECONDS
+            self.placement.changed(worker)
         if not isinstance(error, OverloadedError):
             return self._lost(request, str(error)) + self._go_on()
         if request.place == "domain":
@@ -257,6 +260,7 @@ class Coordinator:
         request.cost = self.placement.cost(request, worker)
         self._estimates.began(worker, request.cost, self._clock())
         worker.requests[attempt] = request
+        self.placement.changed(worker)
         self.placement.index.add(worker.name, request.blocks)
         later = int(request.cost / LENGTH_CLASS).bit_length()
         return SendPrefill(
@@ -271,6 +275,7 @@ class Coordinator:
         request.promised = self._estimates.promised(request)
         worker.promised += request.promised
         worker.requests[attempt] = request
+        self.placement.changed(worker)
         self.placement.index.add(worker.name, request.blocks)
         return SendSubmit(worker.name, attempt, request)
 
@@ -293,6 +298,7 @@ class Coordinator:
         now = self._clock()
         if request.last_at is not None and request.worker is not None:
             self._estimates.paced(request.worker, (now - request.last_at) / count)
+            self.placement.changed(request.worker)
         request.last_at = now
         request.emitted += output.token_ids
 
@@ -304,6 +310,7 @@ class Coordinator:
         if request.place == "prefill":
             self._estimates.dropped(worker, request.cost)
         worker.requests.pop(attempt, None)
+        self.placement.changed(worker)
         self._attempts.pop(attempt, None)
         request.prefill, request.source = None, None
         there = self.placement.workers.get(worker.name) is worker
@@ -314,6 +321,7 @@ class Coordinator:
         if request.worker is not None:
             request.worker.requests.pop(request.attempt, None)
             request.worker.promised -= request.promised
+            self.placement.changed(request.worker)
         request.worker, request.attempt = None, ""
 
     def _queue(self, request: Routed, name: str) -> None:

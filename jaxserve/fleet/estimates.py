@@ -5,6 +5,8 @@ Learnt from what workers did, as moving averages. Called by `coordinator.py`; pu
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import OverloadedError
 from jaxserve.fleet.routed import Routed, Worker
@@ -56,6 +58,10 @@ class Estimates:
         """How long a prefill worker takes; one that has not computed anything yet, like others."""
         return cost / (worker.speed or self._speed)
 
+    def speeds(self, speeds: np.ndarray) -> np.ndarray:
+        """Those of prefill workers, where 0 is not known yet."""
+        return np.where(speeds > 0, speeds, self._speed)
+
     def paced(self, worker: Worker, seconds: float) -> None:
         """A domain took so long between two tokens of a request."""
         worker.pace += WEIGHT * (seconds - worker.pace) if worker.pace else seconds
@@ -69,12 +75,14 @@ class Estimates:
         more = max(self._output, len(request.emitted) + 1.0)
         return len(request.job.prompt) + int(min(request.job.max_tokens, more))
 
-    def taken_by_others(self, worker: Worker) -> float:
-        """Tokens of a domain's cache that other routers' requests take."""
+    def taken(self, worker: Worker) -> float:
+        """Tokens of a domain's cache that requests take: this router's and, by what the domain
+        says, those of others."""
         if not worker.others:
-            return 0.0
+            return float(worker.promised)
         usage = sum(worker.load.kv_usage) / max(1, len(worker.load.kv_usage))
-        return usage * worker.facts.tokens * worker.others / max(1, worker.count)
+        others = usage * worker.facts.tokens * worker.others / max(1, worker.count)
+        return worker.promised + others
 
     def wait(self, worker: Worker) -> float:
         """Seconds that a request waits at a domain until it gets a slot."""

@@ -7,12 +7,15 @@ has sent them since.
 import heapq
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import OverloadedError
 from jaxserve.fleet.estimates import Estimates
 from jaxserve.fleet.prefix_index import PrefixIndex
 from jaxserve.fleet.routed import Routed, Worker
 from jaxserve.fleet.worker_frames import WorkerRole
+from jaxserve.fleet.worker_table import WorkerTable
 
 STRANDED_SECONDS = 0.5
 """For which a request has waited at a domain when it may go to another: what a domain says of
@@ -37,10 +40,15 @@ class Placement:
         """Those that are connected, by name."""
         self.index = PrefixIndex()
         self.estimates = Estimates(deployment)
+        self._tables: dict[WorkerRole, WorkerTable] = {
+            role: WorkerTable(self.estimates.taken) for role in self._roles
+        }
 
     def join(self, worker: Worker) -> None:
         """A worker is there."""
+        self.leave(worker.name)
         self.workers[worker.name] = self._roles[worker.facts.role][worker.name] = worker
+        self._tables[worker.facts.role].join(worker)
         self.index.join(worker.name, worker.facts.tokens)
 
     def leave(self, name: str) -> Worker | None:
@@ -51,9 +59,14 @@ class Placement:
         self.index.leave(name)
         alike = self._roles[worker.facts.role]
         del alike[name]
+        self._tables[worker.facts.role].leave(worker)
         if not alike:
             self._absent[worker.facts.role] = self._clock()
         return worker
+
+    def changed(self, worker: Worker) -> None:
+        """Something of a worker is different, but for its name and facts."""
+        self._tables[worker.facts.role].changed(worker)
 
     def of(self, role: WorkerRole) -> list[Worker]:
         """The workers of a role."""
@@ -96,24 +109,21 @@ class Placement:
 
     def choose_prefill(self, request: Routed) -> Worker | None:
         """The one that will have computed the prompt first; None where none has room."""
-        everyone = list(self._usable("prefill"))
+        table = self._tables["prefill"]
+        usable = table.usable(self._clock())
         if self._prefill.long_tokens:
-            is_long = self._is_long(request)
-            if any(worker.reserved == is_long for worker in everyone):
-                everyone = [worker for worker in everyone if worker.reserved == is_long]
-        room = self._fleet.prefill_waiting + self._pages.held
-        usable = [worker for worker in everyone if worker.count < room]
-        hits = self.index.hits(request.blocks)
-        length = len(request.job.prompt) + len(request.emitted)
+            alike = usable & (table["reserved"] == self._is_long(request))
+            usable = alike if alike.any() else usable
+        usable &= table["count"] < self._fleet.prefill_waiting + self._pages.held
+        if not usable.any():
+            return None
         estimates = self.estimates
-        whole = estimates.cost(length, 0)
-
-        def seconds(worker: Worker) -> float:
-            known = hits.get(worker.name, 0)
-            cost = estimates.cost(length, min(known, length - 1)) if known else whole
-            return estimates.seconds(worker, worker.work + cost)
-
-        return min(usable, key=seconds, default=None)
+        length = len(request.job.prompt) + len(request.emitted)
+        rows, known = table.of(self.index.hits(request.blocks))
+        costs = np.full(len(usable), estimates.cost(length, 0))
+        costs[rows] = [estimates.cost(length, min(found, length - 1)) for found in known.tolist()]
+        seconds = (table["work"] + costs) / estimates.speeds(table["speed"])
+        return table.workers[int(np.where(usable, seconds, np.inf).argmin())]
 
     def choose_domain(self, request: Routed) -> Worker | None:
         """The one with the most room for the request; None where none has any.
@@ -121,22 +131,23 @@ class Placement:
         One that keeps to the target for the time per output token goes before one that does not,
         and one with a free slot before both.
         """
-        hits = self.index.hits(request.blocks)
+        table = self._tables["domain"]
+        usable = table.usable(self._clock())
+        count, slots = table["count"], table["slots"]
+        usable &= count < slots + self._fleet.domain_waiting
+        if not usable.any():
+            return None
         length = len(request.job.prompt) + len(request.emitted)
-        need = self.estimates.promised(request)
-        target, waiting = self._fleet.tpot_seconds, self._fleet.domain_waiting
-        best: tuple[tuple[bool, bool, float], Worker] | None = None
-        for worker in self._usable("domain"):
-            facts, count = worker.facts, worker.count
-            if count >= facts.slots + waiting:
-                continue
-            lacking = length - hits.get(worker.name, 0)
-            taken = worker.promised + self.estimates.taken_by_others(worker)
-            late = bool(target) and worker.pace > target and count > 0
-            key = count >= facts.slots, late, (taken + need + lacking) / facts.tokens
-            if best is None or key < best[0]:
-                best = key, worker
-        return None if best is None else best[1]
+        rows, known = table.of(self.index.hits(request.blocks))
+        lacking = np.full(len(usable), length)
+        lacking[rows] -= known
+        full = count >= slots
+        target = self._fleet.tpot_seconds
+        late = (table["pace"] > target) & (count > 0) & bool(target)
+        worse = 2 * full + late
+        taken = table["taken"] + self.estimates.promised(request) + lacking
+        alike = usable & (worse == worse[usable].min())
+        return table.workers[int(np.where(alike, taken / table["tokens"], np.inf).argmin())]
 
     def stranded(self) -> list[Routed]:
         """Requests that wait for a slot at a domain while others have free ones, the first due

@@ -12,7 +12,8 @@ from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
-from jaxserve.fleet.routed import Job, Routed
+from jaxserve.fleet.prefix_index import blocks_of
+from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     End,
     SendCancel,
@@ -37,7 +38,7 @@ class World:
         values = {"mode": "colocated", "prefill.workers": 2, "domains": 2}
         values |= {"fleet.prefill": ["p0:1", "p1:1"], "fleet.domains": ["d0:1", "d1:1"]}
         values |= {key.replace("__", "."): value for key, value in overrides.items()}
-        deployment = load_deployment(REPOSITORY, values)
+        self.deployment = deployment = load_deployment(REPOSITORY, values)
         self.coordinator = Coordinator(deployment, "r", lambda: self.now)
         self.prompts: dict[str, tuple[str, Routed, int]] = {}
         self.held: dict[str, str] = {}
@@ -66,6 +67,12 @@ class World:
     def join(self, name: str, reserved: bool = False, **options: Any) -> None:
         role = "prefill" if name.startswith("p") else "domain"
         self.take(self.coordinator.joined(name, self.facts(role, **options), reserved))
+
+    def speeds(self, **speeds: float) -> None:
+        placement = self.coordinator.placement
+        for name, speed in speeds.items():
+            placement.workers[name].speed = speed
+            placement.changed(placement.workers[name])
 
     def leave(self, name: str) -> None:
         for book in (self.prompts, self.running):
@@ -147,21 +154,60 @@ class World:
         self.ended[name] = reason
 
 
+def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | None]:
+    """The prefill worker and the domain for a request, by asking one after the other."""
+    placement, now = world.coordinator.placement, world.now
+    deployment, estimates = world.deployment, placement.estimates
+    hits = placement.index.hits(request.blocks)
+    length = len(request.tokens)
+
+    def usable(role):
+        return [w for w in placement.of(role) if not w.suspect and w.full_until <= now]
+
+    prefills = usable("prefill")
+    long = deployment.prefill.long_tokens
+    if long and any(w.reserved == (length >= long) for w in prefills):
+        prefills = [w for w in prefills if w.reserved == (length >= long)]
+    room = deployment.fleet.prefill_waiting + deployment.pages.held
+
+    def seconds(worker):
+        cost = estimates.cost(length, min(hits.get(worker.name, 0), length - 1))
+        return estimates.seconds(worker, worker.work + cost)
+
+    def fullness(worker):
+        late = worker.pace > deployment.fleet.tpot_seconds > 0 and worker.count > 0
+        lacking = length - hits.get(worker.name, 0)
+        taken = estimates.taken(worker) + estimates.promised(request) + lacking
+        return worker.count >= worker.facts.slots, late, taken / worker.facts.tokens
+
+    domains = usable("domain")
+    most = deployment.fleet.domain_waiting
+    return (
+        min((w for w in prefills if w.count < room), key=seconds, default=None),
+        min((w for w in domains if w.count < w.facts.slots + most), key=fullness, default=None),
+    )
+
+
 class Fleet(RuleBasedStateMachine):
     """Anything may happen in any order; at the end every request has ended, with its tokens."""
 
     NAMES = ("p0", "p1", "d0", "d1")
 
-    @initialize(waiting=st.integers(0, 2), held=st.integers(1, 3), fail=st.booleans())
-    def begin(self, waiting, held, fail):
+    @initialize(
+        waiting=st.integers(0, 2), held=st.integers(1, 3), fail=st.booleans(), long=st.booleans()
+    )
+    def begin(self, waiting, held, fail, long):
         self.world = World(
             fleet__domain_waiting=waiting,
             fleet__prefill_waiting=2,
             fleet__attempts=100,
             pages__held=held,
             pages__on_failure="fail" if fail else "recompute",
+            prefill__long_tokens=40 * long,
+            prefill__long_workers=int(long),
+            fleet__tpot_seconds=0.5,
         )
-        self.count = 0
+        self.count, self.long = 0, long
 
     @property
     def there(self):
@@ -170,7 +216,8 @@ class Fleet(RuleBasedStateMachine):
     @rule(which=st.sampled_from(NAMES))
     def join(self, which):
         if which not in self.there:
-            self.world.join(which, slots=2)
+            tokens = 320 if which == "d1" else 16000
+            self.world.join(which, which == "p1" and self.long, slots=2, tokens=tokens)
 
     @rule(which=st.sampled_from(NAMES))
     def leave(self, which):
@@ -232,11 +279,12 @@ class Fleet(RuleBasedStateMachine):
             self.world.take(self.world.coordinator.cancel(name))
             assert self.world.ended[name] == "cancelled"
 
-    @rule(which=st.sampled_from(NAMES), age=st.sampled_from([0.0, 9.0]))
-    def state(self, which, age):
+    @rule(which=st.sampled_from(NAMES), age=st.sampled_from([0.0, 9.0]), others=st.integers(0, 1))
+    def state(self, which, age, others=0):
         held = sum(worker == which for worker in self.world.held.values())
-        load = EngineLoad(running=0, held=held)
-        self.world.take(self.world.coordinator.state(which, State("ready", age, load)))
+        load = EngineLoad(running=0, held=held, kv_usage=[0.5])
+        news = State("ready", age, load, others=others)
+        self.world.take(self.world.coordinator.state(which, news))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 12.0]))
     def time_passes(self, seconds):
@@ -261,6 +309,12 @@ class Fleet(RuleBasedStateMachine):
             assert worker.promised == promised
             prefilling = [r for r in worker.requests.values() if r.place == "prefill"]
             assert worker.work == pytest.approx(sum(r.cost for r in prefilling), abs=1e-6)
+        for length in (20, 60):
+            prompt = [length] * length
+            probe = Routed(Job("?", prompt, 4), world.now, (0.0, 0), blocks_of(prompt, ""))
+            placement = coordinator.placement
+            chosen = placement.choose_prefill(probe), placement.choose_domain(probe)
+            assert chosen == one_by_one(world, probe)
 
     def teardown(self):
         if not hasattr(self, "world"):
@@ -329,8 +383,7 @@ class TestChoices:
         world = World()
         for name in ("p0", "p1", "d0"):
             world.join(name, slots=100)
-        workers = world.coordinator.placement.workers
-        workers["p0"].speed, workers["p1"].speed = 3000.0, 1000.0
+        world.speeds(p0=3000.0, p1=1000.0)
         for n in range(1, 9):
             world.submit(f"r{n}", 100)
         chosen = [a.worker for a in world.sent if isinstance(a, SendPrefill)]
@@ -400,8 +453,7 @@ class TestServiceLevel:
         )
         for name in ("p0", "p1", "d0"):
             world.join(name)
-        for name in ("p0", "p1"):
-            world.coordinator.placement.workers[name].speed = 1000.0
+        world.speeds(p0=1000.0, p1=1000.0)
         return world
 
     def test_a_first_token_that_would_be_late(self):
@@ -435,7 +487,7 @@ class TestServiceLevel:
         world = World(fleet__ttft_seconds=0.001)
         for name in ("p0", "p1", "d0"):
             world.join(name)
-        world.coordinator.placement.workers["p0"].speed = 1.0
+        world.speeds(p0=1.0)
         world.submit("a1", 1500)
         assert isinstance(world.sent[-1], SendPrefill)
 
