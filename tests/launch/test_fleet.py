@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jaxserve.errors import ConfigError
 from tests.jaxserve.fleet.launched import REPOSITORY
 
 
@@ -27,3 +28,31 @@ def test_as_many_workers_as_asked_whatever_addresses_the_file_has(fleet):
     settings = members[0].arguments
     assert settings[settings.index("--set") + 1].count("127.0.0.1:") == 2
     assert members[5].arguments[-4:] == ["--role", "decode", "--worker", "2"]
+
+
+def test_attention_workers_and_their_ffn_worker(fleet):
+    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
+    deployment = fleet._deployment(forwarded)
+    members = fleet.fleet_of(deployment)
+    assert [member.name for member in members] == [
+        *("router", "prefill worker 0", "domain 0, role attention", "domain 1, role attention"),
+        "ffn worker, role ffn",
+    ]
+    address = members[4].arguments[-1]
+    assert f"link.addresses=['{address}']" in members[2].arguments
+    with pytest.raises(ConfigError, match=r"--processes 2: over link\.transport = pull"):
+        fleet.fleet_of(deployment, 2)
+
+
+def test_workers_of_several_processes(fleet):
+    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet.yaml"]
+    members = fleet.fleet_of(fleet._deployment(forwarded), 2)
+    assert [member.name for member in members] == [
+        "router",
+        *("prefill worker 0, process 0", "prefill worker 0, process 1"),
+        *("domain 0, role decode, process 0", "domain 0, role decode, process 1"),
+    ]
+    first, second = members[1].arguments, members[2].arguments
+    assert first[-2:] == ["--process-id", "0"]
+    assert second[:-1] == first[:-1], "they meet each other"
+    assert first[-8:-2] != members[3].arguments[-8:-2], "and nobody else"

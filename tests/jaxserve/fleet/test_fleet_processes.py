@@ -181,3 +181,40 @@ def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill,
         assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain"]
         assert load["workers"][0]["pages_tokens"] > 500
         assert load["replays"] == 0
+
+
+@pytest.mark.slow
+def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, reference, tmp_path):
+    """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
+    the domains is killed in the middle of a stream."""
+    greedy, drawn = reference
+    overrides = {
+        "mode": "afd",
+        "lanes": 2,
+        "domains": 2,
+        "attention.runtime": "attention",
+        "ffn.runtime": "ffn",
+        "link": {"transport": "pull", "addresses": ["127.0.0.1:1"]},
+        "prefill.workers": 1,
+        "prefill.mode": "colocated",
+        "prefill.attention": {"runtime": "main"},
+        "prefill.ffn": {"runtime": "main"},
+        "prefill.cache": {"page_size": 16, "pages": 80},
+    }
+    with fleet(tiny_model, tmp_path, (1, 2, 3), overrides) as (run, client):
+        pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
+        for _ in range(2):
+            assert layouts.differences(greedy, generate(client)) == []
+        load = client.pipeline()["load"]
+        assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain", "domain"]
+        assert load["workers"][0]["pages_tokens"] > 500
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
+            assert begun.wait(SECONDS)
+            workers = client.pipeline()["load"]["workers"]
+            victim = next(n for n in (1, 2) if workers[n]["routed"])
+            os.kill(int(pids[f"{victim + 1}"]), signal.SIGKILL)
+            assert stream.result(SECONDS) == drawn
+        assert layouts.differences(greedy, generate(client)) == []
+        assert client.pipeline()["load"]["replays"] >= 1

@@ -59,7 +59,7 @@ def by_role(name: str, **overrides) -> dict[str, RoleBytes]:
 
 def test_every_deployment_file_is_here():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {
-        *("demo", "demo-fleet"),
+        *("demo", "demo-fleet", "demo-fleet-afd"),
         *PUBLISHED,
         *VARIANTS,
     }
