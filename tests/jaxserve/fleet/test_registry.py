@@ -1,0 +1,82 @@
+"""Where workers might be: addresses of the file, or names that a cluster's DNS answers for."""
+
+import threading
+import time
+
+from jaxserve.config.sections import Fleet, Prefill
+from jaxserve.fleet import registry
+from jaxserve.fleet.registry import Place, Registry, resolve
+
+
+class Names:
+    """What a cluster's DNS says of headless Services: the addresses of their ready pods."""
+
+    def __init__(self, **pods: list[str]):
+        self.pods = pods
+        self.asked: list[tuple[str, int]] = []
+
+    def __call__(self, host: str, port: int) -> list[str]:
+        self.asked.append((host, port))
+        if host not in self.pods:
+            raise OSError(f"{host}: not known")
+        return [f"{pod}:{port}" for pod in self.pods[host]]
+
+
+KUBERNETES = Fleet(prefill=["prefill:9100"], domains=["decode:9200"], registry="kubernetes")
+
+
+def test_addresses_of_the_file_are_the_workers():
+    fleet = Fleet(prefill=["a:1", "b:1", "c:1"], domains=["d:2"])
+    assert Registry(fleet, Prefill(workers=3, long_workers=1), Names()).places() == [
+        Place("a:1", "prefill"),
+        Place("b:1", "prefill"),
+        Place("c:1", "prefill", reserved=True),
+        Place("d:2", "domain"),
+    ]
+
+
+def test_ready_pods_of_a_service_are_the_workers():
+    names = Names(prefill=["10.0.0.1", "10.0.0.2"], decode=["10.0.1.1"])
+    found = Registry(KUBERNETES, Prefill(), names)
+    try:
+        assert names.asked == [("prefill", 9100), ("decode", 9200)]
+        expected = [Place("10.0.0.1:9100", "prefill"), Place("10.0.0.2:9100", "prefill")]
+        assert found.places() == [*expected, Place("10.0.1.1:9200", "domain")]
+        names.pods = {"prefill": ["10.0.0.2", "10.0.0.3"], "decode": []}
+        found.look()
+        assert found.places() == [
+            Place("10.0.0.2:9100", "prefill"),
+            Place("10.0.0.3:9100", "prefill"),
+        ]
+    finally:
+        found.close()
+
+
+def test_a_registry_that_does_not_answer_changes_nothing():
+    names = Names(prefill=["10.0.0.1"])
+    found = Registry(KUBERNETES, Prefill(), names)
+    try:
+        before = [Place("10.0.0.1:9100", "prefill")]
+        assert found.places() == before, "and one that is not there yet has no workers"
+        names.pods = {"decode": ["10.0.1.1"]}
+        found.look()
+        assert found.places() == [*before, Place("10.0.1.1:9200", "domain")]
+    finally:
+        found.close()
+
+
+def test_it_is_asked_again_all_the_time(monkeypatch):
+    monkeypatch.setattr(registry, "LOOK_UP_SECONDS", 0.01)
+    names = Names(prefill=[], decode=[])
+    found = Registry(KUBERNETES, Prefill(), names)
+    names.pods["decode"] = ["10.0.1.1"]
+    deadline = time.monotonic() + 20
+    while not found.places():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    found.close()
+
+
+def test_names_as_this_system_resolves_them():
+    assert "127.0.0.1:7" in resolve("localhost", 7)
+    assert resolve("::1", 7) == ["[::1]:7"]
