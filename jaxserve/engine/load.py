@@ -8,42 +8,6 @@ from collections.abc import Sequence
 import msgspec
 
 
-class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a fleet, by what it said last.
-
-    Attributes:
-      name: its address.
-      role: "prefill" or "domain".
-      status: "ready", "suspect" (its step loop does not go round, or it drains) or "absent".
-      running, waiting, kv_usage: as of `EngineLoad`.
-      held: requests whose pages it keeps for a domain.
-      routed: this router's requests that it has.
-      pages_tokens: tokens whose pages it has handed over for this router, since it is there.
-    """
-
-    name: str
-    role: str
-    status: str
-    running: int = 0
-    waiting: int = 0
-    held: int = 0
-    kv_usage: list[float] = []
-    routed: int = 0
-    pages_tokens: int = 0
-
-
-class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One domain's part of an `EngineLoad`."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: list[float] = []
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    invalid_logits: int = 0
-
-
 class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's end of the pages link, since its start.
 
@@ -64,6 +28,44 @@ class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float = 0.0
     expired: int = 0
     registered_bytes: int = 0
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a fleet, by what it said last.
+
+    Attributes:
+      name: its address.
+      role: "prefill" or "domain".
+      status: "ready", "suspect" (its step loop does not go round, or it drains) or "absent".
+      running, waiting, kv_usage: as of `EngineLoad`.
+      held: requests whose pages it keeps for a domain.
+      routed: this router's requests that it has.
+      pages_tokens: tokens whose pages it has handed over for this router, since it is there.
+      hand_offs: what its end of the pages link has done; None: it has none.
+    """
+
+    name: str
+    role: str
+    status: str
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    kv_usage: list[float] = []
+    routed: int = 0
+    pages_tokens: int = 0
+    hand_offs: PagesLoad | None = None
+
+
+class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One domain's part of an `EngineLoad`."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: list[float] = []
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    invalid_logits: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +89,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: those of the figures that each domain has of its own.
-      hand_offs: what its end of the pages link has done; None: it has none.
+      hand_offs: what its end of the pages link has done; of a fleet, what all have; None: there is
+        none.
     """
 
     running: int = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxserve.engine.load import EngineLoad, WorkerLoad
+from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 
@@ -27,6 +27,7 @@ def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
                 kv_usage=load.kv_usage,
                 routed=len(worker.requests),
                 pages_tokens=worker.handed,
+                hand_offs=load.hand_offs,
             )
         )
     domains = [worker.load for worker in placement.of("domain")]
@@ -47,6 +48,24 @@ def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
         prompts=sum(load.running + load.waiting + load.prompts for load in prefills),
         held=sum(load.held for load in prefills),
         workers=workers,
+        hand_offs=_hand_offs(domains, prefills),
         replays=coordinator.replays,
         refusals=coordinator.refusals,
+    )
+
+
+def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) -> PagesLoad | None:
+    """The pages link as the domains see it, and what the prefill workers have in hand for it."""
+    fetched = [load.hand_offs for load in domains if load.hand_offs is not None]
+    given = [load.hand_offs for load in prefills if load.hand_offs is not None]
+    if not fetched and not given:
+        return None
+    return PagesLoad(
+        transfers=sum(pages.transfers for pages in fetched),
+        bytes=sum(pages.bytes for pages in fetched),
+        failures=sum(pages.failures for pages in fetched),
+        queued=sum(pages.queued for pages in fetched),
+        wait_seconds=sum(pages.wait_seconds for pages in fetched),
+        expired=sum(pages.expired for pages in given),
+        registered_bytes=sum(pages.registered_bytes for pages in given),
     )

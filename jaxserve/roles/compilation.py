@@ -50,7 +50,7 @@ def hot_call(compiled: jax.stages.Compiled) -> Call:
 def compile_all[Key](
     programs: Mapping[Key, Program], workers: int = 2
 ) -> dict[Key, jax.stages.Compiled]:
-    """Compiles all programs, so many at a time."""
+    """Compiles all programs, so many at a time; the result has their order."""
     done: dict[Key, jax.stages.Compiled] = {}
     with (
         Progress("compile", len(programs), process=jax.process_index()) as progress,
@@ -61,4 +61,4 @@ def compile_all[Key](
             key = futures[future]
             done[key] = future.result()
             progress.advance(note=programs[key].name)
-    return done
+    return {key: done[key] for key in programs}

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
 from tests.jaxserve.server.http.rig import HttpRig
-from tests.jaxserve.text.fake_engine import pipeline_view
+from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")
@@ -23,8 +24,19 @@ NAME = re.compile(r"jaxserve:\w+")
 
 @pytest.fixture(scope="module")
 def exposition():
-    """Of a server that has served something, lately measured."""
-    rig = HttpRig()
+    """Of a router's server that has served something, lately measured."""
+    workers = [
+        WorkerLoad(name="p:1", role="prefill", status="ready"),
+        WorkerLoad(name="d:1", role="domain", status="ready"),
+    ]
+    own = FakeEngine.load
+
+    def load(engine: FakeEngine) -> EngineLoad:
+        return msgspec.structs.replace(own(engine), workers=workers, hand_offs=PagesLoad())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "load", load)
+        rig = HttpRig()
     rig.engine.view = msgspec.structs.replace(pipeline_view(24), measured_at=time.time())
     rig.complete()
     yield rig.client.get("/metrics").text
@@ -68,9 +80,12 @@ def test_labels_it_groups_by_exist(exposition: str) -> None:
 
 
 def test_the_grid() -> None:
-    """Four rows; panels within 24 columns that do not lie on each other."""
+    """Five rows; panels within 24 columns that do not lie on each other."""
     rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
-    assert rows == ["Traffic", "Latency", "KV cache", "AFD (sampled steps)"]
+    assert rows == [
+        *("Traffic", "Latency", "KV cache", "AFD (sampled steps)"),
+        "Fleet (of a router, or of a worker's pages link)",
+    ]
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     cells: set[tuple[int, int]] = set()
     for panel in PANELS:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxserve.config.deployment import load_deployment
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of
+from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     End,
@@ -560,6 +562,32 @@ class TestMoves:
         world.take(world.coordinator.state("d1", State("ready", 0.0, busy)))
         world.take(world.coordinator.tick())
         assert not world.withdrawn
+
+
+def test_the_load_of_a_fleet_has_the_pages_link():
+    """As its domains see it: what a prefill worker gave is what a domain got."""
+    world = World()
+    for name in ("p0", "d0", "d1"):
+        world.join(name)
+    ends = {
+        "p0": PagesLoad(transfers=5, bytes=500, expired=2, registered_bytes=64),
+        "d0": PagesLoad(transfers=3, bytes=300, queued=1, wait_seconds=0.5),
+        "d1": PagesLoad(transfers=2, bytes=200, failures=1, wait_seconds=0.25),
+    }
+    for name, pages in ends.items():
+        load = EngineLoad(hand_offs=pages)
+        world.take(world.coordinator.state(name, State("ready", 0.0, load)))
+    load = fleet_load(world.coordinator, [Place("p0", "prefill"), Place("d0", "domain")])
+    assert load.hand_offs == PagesLoad(
+        transfers=5,
+        bytes=500,
+        failures=1,
+        queued=1,
+        wait_seconds=0.75,
+        expired=2,
+        registered_bytes=64,
+    )
+    assert [worker.hand_offs for worker in load.workers] == [ends["p0"], ends["d0"]]
 
 
 def test_ids_are_unique():
