@@ -60,7 +60,8 @@ class LLM:
     """A model, loaded and warm, that completes prompts. A context manager; safe for threads.
 
     Args:
-      deployment: a YAML file, a model folder, or a `Deployment`.
+      deployment: a YAML file, a model folder, or a `Deployment`; of a fleet one domain runs here,
+        which prefills its prompts itself.
       overrides: dotted keys over the file's values, as in `{"attention.dp": 3, "lanes": 2}`.
 
     Raises:

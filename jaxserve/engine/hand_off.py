@@ -125,19 +125,23 @@ class HandOffs:
         return self._loop.schedulers[0].page_size
 
     # ---------------------------------------------------------------- requests, from any thread
-    def keep(self, request: Request, domain: int = 0) -> None:
-        """A request with a source was submitted: its lease is kept until its first output."""
+    def keep(self, request: Request) -> None:
+        """A request with a source was submitted: its lease is kept until its first output.
+
+        Which domain takes it is not decided yet. A lease is the prefill worker's and knows no
+        domain, so the first domain's client renews and releases those of all.
+        """
         source = request.source
         if source is None or not source.tokens:
             return
-        if domain >= len(self.domains):
+        if not self.domains:
             raise InvalidRequestError("source", "this engine has no link to prefill workers")
         tokens = len(request.prompt) + len(request.emitted)
         if source.tokens > tokens:
             raise InvalidRequestError(
                 "source", f"{source.tokens} tokens are held of a request of {tokens}"
             )
-        client = self.domains[domain].client
+        client = self.domains[0].client
         with self._lock:
             self._sources[request.request_id] = client, source
         client.keep(source)
