@@ -5,8 +5,9 @@ engines' schedulers and loops; simulated are the devices (`planner/lanes.py`), t
 KV pages go, and the clock. Events come in the order of time: an engine takes its turn when nothing
 else is due before it.
 
-Not simulated: leases that run out, lost workers, prefix hits, what the router itself takes, and the
-memory of pages that a prefill worker holds, of which `pages.held` bounds the number.
+Not simulated: leases that run out, requests that move between domains, what the router itself
+takes, the memory of pages that a prefill worker holds, of which `pages.held` bounds the number, and
+what a domain beside prefill workers takes for a prompt that it computes itself: one token's work.
 """
 
 import functools
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.errors import OverloadedError
+from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
@@ -30,6 +31,9 @@ from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.simulate import Percentiles, percentiles
 from jaxserve.planner.simulated_engine import News, SimulatedEngine
 from jaxserve.planner.stage_times import StageTimes
+
+SHARED = 2**30
+"""The first token id of beginnings that prompts share; those of requests are their numbers."""
 
 
 class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,8 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
       rate: requests a second, at random (Poisson); or evenly spaced.
       requests: how many.
       warm_up: the first so many do not count.
+      shared: tokens with which a prompt begins like others.
+      prefixes: how many such beginnings there are, each as frequent as any other.
     """
 
     lengths: Lengths
@@ -58,6 +64,22 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     warm_up: int = 0
     even: bool = False
+    shared: int = 0
+    prefixes: int = 1
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is lost, with all that it has.
+
+    Attributes:
+      worker: "prefill 0", "domain 1", …
+      at: seconds after the start.
+      seconds: until it is there again, with nothing in its caches.
+    """
+
+    worker: str
+    at: float
+    seconds: float
 
 
 class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +89,7 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
     host_seconds: float = 0.0
     jitter: Jitter = Jitter()
     seed: int = 0
+    losses: tuple[Loss, ...] = ()
 
 
 class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +105,8 @@ class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
       waits: by role, the seconds that a request waited: for a prefill worker ("prefill") and for a
         domain ("domain"), at the router and in the worker's queue; for the pages link and its bytes
         ("pages").
+      replays: requests that went on elsewhere because their worker was lost.
+      found: part of the prompts' tokens that prefill workers found in their prefix caches.
       busy: by role, the share of the time in which its devices attend ("prefill", "domain"; where
         they are colocated, or run the FFN), and of the domains' ffn worker ("ffn").
     """
@@ -94,6 +119,8 @@ class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles | None
     waits: dict[str, Percentiles | None]
     busy: dict[str, float]
+    replays: int = 0
+    found: float = 0.0
 
 
 class _Seen(msgspec.Struct):
@@ -112,6 +139,9 @@ class _Seen(msgspec.Struct):
 class _Worker(NamedTuple):
     role: WorkerRole
     engine: SimulatedEngine
+    again: Callable[[], SimulatedEngine]
+    """Makes it anew, as it was at its start."""
+    reserved: bool
 
 
 class FleetSimulation:
@@ -144,17 +174,25 @@ class FleetSimulation:
         self._attempts: dict[str, str] = {}  # attempt → request id
         self._sent: dict[str, float] = {}  # attempt → when it went to its worker
         self._refused = 0
+        self._lookups: list[tuple[int, int]] = []  # tokens looked for and found, of lost workers
         workers = deployment.prefill.workers if prefill is not None else 0
         if workers and prefill is not None:
             made = deployment_of(deployment, "prefill")
             reserved = workers - deployment.prefill.long_workers
             for number in range(workers):
-                engine = self._engine(made, prefill)
-                self._join(f"prefill {number}", "prefill", engine, number >= reserved)
+                again = functools.partial(self._engine, made, prefill)
+                self._add(f"prefill {number}", "prefill", again, number >= reserved)
         together = deployment.domains if deployment.mode == "afd" else 1
         for number in range(deployment.domains // together):
-            engine = self._engine(deployment, domain, elsewhere=workers > 0, domains=together)
-            self._join(f"domain {number}", "domain", engine)
+            again = functools.partial(
+                self._engine, deployment, domain, elsewhere=workers > 0, domains=together
+            )
+            self._add(f"domain {number}", "domain", again)
+        for loss in conditions.losses:
+            if loss.worker not in self._workers:
+                known = ", ".join(self._workers)
+                raise ConfigError(f"lost worker {loss.worker!r}: there are {known}")
+            self._at(loss.at, functools.partial(self._lose, loss))
 
     def run(self) -> FleetResult:
         """Simulates until every request has ended."""
@@ -176,7 +214,7 @@ class FleetSimulation:
             happen()
         elif due < float("inf"):
             for news in worker.engine.turn():
-                self._at(news.at, functools.partial(self._news, name, news))
+                self._at(news.at, functools.partial(self._news, name, worker.engine, news))
         else:
             return False
         return True
@@ -194,14 +232,32 @@ class FleetSimulation:
             deployment,
             times,
             elsewhere=elsewhere,
+            prefixes=self._traffic.shared > 0,
             domains=domains,
             host_seconds=conditions.host_seconds,
             disturb=lambda stage, seconds: conditions.jitter.draw(self._random, stage, seconds),
         )
 
-    def _join(
-        self, name: str, role: WorkerRole, engine: SimulatedEngine, reserved: bool = False
+    def _add(
+        self,
+        name: str,
+        role: WorkerRole,
+        again: Callable[[], SimulatedEngine],
+        reserved: bool = False,
     ) -> None:
+        self._workers[name] = worker = _Worker(role, again(), again, reserved)
+        self._join(name, worker)
+
+    def _lose(self, loss: Loss) -> None:
+        """A worker and what it has are gone; what it still had to say is not heard."""
+        worker = self._workers[loss.worker]
+        self._lookups += _lookups(worker)
+        self._workers[loss.worker] = back = worker._replace(engine=worker.again())
+        self._act(self._coordinator.left(loss.worker))
+        self._at(self._now + loss.seconds, functools.partial(self._join, loss.worker, back))
+
+    def _join(self, name: str, worker: _Worker) -> None:
+        role, engine, reserved = worker.role, worker.engine, worker.reserved
         made, domains = engine.deployment, len(engine.schedulers)
         limits = made.scheduler
         facts = WorkerFacts(
@@ -218,7 +274,6 @@ class FleetSimulation:
             info={},
             instance="",
         )
-        self._workers[name] = _Worker(role, engine)
         self._act(self._coordinator.joined(name, facts, reserved))
 
     def _at(self, at: float, happen: Callable[[], None]) -> None:
@@ -227,8 +282,11 @@ class FleetSimulation:
     def _arrive(self, number: int) -> None:
         prompt, output = self._traffic.lengths.draw(self._random)
         name = str(number)
-        # A prompt of its own, which no prefix cache has.
-        job = Job(request_id=name, prompt=[number] * prompt, max_tokens=output)
+        shared = min(self._traffic.shared, prompt)
+        first = int(self._random.integers(self._traffic.prefixes)) if shared else 0
+        # What follows is its own, which no prefix cache has.
+        tokens = [SHARED + first] * shared + [number] * (prompt - shared)
+        job = Job(request_id=name, prompt=tokens, max_tokens=output)
         self._seen[name] = _Seen(self._now, output)
         try:
             self._act(self._coordinator.submit(job))
@@ -245,13 +303,14 @@ class FleetSimulation:
                     seen = self._seen[request.job.request_id]
                     there = self._now
                     if request.source is not None and request.prefill is not None:
-                        there = self._hand_over(request.prefill.name, worker, request.source)
+                        there = self._hand_over(request.prefill.name, worker, request)
                         seen.pages_wait = there - self._now
                         assert request.computed_at is not None
                         seen.domain_wait = self._now - request.computed_at
                     else:
                         seen.domain_wait = self._now - seen.arrival
-                    self._send(worker, attempt, request, seen.output, 0, there)
+                    left = seen.output - len(request.emitted)
+                    self._send(worker, attempt, request, left, 0, there)
 
     def _send(
         self, worker: str, attempt: str, request: Routed, tokens: int, priority: int, at: float
@@ -260,21 +319,34 @@ class FleetSimulation:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, priority=priority)
         self._attempts[attempt] = request.job.request_id
         self._sent[attempt] = self._now
-        made = Request(request_id=attempt, prompt=request.job.prompt, params=params, arrival=at)
+        made = Request(request_id=attempt, prompt=request.tokens, params=params, arrival=at)
         self._workers[worker].engine.submit(made, at)
 
-    def _hand_over(self, prefill: str, domain: str, source: PagesSource) -> float:
+    def _hand_over(self, prefill: str, domain: str, request: Routed) -> float:
         """When a hand-off that is asked for now has come: either end does one at a time."""
+        assert request.source is not None
+        params = SamplingParams(ignore_eos=True)
+        made = Request(request_id="", prompt=request.tokens, params=params, arrival=self._now)
+        engine = self._workers[domain].engine
+        known = max(scheduler.cached_tokens(made) for scheduler in engine.schedulers)
+        return self._cross(prefill, domain, max(0, request.source.tokens - known))
+
+    def _cross(self, prefill: str, domain: str, tokens: int) -> float:
+        """When so many tokens' entries have crossed that are asked for now."""
+        if not tokens:
+            return self._now
         link = self._conditions.pages
         free = max(self._now, *(self._link_free.get(end, 0.0) for end in (prefill, domain)))
-        done = free + link.latency + link.seconds_per_token * source.tokens
+        done = free + link.latency + link.seconds_per_token * tokens
         self._link_free[prefill] = self._link_free[domain] = done
         return done
 
-    def _news(self, name: str, news: News) -> None:
+    def _news(self, name: str, engine: SimulatedEngine, news: News) -> None:
         """A worker tells the router."""
         attempt, output = news.output.request_id, news.output
         worker = self._workers[name]
+        if worker.engine is not engine:
+            return  # it was lost meanwhile
         seen = self._seen[self._attempts[attempt]]
         if worker.role == "prefill":
             seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds
@@ -292,8 +364,15 @@ class FleetSimulation:
         """Whole pages of all tokens but the last."""
         request = self._coordinator.requests[self._attempts[attempt]]
         size = self._workers[name].engine.deployment.cache.page_size
-        tokens = (len(request.job.prompt) - 1) // size * size
+        tokens = (len(request.tokens) - 1) // size * size
         return PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
+
+    def _found(self) -> float:
+        """The part of the prompts' tokens that prefill workers had."""
+        lookups = [*self._lookups]
+        for worker in self._workers.values():
+            lookups += _lookups(worker)
+        return sum(found for _, found in lookups) / max(1, sum(asked for asked, _ in lookups))
 
     def _result(self) -> FleetResult:
         counted = [
@@ -327,8 +406,24 @@ class FleetSimulation:
                 "pages": percentiles([s.pages_wait for s in counted if s.pages_wait is not None]),
                 "domain": percentiles([s.domain_wait for s in counted]),
             },
+            replays=self._coordinator.replays,
+            found=self._found(),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},
         )
 
 
-__all__ = ["FleetConditions", "FleetResult", "FleetSimulation", "FleetTraffic", "PagesLink"]
+def _lookups(worker: _Worker) -> list[tuple[int, int]]:
+    """Tokens that were looked for and found in a prefill worker's prefix caches."""
+    if worker.role != "prefill":
+        return []
+    return [(each.prompt_tokens, each.prompt_tokens_found) for each in worker.engine.schedulers]
+
+
+__all__ = [
+    "FleetConditions",
+    "FleetResult",
+    "FleetSimulation",
+    "FleetTraffic",
+    "Loss",
+    "PagesLink",
+]

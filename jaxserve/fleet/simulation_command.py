@@ -15,6 +15,7 @@ from jaxserve.fleet.simulation import (
     FleetResult,
     FleetSimulation,
     FleetTraffic,
+    Loss,
     PagesLink,
 )
 from jaxserve.planner import simulate_command
@@ -32,6 +33,15 @@ def add_fleet(command: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=500, help="of a fleet: 500, of which a tenth warms up")
     add("--pages-latency", default="2ms", help="of a hand-off, beside its bytes: 2ms")
     add("--pages-gb-s", type=float, default=0.0, help="of a worker; 0: its devices' network")
+    add("--shared", default="0", help="of a fleet: tokens with which prompts begin alike: 0")
+    add("--prefixes", type=int, default=1, help="how many such beginnings there are: 1")
+    add(
+        "--lose",
+        action="append",
+        default=[],
+        metavar="WORKER@AT+FOR",
+        help="of a fleet: a worker is lost and comes back, as in 'domain 0@20s+5s'; repeatable",
+    )
     command.set_defaults(run=run)
 
 
@@ -45,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
             f"--rate {options.rate:g} and --requests {options.requests}: a fleet needs a rate "
             "above 0 and 1 to 1000000 requests"
         )
+    if options.prefixes < 1:
+        raise ConfigError(f"--prefixes {options.prefixes}: expected 1 or more")
     prompt, output = tokens(options.prompt, "--prompt"), tokens(options.output, "--output")
     longest = deployment.scheduler.max_length
     if prompt + output > longest:
@@ -56,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
         rate=options.rate,
         requests=options.requests,
         warm_up=options.requests // 10,
+        shared=0 if options.shared == "0" else tokens(options.shared, "--shared"),
+        prefixes=options.prefixes,
     )
     domain = read_scenario(options, prompt + output // 2)
     prefill = _prefill(domain, prompt // 2)
@@ -64,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
         host_seconds=seconds(options.host, "--host"),
         jitter=jitter(options.jitter, options.stall),
         seed=options.seed,
+        losses=tuple(map(_loss, options.lose)),
     )
     result = FleetSimulation(
         deployment,
@@ -83,6 +98,15 @@ def run(options: argparse.Namespace) -> int:
 def _loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
     home, placed = simulate_command.read_loads(options, made)
     return placed or home
+
+
+def _loss(text: str) -> Loss:
+    """A lost worker from `WORKER@AT+FOR`."""
+    worker, _, times = text.rpartition("@")
+    at, _, back = times.partition("+")
+    if not worker or not back:
+        raise ConfigError(f"--lose {text!r}: expected WORKER@AT+FOR, as in domain 0@20s+5s")
+    return Loss(worker=worker, at=seconds(at, "--lose"), seconds=seconds(back, "--lose"))
 
 
 def _prefill(domain: Scenario, context: int) -> Scenario:
@@ -132,6 +156,8 @@ def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
         "tokens/s": f"{result.tokens_per_second:.0f}",
         "requests finished": str(result.finished),
         "requests refused": str(result.refused),
+        "requests begun again elsewhere": str(result.replays),
+        "prompt tokens found by prefill workers": f"{result.found:.1%}",
         **{f"{role} busy": f"{share:.1%}" for role, share in result.busy.items()},
         "prefill workers, domains": f"{prefill}, {deployment.domains}",
         "simulated s": f"{result.seconds:.3f}",

@@ -25,12 +25,13 @@ from jaxserve.roles.step_plan import StepPlan
 NEVER = float("inf")
 
 
-def make_scheduler(deployment: Deployment, *, elsewhere: bool) -> Scheduler:
+def make_scheduler(deployment: Deployment, *, elsewhere: bool, prefixes: bool = False) -> Scheduler:
     """The scheduler of a domain.
 
     Args:
       elsewhere: a prompt's cache comes ready from a prefill worker: it is one step's work, whatever
         its length.
+      prefixes: whether prompts begin alike, so that there is something to find in a prefix cache.
     """
     limits, cache = deployment.scheduler, deployment.cache
     budget = limits.slots * limits.max_length if elsewhere else limits.token_budget
@@ -46,6 +47,7 @@ def make_scheduler(deployment: Deployment, *, elsewhere: bool) -> Scheduler:
         page_buckets=limits.page_buckets,
         max_waiting=2**20,
         prefill_tokens=0 if elsewhere else limits.prefill_tokens,
+        prefix_cache=prefixes and cache.prefix,
     )
 
 
@@ -73,6 +75,7 @@ class SimulatedEngine:
 
     Args:
       elsewhere: whether prompts come with their KV entries.
+      prefixes: whether prompts begin alike.
       domains: attention meshes on one ffn mesh.
       host_seconds: of the host at every step's end.
     """
@@ -83,6 +86,7 @@ class SimulatedEngine:
         times: StageTimes,
         *,
         elsewhere: bool = False,
+        prefixes: bool = False,
         domains: int = 1,
         link: LinkMode = "duplex",
         host_seconds: float = 0.0,
@@ -105,7 +109,10 @@ class SimulatedEngine:
                 link=link,
                 disturb=disturb,
             )
-        self.schedulers = [make_scheduler(deployment, elsewhere=elsewhere) for _ in range(domains)]
+        self.schedulers = [
+            make_scheduler(deployment, elsewhere=elsewhere, prefixes=prefixes)
+            for _ in range(domains)
+        ]
         self.now = 0.0
         self._loop = Loop(self.schedulers, lanes * domains, lambda: self.now)
         self._sampled = StepResult(np.zeros((groups, deployment.scheduler.slots), np.int32), {}, {})

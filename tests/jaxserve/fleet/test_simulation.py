@@ -5,8 +5,14 @@ import json
 import pytest
 
 from jaxserve.config.deployment import load_deployment
-from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic, PagesLink
-from jaxserve.link.pages import PagesSource
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.simulation import (
+    FleetConditions,
+    FleetSimulation,
+    FleetTraffic,
+    Loss,
+    PagesLink,
+)
 from jaxserve.plan import main
 from jaxserve.planner.hardware import CONFIGS
 from jaxserve.planner.noise import Lengths
@@ -27,7 +33,7 @@ FILE = {
 }
 
 
-def simulate(folder, requests=1, rate=1000.0, output=3, **overrides):
+def simulate(folder, requests=1, rate=1000.0, output=3, shared=0, losses=(), **overrides):
     """Requests of 100 + `output` tokens, evenly spaced; the first after one space."""
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
     deployment = load_deployment(folder, FILE | keys)
@@ -37,8 +43,11 @@ def simulate(folder, requests=1, rate=1000.0, output=3, **overrides):
         rate=rate,
         requests=requests,
         even=True,
+        shared=shared,
     )
-    conditions = FleetConditions(pages=PagesLink(seconds_per_token=1e-4, latency=0.01))
+    conditions = FleetConditions(
+        pages=PagesLink(seconds_per_token=1e-4, latency=0.01), losses=losses
+    )
     prefill = times if deployment.prefill.workers else None
     return FleetSimulation(deployment, traffic, conditions, domain=times, prefill=prefill)
 
@@ -98,11 +107,41 @@ def test_two_prefill_workers_and_two_domains_share_the_work(tmp_path):
 
 def test_either_end_of_the_pages_link_does_one_hand_off_at_a_time(tmp_path):
     fleet = simulate(tmp_path)
-    source = PagesSource("p", "", 96, "")
-    assert fleet._hand_over("p0", "d0", source) == pytest.approx(PULL)
-    assert fleet._hand_over("p0", "d1", source) == pytest.approx(2 * PULL)
-    assert fleet._hand_over("p1", "d1", source) == pytest.approx(3 * PULL)
-    assert fleet._hand_over("p2", "d2", source) == pytest.approx(PULL)
+    assert fleet._cross("p0", "d0", 96) == pytest.approx(PULL)
+    assert fleet._cross("p0", "d1", 96) == pytest.approx(2 * PULL)
+    assert fleet._cross("p1", "d1", 96) == pytest.approx(3 * PULL)
+    assert fleet._cross("p2", "d2", 96) == pytest.approx(PULL)
+
+
+def test_prompts_that_begin_alike(tmp_path):
+    """A second later, both sides have 64 of the 100 tokens: one chunk, and 32 tokens to hand over;
+    with 96 of them the domain computes the rest itself."""
+    result = simulate(tmp_path, requests=2, rate=1.0, shared=64).run()
+    first, second = 2 * STEP + PULL, STEP + 0.01 + 32 * 1e-4
+    assert result.ttft.mean == pytest.approx((first + second) / 2 + STEP)
+    assert result.found == pytest.approx(64 / 200)
+    result = simulate(tmp_path, requests=2, rate=1.0, shared=96).run()
+    assert result.ttft.mean == pytest.approx((first + 2 * STEP) / 2)
+    assert result.found == 0, "one prompt, and nothing to find for it"
+
+
+def test_a_domain_that_is_lost(tmp_path):
+    """After two of six tokens: prompt and tokens are prefilled again, and go on at the other."""
+    at = 0.001 + 2 * STEP + PULL + 2.5 * STEP
+    loss = Loss(worker="domain 0", at=at, seconds=1.0)
+    result = simulate(tmp_path, output=6, domains=2, losses=(loss,)).run()
+    assert (result.finished, result.replays) == (1, 1)
+    assert result.ttft.mean == pytest.approx(2 * STEP + PULL + STEP)
+    assert result.tpot.mean == pytest.approx((1.5 * STEP + 2 * STEP + PULL + 4 * STEP) / 5)
+
+
+def test_the_only_prefill_worker_is_lost_and_comes_back(tmp_path):
+    loss = Loss(worker="prefill 0", at=0.1, seconds=2.0)
+    result = simulate(tmp_path, losses=(loss,), pages__on_failure="fail").run()
+    assert (result.finished, result.replays) == (1, 1)
+    assert result.ttft.mean == pytest.approx(2.1 - 0.001 + 2 * STEP + PULL + STEP)
+    with pytest.raises(ConfigError, match="'decode 0': there are prefill 0, domain 0"):
+        simulate(tmp_path, losses=(Loss(worker="decode 0", at=0.1, seconds=2.0),))
 
 
 def test_domains_of_one_ffn_worker_take_turns_on_it(tmp_path):
@@ -126,6 +165,7 @@ def test_command(capsys):
     config = CONFIGS / "step3-fleet.yaml"
     asked = ["simulate", "--config", str(config), "--hardware", "h800", "--prompt", "1K"]
     asked += ["--output", "64", "--requests", "40", "--set", "fleet.late=queue"]
+    asked += ["--shared", "256", "--prefixes", "3", "--lose", "domain 0@1s+1s"]
     assert main([*asked, "--rate", "20"]) == 0
     shown = capsys.readouterr().out
     rows = dict(line.split("  ", 1) for line in shown.splitlines()[1:])
