@@ -2,8 +2,9 @@
 
 A message of one row a device goes there and an answer comes back, on simulated devices: first in
 one process, which owns both sides, then on hosts of up to eight devices, a process each, as the
-committed configurations have them. The clock is the enqueuing thread's CPU time: simulated devices
-copy on threads of the same cores.
+committed configurations have them; then the calls that this consists of, and those that a link of
+fewer, larger pieces would need besides. The clock is the enqueuing thread's CPU time: simulated
+devices copy on threads of the same cores.
 
 Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 """
@@ -11,12 +12,13 @@ Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, writing
@@ -24,6 +26,7 @@ from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.bootstrap import initialise
+from jaxserve.link.copy import fast_copy, fast_shards
 from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.link.transport import Arrays, piece_sharding
@@ -34,6 +37,8 @@ HOSTS = [(1, 1), (8, 8), (16, 16)]
 HOST_DEVICES = 8
 WIDTH = 128
 _SECONDS, _LEADER_STAYS_SECONDS = 600.0, 3.0
+CALLS = (1, 8, 16)
+"""Devices that single calls are timed for."""
 LIMIT = 2.0
 """Of a message between one and 16 devices over one between one and one."""
 
@@ -43,6 +48,7 @@ def measure(quick: bool) -> Part:
     arguments = ["--rounds", "20" if quick else "200"]
     worker = Worker("jaxserve.bench.link", arguments, {"JAX_NUM_CPU_DEVICES": "64"})
     found = run_worker(worker, _SECONDS)
+    calls = found.pop("calls")
     hosts = {
         f"{attention}A{ffn}F": over_hosts(attention, ffn, arguments) for attention, ffn in HOSTS
     }
@@ -64,14 +70,19 @@ def measure(quick: bool) -> Part:
     measures.append(
         Measure("  16A16F ÷ 1A1F", max(hosts["16A16F"]) / max(hosts["1A1F"]), "", LIMIT)
     )
+    for name, times in calls.items():
+        for devices, microseconds in times.items():
+            measures.append(Measure(f"{name}, {devices} devices", microseconds, "µs"))
     notes = [
         "Medians. In the first rows one process owns all devices, so both sides' shares of the "
         "host time are in it.",
         f"Hosts of {HOST_DEVICES}: a process a host, each of one role; the process that spends "
         "most.",
         "Routes trampoline and broadcast are one wire: rows cross once, the ffn mesh spreads them.",
+        "Pieces brought together on one device would take, in each direction, a shard of a new "
+        "array, its copy, and an array put together; 1A1F takes a copy alone.",
     ]
-    details = found | {"hosts": hosts}
+    details = found | {"hosts": hosts, "calls": calls}
     return Part("link", "(e) host time of a message and its answer", measures, notes, details)
 
 
@@ -100,6 +111,42 @@ def compare(rounds: int) -> dict[str, Any]:
             times["a device"] = times["both"] / max(attention, ffn)
             found[transport][f"{attention}A{ffn}F"] = times
     return found
+
+
+def time_calls(rounds: int) -> dict[str, dict[int, float]]:
+    """Microseconds of the calls that a link consists of, by the devices of one side."""
+    devices, spec = np.array(jax.devices()), PartitionSpec("x")
+    make_copy, (shards_of, make_assemble) = fast_copy(), fast_shards()
+    found: dict[str, dict[int, float]] = {}
+    for count in CALLS:
+        sides = np.split(devices[: 2 * count], 2)
+        here, there = (NamedSharding(Mesh(side, ("x",)), spec) for side in sides)
+        shape, dtype = (count, WIDTH), jnp.dtype(jnp.uint8)
+        compute = jax.jit(jnp.negative, out_shardings=here)
+        copy, assemble = make_copy(there), make_assemble(shape, dtype, here)
+        zeros = jax.device_put(np.zeros(shape, dtype), here)
+
+        samples: dict[str, list[float]] = {}
+        for number in range(-3, rounds):
+            new = jax.block_until_ready(compute(zeros))
+            shards, spent = _timed(shards_of, new)
+            calls = {"shards of a new array": spent}
+            _, calls["an array put together"] = _timed(assemble, shards)
+            arrived, calls["a copy"] = _timed(copy, [new])
+            jax.block_until_ready(arrived)
+            for name, spent in calls.items():
+                if number >= 0:
+                    samples.setdefault(name, []).append(spent * 1e6)
+        for name, values in samples.items():
+            found.setdefault(name, {})[count] = statistics.median(values)
+    return found
+
+
+def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, float]:
+    """What a call returns, and its CPU seconds."""
+    start = time.thread_time()
+    result = call(argument)
+    return result, time.thread_time() - start
 
 
 def on_host(options: argparse.Namespace) -> dict[str, float]:
@@ -174,7 +221,10 @@ def main() -> None:
     parser.add_argument("--process", type=int, default=0)
     options = parser.parse_args()
     with writing(options.result) as result:
-        result |= on_host(options) if options.attention else compare(options.rounds)
+        if options.attention:
+            result |= on_host(options)
+        else:
+            result |= compare(options.rounds) | {"calls": time_calls(options.rounds)}
 
 
 if __name__ == "__main__":
