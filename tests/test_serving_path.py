@@ -16,9 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 15_000,
+    "jaxserve.fleet.worker": 15_500,
     "jaxserve.fleet.attention_runtime": 15_000,
-    "jaxserve.fleet.ffn_runtime": 10_000,
+    "jaxserve.fleet.ffn_runtime": 10_200,
     "jaxserve.fleet.router": 5_000,
     "jaxserve.serve": 22_000,
 }
