@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 15_500,
-    "jaxserve.fleet.attention_runtime": 15_000,
-    "jaxserve.fleet.ffn_runtime": 10_200,
+    "jaxserve.fleet.worker": 16_000,
+    "jaxserve.fleet.attention_runtime": 16_000,
+    "jaxserve.fleet.ffn_runtime": 10_500,
     "jaxserve.fleet.router": 5_000,
-    "jaxserve.serve": 22_000,
+    "jaxserve.serve": 22_500,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""

@@ -11,7 +11,7 @@ from jaxserve.roles.capacity import check_capacity, describe, memory_of
 
 def check(deployment: Deployment) -> int:
     """Prints it; returns the exit code, 1 if it does not fit."""
-    config, _ = read_config(deployment.model, deployment.ignored_model_keys)
+    config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")

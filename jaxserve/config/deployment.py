@@ -83,6 +83,13 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return 0 if self.speculative.method == "none" else self.speculative.drafts
 
     @property
+    def modules(self) -> int:
+        """Modules of multi-token prediction that are loaded; no more than there are drafts."""
+        if self.speculative.method != "mtp":
+            return 0
+        return min(self.speculative.modules, self.speculative.drafts)
+
+    @property
     def runtime_domains(self) -> int:
         """Attention workers of one runtime: `domains`, where they share it with their ffn worker;
         otherwise each has a runtime of its own."""

@@ -231,12 +231,15 @@ class Speculative(Section, frozen=True):
     """Drafts: tokens that are proposed cheaply, and verified several at a time. They change no
     token, sampled ones included."""
 
-    method: Literal["none", "ngram"] = "none"
+    method: Literal["none", "ngram", "mtp"] = "none"
     """Where drafts come from. `ngram`: what followed in a sequence where its last tokens came
-    before (prompt lookup)."""
+    before (prompt lookup). `mtp`: the checkpoint's modules of multi-token prediction."""
     drafts: Annotated[int, Meta(ge=1, le=8)] = 3
     """Most drafts of a sequence and step; a step then takes up to 1 + `speculative.drafts` tokens
     of each."""
+    modules: Size = 1
+    """With `mtp`: modules that are loaded. Each makes one draft, and the last one all further
+    ones."""
 
 
 class Experts(Section, frozen=True):

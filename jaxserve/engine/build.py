@@ -69,7 +69,9 @@ def build_runtime(
     """
     use_compilation_cache()
     if config is None or names is None:
-        config, names = read_config(deployment.model, deployment.ignored_model_keys)
+        config, names = read_config(
+            deployment.model, deployment.ignored_model_keys, deployment.modules
+        )
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
@@ -168,6 +170,7 @@ def make_engine(
             prefix_cache=deployment.cache.prefix,
             side_by_side=deployment.mode == "afd",
             drafts=deployment.drafts,
+            modules=deployment.modules,
         )
         for _ in range(domains)
     ]
@@ -204,7 +207,7 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
                 logprobs=0,
                 targets=[0],
                 drafts=bucket.drafts,
-                cached=bytes(4) if deployment.drafts else b"",
+                cached=bytes(4) if deployment.drafts and not deployment.modules else b"",
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
             slots = deployment.scheduler.slots

@@ -51,13 +51,21 @@ class LaneSlots:
       slots: of each.
       page_size: tokens a page.
       tells_tokens: whether the workers are told the tokens that a new sequence finds in the cache.
+      ahead: cache entries that drafts are written to behind those of a step, where there is room.
     """
 
     def __init__(
-        self, lane: int, *, groups: int, slots: int, page_size: int, tells_tokens: bool = False
+        self,
+        lane: int,
+        *,
+        groups: int,
+        slots: int,
+        page_size: int,
+        tells_tokens: bool = False,
+        ahead: int = 0,
     ):
         self.lane, self.groups, self.slots = lane, groups, slots
-        self.page_size, self._tells_tokens = page_size, tells_tokens
+        self.page_size, self._tells_tokens, self._ahead = page_size, tells_tokens, ahead
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -217,7 +225,8 @@ class LaneSlots:
         options = self._options(rows, counts, samples)
         has_rules = any(one.rules is not None for one in options)
         tokens = np.bincount(rows // self.slots, counts).max()
-        pages = -(-int(reach.max()) // self.page_size)
+        told = np.maximum(np.minimum(reach + self._ahead, self.room[rows]), reach)
+        pages = -(-int(told.max()) // self.page_size)
         plan = StepPlan.of(
             self.lane,
             number,
@@ -225,7 +234,7 @@ class LaneSlots:
             columns=np.stack([rows, counts, reach - slack, sample_counts]),
             token_ids=token_ids,
             new_sequences=[self._new_sequence(row) for row in rows[~self.told[rows]].tolist()],
-            new_pages=self._new_pages(rows, reach),
+            new_pages=self._new_pages(rows, told),
             options=options,
             temperatures=self._temperatures(rows) if has_rules else None,
             unknown_lengths=unknown,

@@ -74,6 +74,7 @@ class Scheduler:
       prefix_cache: whether computed pages are kept for sequences that begin alike.
       side_by_side: whether lanes that wait for grammars are to start together.
       drafts: most drafts of a sequence and step.
+      modules: prediction modules that make them; 0: they are looked up.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Scheduler:
         prefix_cache: bool = False,
         side_by_side: bool = False,
         drafts: int = 0,
+        modules: int = 0,
     ):
         if token_budget < slots * (1 + drafts):
             least = (
@@ -107,11 +109,19 @@ class Scheduler:
         self.max_waiting = max_waiting
         self._token_budget = token_budget
         self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
+        self._predicts = modules > 0
+        self._ahead = max(drafts - modules - 1, 0) if modules else 0
+        """Cache entries behind those of a step that the last module writes for its own drafts."""
         self._prefill_tokens = prefill_tokens or token_budget
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self._lanes = [
             LaneSlots(
-                lane, groups=groups, slots=slots, page_size=page_size, tells_tokens=drafts > 0
+                lane,
+                groups=groups,
+                slots=slots,
+                page_size=page_size,
+                tells_tokens=drafts > 0 and not modules,
+                ahead=self._ahead,
             )
             for lane in range(lanes)
         ]
@@ -445,23 +455,25 @@ class Scheduler:
         return True
 
     def _drafts(self, slots: LaneSlots, decoding: np.ndarray) -> np.ndarray | None:
-        """How many drafts of every row the step verifies; None: it verifies none.
+        """How many drafts of every row the step verifies; None: it verifies none, and prediction
+        modules, which have to see prompts, need not run.
 
         Pages for them are taken from those that nobody is owed.
         """
-        if not self._buckets.drafts or not decoding.any():
+        if not self._buckets.drafts or not (self._predicts or decoding.any()):
             return None
         drafts = slots.drafts(decoding, self._buckets.drafts)
         reach = slots.cached + slots.slack + 1
-        for row in np.flatnonzero((drafts > 0) & (reach + drafts > slots.room)).tolist():
+        wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
+        for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():
             sequence = slots.sequences[row]
             group = self._groups[_group_of(sequence)]
-            while reach[row] + drafts[row] > slots.room[row]:
+            while wanted[row] > slots.room[row]:
                 if group.free_pages <= len(group.stalled):
-                    drafts[row] = slots.room[row] - reach[row]
-                else:
-                    group.grow(sequence)
-        return drafts if drafts.any() else None
+                    drafts[row] = min(drafts[row], slots.room[row] - reach[row])
+                    break
+                group.grow(sequence)
+        return drafts if self._predicts or drafts.any() else None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache some day."""

@@ -101,4 +101,5 @@ def attention_cell(
     client.connect()
     worker = AttentionWorker(*built, PullEnd(client, role.contract))
     rotation = Rotation(role.config.layers, deployment.lanes, gated=True)
-    return Cell(Workers(attention=(worker,)), rotation, deployment.lanes, observer), client
+    workers, predicts = Workers(attention=(worker,)), bool(role.config.modules)
+    return Cell(workers, rotation, deployment.lanes, observer, predicts=predicts), client

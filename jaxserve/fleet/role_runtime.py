@@ -53,7 +53,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
       ConfigError, CheckpointError: it does not, or is not readable.
     """
     use_compilation_cache()
-    config, names = read_config(deployment.model, deployment.ignored_model_keys)
+    config, names = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     runtime = RoleRuntime.of(config, names, deployment, role)
     reported = min(map(memory_limit, runtime.mesh.devices.flat), key=lambda size: size or 1 << 62)
     check_capacity(config, deployment, memory_of(deployment, {role: reported}))

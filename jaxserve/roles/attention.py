@@ -5,10 +5,11 @@ answer. Which lane's stage is next is its runner's decision (`cell.py`). Each ho
 committed arguments and stays on JAX's C++ path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.source import CheckpointNames
@@ -16,6 +17,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
 from jaxserve.link.transport import Arrays
+from jaxserve.mesh import cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -24,6 +26,7 @@ from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, 
 from jaxserve.roles.drafting import (
     Drafting,
     DraftingExecutables,
+    StepEnd,
     drafting_executables,
     drafting_programs,
 )
@@ -31,7 +34,7 @@ from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.page_spread import page_transfer
 from jaxserve.roles.page_transfer import PageAccess
-from jaxserve.roles.program import Program
+from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.sampling import (
     Sampling,
     SamplingExecutables,
@@ -40,7 +43,18 @@ from jaxserve.roles.sampling import (
 )
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import AttentionWeights, LeafSource, Leaves, load_progress, zeroed
-from jaxserve.roles.worker import OnLoad, Stages
+from jaxserve.roles.worker import OnLoad, Stages, layers_of
+
+
+class PassExecutables(NamedTuple):
+    """What the passes of prediction modules run after a step with drafts."""
+
+    first: jax.stages.Compiled
+    predict: jax.stages.Compiled
+    further: jax.stages.Compiled
+    """Between passes of different modules."""
+    again: jax.stages.Compiled
+    """Between passes of one."""
 
 
 class AttentionExecutables(NamedTuple):
@@ -53,6 +67,8 @@ class AttentionExecutables(NamedTuple):
     load: jax.stages.Compiled | None
     """Counts the tokens of each expert; None: the model has none."""
     drafting: DraftingExecutables | None = None
+    passes: PassExecutables | None = None
+    """None: there are no prediction modules, or the step has no drafts."""
 
 
 def attention_programs(
@@ -69,6 +85,13 @@ def attention_programs(
         wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
         if "moe" in programs.formats:
             wanted[ProgramKey("load", None, tokens.undrafted)] = programs.load(bucket)
+        if programs.config.modules and bucket.drafts:
+            wanted[ProgramKey("predict", None, plain)] = programs.predict(plain)
+            wanted[ProgramKey("first_pass", None, tokens)] = programs.first_pass(bucket)
+            wanted[ProgramKey("again", None, tokens)] = programs.next_pass(bucket, again=True)
+            if programs.config.modules > 1:
+                further = programs.next_pass(bucket, again=False)
+                wanted[ProgramKey("further", None, tokens)] = further
     return wanted
 
 
@@ -87,9 +110,21 @@ def attention_executables(
             sampling=sampling_executables(compiled, bucket),
             load=compiled.get(ProgramKey("load", None, tokens.undrafted)),
             drafting=drafting_executables(compiled, bucket),
+            passes=_pass_executables(compiled, bucket),
         )
 
     return {bucket: bind(bucket) for bucket in buckets}
+
+
+def _pass_executables(compiled: Compiled, bucket: Bucket) -> PassExecutables | None:
+    tokens = bucket.of_tokens
+    first = compiled.get(ProgramKey("first_pass", None, tokens))
+    if first is None:
+        return None
+    again = compiled[ProgramKey("again", None, tokens)]
+    further = compiled.get(ProgramKey("further", None, tokens), again)
+    predict = compiled[ProgramKey("predict", None, bucket.undrafted)]
+    return PassExecutables(first, predict, further, again)
 
 
 def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
@@ -124,6 +159,21 @@ class _Layer(NamedTuple):
     leaves: Leaves
 
 
+class _Pass(NamedTuple):
+    """What a pass of a prediction module runs."""
+
+    layer: int
+    predict: Call
+    send: SendMessage
+    receive: ReceiveAnswer
+    leaves: Leaves
+    """Of the module and its layer."""
+    module: Leaves
+    next: Call
+    numbers: jax.Array
+    """As `AttentionPrograms.next_pass` takes them."""
+
+
 class AttentionWorker:
     """Runs the attention stages of all lanes.
 
@@ -156,8 +206,20 @@ class AttentionWorker:
             for bucket, bound in executables.items()
             for lane in range(lanes)
         }
+        self._passes = {
+            (lane, bucket): [
+                self._pass(bound.passes, lane, bucket, number, link)
+                for number in range(bucket.drafts)
+            ]
+            for bucket, bound in executables.items()
+            if bound.passes is not None
+            for lane in range(lanes)
+        }
         self._routed = [kind.ffn == "moe" for kind in kinds]
-        self._pages = [list(zeroed(programs.page_arrays, programs.mesh)) for _ in kinds]
+        self._pages = [
+            list(zeroed(programs.page_arrays, programs.mesh))
+            for _ in range(programs.config.all_layers)
+        ]
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
         self._sampling = Sampling(programs, weights.head, self._put.rows)
@@ -188,8 +250,8 @@ class AttentionWorker:
             arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 
     def begin(self, plan: StepPlan) -> Stages:
-        """Puts a step on a lane. Its stages: for each layer attend, dispatch and combine, and leave
-        at the end.
+        """Puts a step on a lane. Its stages: for each layer attend, dispatch and combine, likewise
+        for each pass of a prediction module, and leave at the end.
 
         They make the message in attend, nothing in dispatch, the answer in combine, and a
         `Finished` in leave.
@@ -228,5 +290,55 @@ class AttentionWorker:
         )
         self._last_tokens[lane] = last
         if self._drafting is not None and drafting is not None:
-            finished = self._drafting.end(drafting, finished, batch, table, stream, last, lengths)
+            end = self._drafting.end(finished, batch, table, stream, last, lengths)
+            if executables.passes is not None:
+                drafts = yield from self._predict(executables.passes, end)
+                finished = self._drafting.keep(finished, drafts)
+            elif not self._programs.config.modules:
+                finished = self._drafting.keep(finished, self._drafting.look_up(drafting, end))
         yield finished
+
+    def _predict(
+        self, executables: PassExecutables, end: StepEnd
+    ) -> Generator[jax.Array | None, None, jax.Array]:
+        """The stages of the passes of prediction modules, as those of further layers; returns the
+        drafts."""
+        weights, pages, drafts = self._weights, self._pages, end.drafts
+        hidden, batch = executables.first(
+            end.batch, end.sampled, end.lengths, *end.stream, *weights.head
+        )
+        for one in self._passes[end.plan.lane, end.plan.bucket]:
+            x, message, *pages[one.layer] = one.predict(
+                hidden, batch, end.table, *pages[one.layer], *weights.embedding, *one.leaves
+            )
+            yield message
+            one.send(message)
+            yield None
+            combined = one.receive()
+            yield combined[0]
+            hidden, batch, drafts = one.next(
+                one.numbers, batch, drafts, x, *combined, *one.module, *weights.head
+            )
+        return drafts
+
+    def _pass(
+        self, bound: PassExecutables, lane: int, bucket: Bucket, number: int, link: AttentionEnd
+    ) -> _Pass:
+        """The pass that makes a lane's draft of this number."""
+        programs, weights = self._programs, self._weights
+        config = programs.config
+        layer = layers_of(config, bucket)[config.layers + number]
+        module = layer - config.layers
+        longest = bucket.pages * programs.deployment.cache.page_size
+        numbers = np.asarray([number, module + 1, longest], np.int32)
+        sharding = cached_sharding(programs.mesh, REPLICATED)
+        return _Pass(
+            layer,
+            hot_call(bound.predict),
+            link.sender(layer, bucket.tokens, lane),
+            link.receiver(layer, bucket.tokens, lane),
+            (*weights.predictions[module], *weights.layers[layer]),
+            weights.predictions[module],
+            hot_call(bound.again if module == config.modules - 1 else bound.further),
+            jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__),
+        )

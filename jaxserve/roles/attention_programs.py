@@ -22,6 +22,13 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.prediction_programs import (
+    Pass,
+    enter_module,
+    first_pass,
+    leave_module,
+    next_pass,
+)
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenPrograms, cut
 
 
@@ -95,6 +102,115 @@ class AttentionPrograms(TokenPrograms):
             ),
             (ROWS, PIECES, *pages),
             donated=(0, *range(3, 3 + len(pages))),
+        )
+
+    def first_pass(self, bucket: Bucket) -> Program:
+        """(batch, sampled, lengths, x, combined, head…) → (hidden, batch of the first pass)."""
+        head, tokens = self.templates.head, bucket.tokens
+
+        def body(
+            batch: Array, sampled: Array, lengths: Array, x: Array, combined: Array, *leaves: Array
+        ) -> tuple[Array, ...]:
+            own, x = sampled[jax.lax.axis_index("dp")], add_combined(x, combined)
+            start = first_pass(self, tokens, x, batch[0], own, lengths[0], leaves)
+            return start.hidden, start.batch[None]
+
+        return Program(
+            "first_pass",
+            body,
+            self.mesh,
+            (
+                self.step_shapes(bucket)[1],
+                self.shape(self.groups, self.slots, 1 + bucket.drafts),
+                self.shape(self.groups, self.slots),
+                *self.stream_shapes(bucket),
+                *head.leaves,
+            ),
+            (ROWS, REPLICATED, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
+            (ROWS, ROWS),
+            donated=(),
+        )
+
+    def predict(self, bucket: Bucket) -> Program:
+        """A module's part of a pass before its FFN: (hidden, batch, page_table, pages…, embedding…,
+        module…, layer…) → (x, message, pages…)."""
+        kind = self.config.kind(self.config.layers)
+        embedding, module = self.templates.embedding, self.templates.prediction
+        layer, places = self.templates.attention[kind], len(self.page_arrays)
+        cuts = (places, len(embedding.leaves), len(module.leaves), len(layer.leaves))
+
+        def body(hidden: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            pages, table_leaves, own, leaves = cut(rest, cuts)
+            start = Pass(hidden, batch[0])
+            x = enter_module(self, bucket.tokens, start, table_leaves, own)
+            context = self.step_context(bucket, batch, table)
+            return self._attend(kind, x, pages, context.batch, leaves)
+
+        return Program(
+            "predict",
+            body,
+            self.mesh,
+            (
+                self._stream_shape(bucket),
+                *self.step_shapes(bucket)[1:],
+                *self.page_arrays,
+                *embedding.leaves,
+                *module.leaves,
+                *layer.leaves,
+            ),
+            (
+                *(ROWS, ROWS, ROWS),
+                *[PAGES_SPEC] * places,
+                *embedding.specs(ATTENTION_RULES),
+                *module.specs(ATTENTION_RULES),
+                *layer.specs(ATTENTION_RULES),
+            ),
+            (ROWS, PIECES, *[PAGES_SPEC] * places),
+            donated=(0, *range(3, 3 + places)),
+        )
+
+    def next_pass(self, bucket: Bucket, *, again: bool) -> Program:
+        """The end of a pass and the beginning of the next: (numbers, batch, drafts, x, combined,
+        module…, head…) → (hidden, batch, drafts).
+
+        The numbers are int32 [3]: the pass's, counted from 0; by how much its draft's position is
+        beyond the batch's KV lengths; and the positions that the page table has room for.
+        """
+        module, head, tokens = self.templates.prediction, self.templates.head, bucket.tokens
+        cuts = (len(module.leaves), len(head.leaves))
+
+        def body(
+            numbers: Array, batch: Array, drafts: Array, x: Array, combined: Array, *rest: Array
+        ) -> tuple[Array, ...]:
+            own, leaves = cut(rest, cuts)
+            number, ahead, longest = numbers
+            x = add_combined(x, combined)
+            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, own, leaves)
+            samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
+            kept = jnp.where(samples, draft, drafts[0, :, number])
+            drafts = drafts.at[0, :, number].set(kept)
+            start = next_pass(self, tokens, hidden, batch[0], draft, again=again, longest=longest)
+            return start.hidden, start.batch[None], drafts
+
+        return Program(
+            "next_pass",
+            body,
+            self.mesh,
+            (
+                self.shape(3),
+                self.step_shapes(bucket)[1],
+                self.shape(self.groups, self.slots, bucket.drafts),
+                *self.stream_shapes(bucket),
+                *module.leaves,
+                *head.leaves,
+            ),
+            (
+                *(REPLICATED, ROWS, ROWS, ROWS, PIECES),
+                *module.specs(ATTENTION_RULES),
+                *head.specs(ATTENTION_RULES),
+            ),
+            (ROWS, ROWS, ROWS),
+            donated=(),
         )
 
     def load(self, bucket: Bucket) -> Program:

@@ -70,6 +70,7 @@ class Cell:
     Args:
       rotation: over the lanes of all domains, as `worker.lane_of_all` numbers them.
       lanes: of a domain.
+      predicts: whether passes of prediction modules follow steps with drafts.
 
     Attributes:
       observer: told of what every stage makes.
@@ -83,7 +84,10 @@ class Cell:
         lanes: int,
         observer: Observer | None = None,
         domains: int = 1,
+        *,
+        predicts: bool = False,
     ):
+        self._predicts = predicts
         self._workers, self._rotation, self._domains = workers, rotation, domains
         self._stages: list[Mapping[StageName, tuple[RunStage, ...]]] = [{}] * (lanes * domains)
         self._steps: list[Step | None] = [None] * (lanes * domains)
@@ -135,7 +139,7 @@ class Cell:
     def begin(self, step: Step) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`."""
         lane = lane_of_all(step, self._domains)
-        self._rotation.begin(lane)
+        self._rotation.begin(lane, step.bucket.drafts if self._predicts else 0)
         self._steps[lane] = step
         self._stages[lane] = self._workers.begin(step)
 
@@ -195,4 +199,5 @@ def build_cell(
         workers = workers._replace(ffn=(worker,))
     domains = len(links)
     rotation = Rotation(templates.config.layers, domains * deployment.lanes)
-    return Cell(workers, rotation, deployment.lanes, observer, domains)
+    predicts = bool(templates.config.modules)
+    return Cell(workers, rotation, deployment.lanes, observer, domains, predicts=predicts)

@@ -17,6 +17,7 @@ from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.drafting import (
     Drafting,
     DraftingExecutables,
+    StepEnd,
     drafting_executables,
     drafting_programs,
 )
@@ -45,6 +46,8 @@ class ColocatedExecutables(NamedTuple):
     step: jax.stages.Compiled
     sampling: SamplingExecutables
     drafting: DraftingExecutables | None = None
+    predict: jax.stages.Compiled | None = None
+    """Passes of prediction modules; None: there are none, or the step has no drafts."""
 
 
 def colocated_programs(
@@ -52,6 +55,9 @@ def colocated_programs(
 ) -> dict[ProgramKey, Program]:
     """One program a bucket, and those of sampling."""
     wanted = {ProgramKey("step", None, bucket): programs.step(bucket) for bucket in buckets}
+    for bucket in buckets:
+        if programs.config.modules and bucket.drafts:
+            wanted[ProgramKey("predict", None, bucket)] = programs.predict(bucket)
     return wanted | options_programs(programs, buckets) | drafting_programs(programs, buckets)
 
 
@@ -64,6 +70,7 @@ def colocated_executables(
             compiled[ProgramKey("step", None, bucket)],
             sampling_executables(compiled, bucket),
             drafting_executables(compiled, bucket),
+            compiled.get(ProgramKey("predict", None, bucket)),
         )
         for bucket in buckets
     }
@@ -165,11 +172,12 @@ class ColocatedWorker:
         """Enqueues one whole step."""
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
-        step, sampling, drafting = self._executables[plan.bucket]
+        step, sampling, drafting, predict = self._executables[plan.bucket]
         before, slots = self._last_tokens[plan.lane], self.slots
         if self._drafting is not None and drafting is not None:
             batch = self._drafting.resolve(drafting, plan, batch, before)
-        experts = [] if slots is None else [*slots.counts, *slots.tables]
+        banks = self._programs.stacked_banks
+        experts = [] if slots is None else [*slots.counts[:banks], *slots.tables[:banks]]
         last, sampled, logits, x, load, *state = step(
             before, batch, table, *self._pages, *experts, *self._weights.flat
         )
@@ -177,15 +185,40 @@ class ColocatedWorker:
         self._pages = state[:pages]
         lengths = [state.pop()] if plan.bucket.drafts else []
         if slots is not None:
-            slots.counts = state[pages:]
+            slots.counts[:banks] = state[pages:]
         last, finished = self._sampling.finish(
             plan, sampling, batch, before, (last, sampled, logits), (x,)
         )
         self._last_tokens[plan.lane] = last
         if self._drafting is not None and drafting is not None:
-            finished = self._drafting.end(drafting, finished, batch, table, (x,), last, lengths)
+            end = self._drafting.end(finished, batch, table, (x,), last, lengths)
+            if predict is not None:
+                finished = self._drafting.keep(finished, self._predict(predict, end))
+            elif not self._programs.config.modules:
+                finished = self._drafting.keep(finished, self._drafting.look_up(drafting, end))
         if self.observer is not None:
             self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
         if self.on_load is not None and self._routed:
             self.on_load(self._routed, load)
         return finished
+
+    def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:
+        """Enqueues the passes of the prediction modules; returns their drafts."""
+        slots, weights, templates = self.slots, self._weights, self._programs.templates
+        assert slots is not None
+        shared = len(templates.embedding.leaves) + len(templates.head.leaves)
+        drafts, *state = predict(
+            end.batch,
+            end.table,
+            end.sampled,
+            end.lengths,
+            end.drafts,
+            *end.stream,
+            *self._pages,
+            slots.counts[-1],
+            slots.tables[-1],
+            *weights.flat[:shared],
+            *weights.modules,
+        )
+        *self._pages, slots.counts[-1] = state
+        return drafts

@@ -18,10 +18,17 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.module import Template
 from jaxserve.model.quant import as_bits
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.prediction_programs import (
+    enter_module,
+    first_pass,
+    leave_module,
+    next_pass,
+)
 from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms, cut
 
 
@@ -115,10 +122,7 @@ class ColocatedPrograms(TokenPrograms):
                 (templates.attention[kind], ATTENTION_RULES),
                 (templates.ffn[kind.ffn], COLOCATED_FFN_RULES),
             ):
-                arguments += [
-                    jax.ShapeDtypeStruct((stop - start, *leaf.shape), leaf.dtype)
-                    for leaf in template.leaves
-                ]
+                arguments += _stacked(template, stop - start)
                 specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
         return Program(
             "step",
@@ -137,6 +141,105 @@ class ColocatedPrograms(TokenPrograms):
                 *([ROWS] if bucket.drafts else []),
             ),
             donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),
+        )
+
+    def predict(self, bucket: Bucket) -> Program:
+        """All passes of the prediction modules after a step of this bucket.
+
+        (batch, page_table, sampled, lengths, drafts, x, pages…, counts, table, embedding…, head…,
+        modules…) → (drafts, pages…, counts); counts and table are those of the modules' bank.
+        """
+        templates, kind = self.templates, self.config.kind(self.config.layers)
+        blocks = (
+            (templates.prediction, ATTENTION_RULES),
+            (templates.attention[kind], ATTENTION_RULES),
+            (templates.ffn[kind.ffn], COLOCATED_FFN_RULES),
+        )
+        tokens, modules = bucket.tokens, self.config.modules
+        longest = bucket.pages * self.deployment.cache.page_size
+        parts = [len(self.page_arrays), len(templates.embedding.leaves), len(templates.head.leaves)]
+        parts += [len(template.leaves) for template, _ in blocks]
+
+        def body(
+            batch: Array,
+            table: Array,
+            sampled: Array,
+            lengths: Array,
+            drafts: Array,
+            x: Array,
+            *others: Array,
+        ) -> tuple[Array, ...]:
+            places = len(self.page_arrays)
+            (counts, slots), others = (
+                others[places : places + 2],
+                others[:places] + others[places + 2 :],
+            )
+            pages, embedding, head, *stacks = cut(others, parts)
+            prediction, attention, ffn = (tuple(map(as_bits, stack)) for stack in stacks)
+            experts, rest = self._part_experts(kind, ffn)
+            samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
+            own = sampled[jax.lax.axis_index("dp")]
+            start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
+            loads = jnp.zeros((modules, self.config.experts), jnp.int32)
+            found = []
+            for number in range(bucket.drafts):
+                index = min(number, modules - 1)
+                module = [leaf[index] for leaf in prediction]
+                x = enter_module(self, tokens, start, embedding, module)
+                context = self.step_context(bucket, start.batch[None], table)
+                scanned = jax.tree.map(
+                    lambda leaf, index=index: leaf[index], (attention, rest, slots)
+                )
+                layer = functools.partial(
+                    self._layer, kind, self.config.layers, context.batch, experts
+                )
+                (x, pages), load = layer((x, pages), (jnp.int32(index), *scanned))
+                loads = loads.at[index].add(load)
+                ahead = min(number + 1, modules)
+                hidden, draft = leave_module(self, tokens, x, start.batch, ahead, module, head)
+                found.append(jnp.where(samples, draft, drafts[0, :, number]))
+                again = number + 1 >= modules
+                start = next_pass(
+                    self, tokens, hidden, start.batch, draft, again=again, longest=longest
+                )
+            return jnp.stack(found, axis=1)[None], *pages, add_load(counts, loads)
+
+        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        specs = [
+            *templates.embedding.specs(ATTENTION_RULES),
+            *templates.head.specs(ATTENTION_RULES),
+        ]
+        for template, rules in blocks:
+            arguments += _stacked(template, modules)
+            specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+        pages_spec = [PAGES_SPEC] * len(self.page_arrays)
+        bank = self.banks[-1].shape
+        counts_spec = bank.counts_spec(ATTENTION_AXES[0])
+        state = self.groups, self.slots
+        return Program(
+            "predict",
+            body,
+            self.mesh,
+            (
+                *self.step_shapes(bucket)[1:],
+                self.shape(*state, 1 + bucket.drafts),
+                self.shape(*state),
+                self.shape(*state, bucket.drafts),
+                *self.stream_shapes(bucket),
+                *self.all_pages,
+                bank.counts,
+                bank.table,
+                *arguments,
+            ),
+            (
+                *(ROWS, ROWS, REPLICATED, ROWS, ROWS, ROWS),
+                *pages_spec,
+                counts_spec,
+                REPLICATED,
+                *specs,
+            ),
+            (ROWS, *pages_spec, counts_spec),
+            donated=tuple(range(6, 7 + len(pages_spec))),
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -190,3 +293,8 @@ class ColocatedPrograms(TokenPrograms):
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
         rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
         return (x + rows.astype(x.dtype), pages), load
+
+
+def _stacked(template: Template, layers: int) -> list[jax.ShapeDtypeStruct]:
+    """A block's leaves, of so many layers."""
+    return [jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype) for leaf in template.leaves]

@@ -16,6 +16,7 @@ ProgramName = (
     | Literal["load", "fetch", "insert", "count"]
     | Literal["choose", "score", "logprobs"]
     | Literal["resolve", "draft", "recall"]
+    | Literal["predict", "first_pass", "again", "further"]
 )
 
 

@@ -1,12 +1,13 @@
 """Drafts on the device: what a lane's next step may refer to before the host knows it.
 
 The workers that hold the head call `Drafting` around every step of a deployment with drafts: first
-`resolve`, and after sampling `end`, which has a `Drafter` propose what may come next. A draft that
-is wrong, or stale, costs time and changes no token (`TokenPrograms.verify_step`).
+`resolve`, after sampling `end`, and with what a drafter proposes then, `keep`. Drafters are
+`PromptLookup` here and the prediction modules, which run as layers of the workers. A draft that is
+wrong, or stale, costs time and changes no token (`TokenPrograms.verify_step`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -37,26 +38,16 @@ class StepEnd(NamedTuple):
     """int32 [groups, slots]: every slot's last token, which is not in the cache."""
     lengths: jax.Array
     """int32 [groups, slots]: its tokens that are in the cache and hold."""
+    drafts: jax.Array
+    """int32 [groups, slots, drafts]: those of the step; they stay where a slot gets no others."""
 
 
 class DraftingExecutables(NamedTuple):
-    """Of one bucket."""
+    """Of one bucket; those of `PromptLookup` are None where prediction modules make the drafts."""
 
     resolve: jax.stages.Compiled
-    draft: jax.stages.Compiled
-    recall: jax.stages.Compiled
-
-
-class Drafter(Protocol):
-    """Proposes tokens."""
-
-    def begin(self, executables: DraftingExecutables, plan: StepPlan) -> None:
-        """Hears of a step before it runs."""
-        ...
-
-    def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
-        """int32 [groups, slots, drafts]: what may follow every slot's last token."""
-        ...
+    draft: jax.stages.Compiled | None
+    recall: jax.stages.Compiled | None
 
 
 def drafting_programs(
@@ -65,24 +56,24 @@ def drafting_programs(
     """What a deployment with drafts runs beyond its steps; none of one without."""
     if not programs.deployment.drafts:
         return {}
-    wanted = {ProgramKey("recall", None, _ANY): draft_programs.recall(programs)}
+    wanted = {}
     for bucket in {bucket.of_tokens.undrafted for bucket in buckets}:
         wanted[ProgramKey("resolve", None, bucket)] = draft_programs.resolve(programs, bucket)
-        wanted[ProgramKey("draft", None, bucket)] = draft_programs.draft(programs, bucket)
+        if not programs.config.modules:
+            wanted[ProgramKey("draft", None, bucket)] = draft_programs.draft(programs, bucket)
+    if not programs.config.modules:
+        wanted[ProgramKey("recall", None, _ANY)] = draft_programs.recall(programs)
     return wanted
 
 
 def drafting_executables(compiled: Compiled, bucket: Bucket) -> DraftingExecutables | None:
     """Of one bucket, out of everything that was compiled; None: the deployment has no drafts."""
     tokens = bucket.of_tokens.undrafted
-    recall = compiled.get(ProgramKey("recall", None, _ANY))
-    if recall is None:
+    resolve = compiled.get(ProgramKey("resolve", None, tokens))
+    if resolve is None:
         return None
-    return DraftingExecutables(
-        compiled[ProgramKey("resolve", None, tokens)],
-        compiled[ProgramKey("draft", None, tokens)],
-        recall,
-    )
+    draft = compiled.get(ProgramKey("draft", None, tokens))
+    return DraftingExecutables(resolve, draft, compiled.get(ProgramKey("recall", None, _ANY)))
 
 
 class Drafting:
@@ -98,7 +89,7 @@ class Drafting:
         lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
         self._lengths = [put(np.zeros(state, np.int32)) for _ in range(lanes)]
         self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in range(lanes)]
-        self._drafter: Drafter = PromptLookup(programs, put)
+        self._lookup = None if programs.config.modules else PromptLookup(programs, put)
 
     def resolve(
         self,
@@ -109,7 +100,8 @@ class Drafting:
     ) -> jax.Array:
         """The step's batch array, complete."""
         lane = plan.lane
-        self._drafter.begin(executables, plan)
+        if self._lookup is not None:
+            self._lookup.begin(executables, plan)
         batch, self._lengths[lane] = executables.resolve(
             batch, last, self._lengths[lane], self._drafts[lane]
         )
@@ -117,15 +109,14 @@ class Drafting:
 
     def end(
         self,
-        executables: DraftingExecutables,
         finished: Finished,
         batch: jax.Array,
         table: jax.Array,
         stream: Sequence[jax.Array],
         last: jax.Array,
         lengths: Sequence[jax.Array],
-    ) -> Finished:
-        """Proposes what the lane's next step verifies.
+    ) -> StepEnd:
+        """What drafters start from.
 
         Args:
           lengths: as the program that verified the drafts says; empty where there were none.
@@ -133,11 +124,25 @@ class Drafting:
         plan, lane = finished.plan, finished.plan.lane
         if lengths:
             (self._lengths[lane],) = lengths
-        drafts = self._drafter.draft(
-            executables,
-            StepEnd(plan, batch, table, stream, finished.sampled, last, self._lengths[lane]),
+        return StepEnd(
+            plan,
+            batch,
+            table,
+            stream,
+            finished.sampled,
+            last,
+            self._lengths[lane],
+            self._drafts[lane],
         )
-        self._drafts[lane] = drafts
+
+    def look_up(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
+        """int32 [groups, slots, drafts]: what `PromptLookup` proposes."""
+        assert self._lookup is not None
+        return self._lookup.draft(executables, end)
+
+    def keep(self, finished: Finished, drafts: jax.Array) -> Finished:
+        """The step; the lane's next one verifies these drafts."""
+        self._drafts[finished.plan.lane] = drafts
         return finished._replace(last=drafts)
 
 
@@ -163,11 +168,13 @@ class PromptLookup:
                 words[group, 0], words[group, 1] = slot, len(tokens)
                 words[group, 2 : 2 + len(tokens)] = tokens
                 said = self._said[plan.lane]
+                assert executables.recall is not None
                 self._said[plan.lane] = executables.recall(said, self._put(words))
 
     def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
         """What followed where the last tokens came before."""
         lane = end.plan.lane
+        assert executables.draft is not None
         self._said[lane], drafts = executables.draft(
             self._said[lane], end.batch, end.last, end.lengths
         )

@@ -28,7 +28,7 @@ from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from jaxserve.roles.weights import FFNWeights, LeafSource, load_progress
-from jaxserve.roles.worker import Passed, Stages, Step
+from jaxserve.roles.worker import Passed, Stages, Step, layers_of
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
 """By kind of layer and size of the message."""
@@ -94,7 +94,7 @@ class FFNWorker:
         slots: ExpertSlots | None,
     ):
         self.slots = slots
-        self._contract = programs.contract
+        self._contract, self._config = programs.contract, programs.config
         self._executables, self._weights = dict(executables), weights
         self._bank = {bank.layers[0]: number for number, bank in enumerate(programs.banks)}
         self._layers: dict[tuple[int, int], list[_Layer]] = {}
@@ -153,8 +153,10 @@ class FFNWorker:
         leave.
         """
         send = self._send[step.domain, step.bucket.tokens]
+        stages = self._layers[step.domain, step.bucket.tokens]
         results: Arrays = ()
-        for receive, run in self._layers[step.domain, step.bucket.tokens]:
+        for layer in layers_of(self._config, step.bucket):
+            receive, run = stages[layer]
             message = receive()
             yield message[0]
             results = run(message)

@@ -11,6 +11,7 @@ this is Step-3's three-stage pipeline (§4.1). A lane that has left its last lay
 step at its next turn, wherever the others are: lanes are not drained.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,7 @@ class Rotation:
         self._layers = layers
         self._lanes = lanes
         self._next_layer: dict[int, int] = {}
+        self._end: dict[int, int] = {}
         take = self._take_gated_turns if gated else self._take_turns
         self.turns: Iterator[tuple[Stage, ...]] = take()
 
@@ -52,15 +54,16 @@ class Rotation:
         """Lanes that are inside a step."""
         return sorted(self._next_layer)
 
-    def begin(self, lane: int) -> None:
-        """The lane starts a step."""
+    def begin(self, lane: int, passes: int = 0) -> None:
+        """The lane starts a step; so many passes of prediction modules follow its layers, as
+        further layers."""
         if lane in self._next_layer:
             raise ValueError(f"lane {lane} is still at layer {self._next_layer[lane]} of its step")
         self._next_layer[lane] = 0
+        self._end[lane] = self._layers + passes
 
     def _take_turns(self) -> Iterator[tuple[Stage, ...]]:
-        next_layer, layers, lanes = self._next_layer, self._layers, self._lanes
-        stages = [[_stages(lane, layer) for layer in range(layers)] for lane in range(lanes)]
+        next_layer, end, lanes = self._next_layer, self._end, self._lanes
         lane = 0
         pending: Stage | None = None  # the previous turn's combine
         while True:
@@ -69,7 +72,7 @@ class Rotation:
                     raise ValueError("no lane has begun a step")
                 lane = (lane + 1) % lanes
             layer = next_layer[lane]
-            if layer == layers:
+            if layer == end[lane]:
                 del next_layer[lane]
                 leave = Stage("leave", lane, layer)
                 if pending is not None and pending.lane == lane:
@@ -79,7 +82,7 @@ class Rotation:
                     yield (leave,)
                 continue  # if the lane begins anew at this boundary, this is still its turn
             next_layer[lane] = layer + 1
-            attend, dispatch, ffn, combine = stages[lane][layer]
+            attend, dispatch, ffn, combine = _stages(lane, layer)
             if pending is None:
                 yield attend, dispatch, ffn
             elif pending.lane == lane:
@@ -92,8 +95,7 @@ class Rotation:
     def _take_gated_turns(self) -> Iterator[tuple[Stage, ...]]:
         """attend(i) dispatch(i) of layer 0, combine(i) attend(i) dispatch(i) of the others; the
         lane's answer has the turns of all other lanes to arrive."""
-        next_layer, layers, lanes = self._next_layer, self._layers, self._lanes
-        stages = [[_stages(lane, layer) for layer in range(layers)] for lane in range(lanes)]
+        next_layer, end, lanes = self._next_layer, self._end, self._lanes
         lane = 0
         while True:
             while lane not in next_layer:
@@ -101,18 +103,19 @@ class Rotation:
                     raise ValueError("no lane has begun a step")
                 lane = (lane + 1) % lanes
             layer = next_layer[lane]
-            if layer == layers:
+            if layer == end[lane]:
                 del next_layer[lane]
-                yield stages[lane][-1][3], Stage("leave", lane, layer)
+                yield _stages(lane, layer - 1)[3], Stage("leave", lane, layer)
                 continue
             next_layer[lane] = layer + 1
-            attend, dispatch, _, _ = stages[lane][layer]
+            attend, dispatch, _, _ = _stages(lane, layer)
             yield (
-                (attend, dispatch) if not layer else (stages[lane][layer - 1][3], attend, dispatch)
+                (attend, dispatch) if not layer else (_stages(lane, layer - 1)[3], attend, dispatch)
             )
             lane = (lane + 1) % lanes
 
 
+@functools.cache
 def _stages(lane: int, layer: int) -> tuple[Stage, Stage, Stage, Stage]:
     return (
         Stage("attend", lane, layer),

@@ -1,10 +1,12 @@
 """What runners and observers know of any worker."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxserve.config.model import ModelConfig
 from jaxserve.roles.layout import Bucket
 
 
@@ -25,6 +27,15 @@ def lane_of_all(step: Step, domains: int) -> int:
     """The step's lane among those of all domains, which alternate: lanes of equal number of all
     domains follow each other (xDeepServe §5.2)."""
     return step.lane * domains + step.domain
+
+
+@functools.cache
+def layers_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
+    """The layers of a step in the order in which it takes them: behind the model's own those of the
+    prediction modules, one a draft, the last one as often as it takes."""
+    drafts = bucket.drafts if config.modules else 0
+    modules = (config.layers + min(draft, config.modules - 1) for draft in range(drafts))
+    return *range(config.layers), *modules
 
 
 class Passed(NamedTuple):

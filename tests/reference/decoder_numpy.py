@@ -148,14 +148,24 @@ class DecoderNumpy:
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """After every token of one sequence, [tokens, vocab]."""
+        return self.head(self.hidden(token_ids))
+
+    def hidden(self, token_ids: list[int]) -> np.ndarray:
+        """The outputs of the final norm, [tokens, d_model]."""
         x = self.tensors["model.embed_tokens.weight"][np.asarray(token_ids)]
         for layer in range(self.config["num_hidden_layers"]):
-            name = f"model.layers.{layer}."
-            x = x + self.attention(layer, self.norm(f"{name}input_layernorm", x))
-            normed = self.norm(f"{name}post_attention_layernorm", x)
-            x = x + (self.experts if self.is_moe(layer) else self.mlp)(f"{name}mlp", normed)
+            x = self.decoder_layer(layer, x)
+        return self.norm("model.norm", x)
+
+    def head(self, hidden: np.ndarray) -> np.ndarray:
         tied = self.config["tie_word_embeddings"]
-        return self.linear("model.embed_tokens" if tied else "lm_head", self.norm("model.norm", x))
+        return self.linear("model.embed_tokens" if tied else "lm_head", hidden)
+
+    def decoder_layer(self, layer: int, x: np.ndarray) -> np.ndarray:
+        name = f"model.layers.{layer}."
+        x = x + self.attention(layer, self.norm(f"{name}input_layernorm", x))
+        normed = self.norm(f"{name}post_attention_layernorm", x)
+        return x + (self.experts if self.is_moe(layer) else self.mlp)(f"{name}mlp", normed)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The `count` tokens that follow the prompt."""

@@ -58,7 +58,7 @@ class Domain(NamedTuple):
 
 def role_of(model, role, first, overrides):
     deployment = layouts.deployment(model, overrides)
-    names = read_config(str(model), [])
+    names = read_config(str(model), [], deployment.modules)
     runtime = RoleRuntime.of(*names, deployment, role)
     mesh = role_mesh(deployment, role, jax.devices()[first:])
     return runtime._replace(mesh=mesh), deployment, open_checkpoint(str(model), names[1])

@@ -50,6 +50,19 @@ def test_three_lanes():
     )
 
 
+def test_passes_are_further_layers_of_the_step_that_has_them():
+    rotation = Rotation(layers=2, lanes=2)
+    rotation.begin(0, passes=1)
+    rotation.begin(1)
+    assert run(rotation, 7) == (
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aA2 aD2 bC1 aF2 | "
+        "bL2 | aC2 aL3"
+    )
+    rotation = Rotation(layers=1, lanes=1, gated=True)
+    rotation.begin(0, passes=2)
+    assert run(rotation, 4) == "aA0 aD0 | aC0 aA1 aD1 | aC1 aA2 aD2 | aC2 aL3"
+
+
 def test_lanes_are_not_drained():
     """Lane a begins its next step while b is at layer 1; nobody waits for anybody."""
     rotation = Rotation(layers=2, lanes=2)

@@ -1,0 +1,159 @@
+"""A pass of a prediction module, piece by piece: pure functions that programs are made of.
+
+A pass is a step of one decoder layer whose batch array the device writes itself. Its rows are
+hidden states, its token ids those that follow them; the module's layer runs at their positions on
+pages of its own, and the head makes a draft of each slot's last row (DeepSeek-V3 §2.2, xDeepServe
+§4.6). Passes of different modules go over all rows of a step, so that each module has the KV of
+whole prompts. Where there are more drafts than modules, the last one runs again on one row a slot,
+a position further, on its own hidden state and draft.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.roles.layout import BatchLayout
+from jaxserve.roles.program import TokenPrograms, drawn_tokens, sampler_state
+
+
+class Pass(NamedTuple):
+    """What a pass starts from, on one DP group."""
+
+    hidden: Float[Array, "tokens d_model"]
+    """Behind a norm."""
+    batch: Int[Array, " width"]
+    """As `BatchLayout` has it: `token_ids` are the tokens after each row, `kv_length` counts the
+    rows' own positions."""
+
+
+def first_pass(
+    programs: TokenPrograms,
+    tokens: int,
+    x: Float[Array, "tokens d_model"],
+    batch: Int[Array, " width"],
+    sampled: Int[Array, "slots rows"],
+    lengths: Int[Array, " slots"],
+    head: Sequence[Array],
+) -> Pass:
+    """After a step: all its rows but those of rejected drafts.
+
+    Args:
+      x: the residual stream after the last layer.
+      batch: the step's, resolved.
+      sampled: as the step leaves it, this group's.
+      lengths: tokens of each slot that are in the cache and hold.
+    """
+    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    start, counts = fields["query_start"], fields["sample"]
+    fed = jnp.diff(start)
+    held = jnp.where(fed > 0, fed - (fields["kv_length"] - lengths), 0)
+    slot, offset, query_start = _rows(held, tokens)
+    row = jnp.minimum(start[slot] + offset, tokens - 1)
+    place = offset - (fed - counts)[slot]  # among the slot's sampled tokens
+    drawn = sampled[slot, jnp.clip(place, 0, sampled.shape[1] - 1)]
+    fed_next = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
+    fields |= {
+        "token_ids": _a_token(jnp.where(place >= 0, drawn, fed_next)),
+        "query_start": query_start,
+        "kv_length": jnp.where(fed > 0, lengths, 0),
+    }
+    block = programs.templates.head.merge(head)
+    return Pass(block.normed(x[row]), _joined(fields))
+
+
+def enter_module(
+    programs: TokenPrograms,
+    tokens: int,
+    start: Pass,
+    embedding: Sequence[Array],
+    module: Sequence[Array],
+) -> Float[Array, "tokens d_model"]:
+    """What the module's layer takes."""
+    fields = BatchLayout(tokens, programs.slots).fields(start.batch)
+    with jax.named_scope("predict"):
+        embedded = programs.templates.embedding.merge(embedding)(fields["token_ids"])
+        return programs.templates.prediction.merge(module).enter(start.hidden, embedded)
+
+
+def leave_module(
+    programs: TokenPrograms,
+    tokens: int,
+    x: Float[Array, "tokens d_model"],
+    batch: Int[Array, " width"],
+    ahead: int | Int[Array, ""],
+    module: Sequence[Array],
+    head: Sequence[Array],
+) -> tuple[Float[Array, "tokens d_model"], Int[Array, " slots"]]:
+    """The module's hidden states, and the draft after each slot's last row.
+
+    Args:
+      x: what the layer gives.
+      batch: the pass's.
+      ahead: by how much the draft's position is beyond `kv_length`.
+    """
+    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    hidden = programs.templates.prediction.merge(module).leave(x)
+    last = jnp.maximum(fields["query_start"][1:] - 1, 0)
+    with jax.named_scope("head"):
+        logits = programs.templates.head.merge(head).logits(hidden[last])
+    # The same draw as the model's own of that position: equal where the logits are alike.
+    state = sampler_state(fields | {"kv_length": fields["kv_length"] + ahead})
+    return hidden, _a_token(drawn_tokens(logits, state))
+
+
+def next_pass(
+    programs: TokenPrograms,
+    tokens: int,
+    hidden: Float[Array, "tokens d_model"],
+    batch: Int[Array, " width"],
+    draft: Int[Array, " slots"],
+    *,
+    again: bool,
+    longest: int | Int[Array, ""],
+) -> Pass:
+    """The pass after one that gave these hidden states and drafts.
+
+    Args:
+      again: of the same module, on one row of each slot that samples; otherwise of the next module,
+        on the same rows, each with a token further.
+      longest: positions that the step's page table has room for.
+    """
+    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    start = fields["query_start"]
+    last = jnp.maximum(start[1:] - 1, 0)
+    if again:
+        runs = (fields["sample"] > 0) & (fields["kv_length"] < longest)
+        runs = runs.astype(jnp.int32)
+        slot, _, query_start = _rows(runs, tokens)
+        length = jnp.where(runs > 0, fields["kv_length"] + 1, 0)
+        fields |= {"token_ids": draft[slot], "query_start": query_start, "kv_length": length}
+        return Pass(hidden[last[slot]], _joined(fields))
+    slot, _, _ = _rows(jnp.diff(start), tokens)
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    further = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
+    fields |= {"token_ids": jnp.where(row == last[slot], draft[slot], further)}
+    return Pass(hidden, _joined(fields))
+
+
+def _rows(
+    counts: Int[Array, " slots"], tokens: int
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Int[Array, " slots_plus_one"]]:
+    """Slot of every row and its place there, where slots have so many; and where they start. Rows
+    beyond are those of the last slot."""
+    start = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    slot = jnp.sum(row[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
+    slot = jnp.minimum(slot, counts.shape[0] - 1)
+    return slot, jnp.maximum(row - start[slot], 0), start
+
+
+def _a_token(drawn: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Token ids; what stands for none becomes one."""
+    return jnp.maximum(drawn, 0)
+
+
+def _joined(fields: dict[str, Array]) -> Int[Array, " width"]:
+    return jnp.concatenate([*fields.values()])

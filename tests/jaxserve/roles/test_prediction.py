@@ -1,0 +1,117 @@
+"""Drafts of prediction modules are those of the NumPy models, in both modes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.build import build_runtime
+from jaxserve.roles.layout import REJECTED
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from tests.jaxserve import layouts
+from tests.reference.decoder_numpy import DecoderNumpy
+from tests.reference.prediction_numpy import propose
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek
+from tests.reference.tiny_step3 import write_tiny_step3
+
+pytestmark = pytest.mark.unoptimised
+
+STEP3 = dataclasses.replace(layouts.SIZES, mtp=True)
+DEEPSEEK = TinyModel("two modules", TinyDeepseek(num_nextn_predict_layers=2), seed=3)
+DRAFTS = 3
+ON = {"speculative.method": "mtp", "speculative.drafts": DRAFTS}
+TIE = 1e-4
+
+COLOCATED = {"mode": "colocated", "attention.dp": 2}
+AFD = {"attention.dp": 2, "attention.tp": 2, "ffn.ep": 2, "ffn.exchange": "alltoall"}
+
+
+class Slots:
+    """Sequences in slots of DP group 1, stepped by hand."""
+
+    def __init__(self, folder, overrides):
+        self.runtime = build_runtime(layouts.deployment(folder, overrides | ON))
+        self.bucket = next(bucket for bucket in self.runtime.buckets if bucket.drafts)
+        self.steps = 0
+
+    def step(self, fed: dict[int, tuple[list[int], int]], drafts: int = 0):
+        """Feeds tokens to slots; sampled tokens and drafts of each.
+
+        Args:
+          fed: by slot, the tokens, and how many there are in the cache then.
+          drafts: how many of the tokens of each are.
+        """
+        rows = [
+            SequenceRow(
+                slot=slot,
+                token_ids=tokens,
+                kv_length=length,
+                page_ids=[slot + 5 * page for page in range(4)],
+                sample=True,
+                drafts=drafts,
+            )
+            for slot, (tokens, length) in fed.items()
+        ]
+        plan = plan_of_rows(0, self.steps, self.bucket, [[], rows], slots=5)
+        self.steps += 1
+        self.runtime.driver.begin(plan)
+        finished = self.runtime.driver.advance()
+        sampled, proposed = np.asarray(finished.sampled)[1], np.asarray(finished.last)[1]
+        return {slot: (sampled[slot].tolist(), proposed[slot].tolist()) for slot in fed}
+
+
+def modes(other: str):
+    """Both, of which the other runs in the matrix alone."""
+    for name, overrides in (("colocated", COLOCATED), ("afd", AFD)):
+        yield pytest.param(overrides, id=name, marks=[pytest.mark.matrix] * (name == other))
+
+
+@pytest.mark.parametrize("overrides", modes("colocated"))
+def test_one_module(overrides, tmp_path):
+    folder = write_tiny_step3(tmp_path, STEP3, seed=layouts.SEED)
+    model, slots = Step3Numpy.from_folder(folder), Slots(folder, overrides)
+    texts = {0: [7], 2: layouts.PROMPTS[11], 3: layouts.PROMPTS[10]}
+    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
+    checked = 0
+    for slot, (sampled, proposed) in made.items():
+        expected = propose(model, texts[slot], 1, DRAFTS)
+        if expected.margin > TIE:
+            assert (sampled, proposed) == (
+                [expected.token, *[REJECTED] * DRAFTS],
+                expected.drafts,
+            )
+            checked += 1
+    assert checked == 3
+
+    # Of every sequence as many drafts hold as its slot's number says, but of slot 2 all.
+    fed = {}
+    for slot, text in texts.items():
+        token = made[slot][0][0]
+        right = model.greedy([*text, token], DRAFTS)
+        held = DRAFTS if slot == 2 else slot // 3
+        drafts = right[:held] + [(token + 1) % 161 for token in right[held:]]
+        fed[slot] = [token, *drafts], len(text) + 1 + DRAFTS
+        texts[slot] = [*text, token, *right[:held]]
+    for slot, (sampled, proposed) in slots.step(fed, DRAFTS).items():
+        expected = propose(model, texts[slot], 1, DRAFTS)
+        assert expected.margin > TIE
+        held = [token for token in sampled if token != REJECTED]
+        assert held[:-1] == texts[slot][len(texts[slot]) - len(held) + 1 :]
+        assert held[-1] == expected.token
+        assert proposed == expected.drafts
+
+
+@pytest.mark.parametrize("overrides", modes("afd"))
+def test_two_modules(overrides, tmp_path):
+    folder = DEEPSEEK.write(tmp_path)
+    more = {"speculative.modules": 2, "ffn.exchange": "gather", "attention.tp": 1}
+    model, slots = DecoderNumpy.from_folder(folder), Slots(folder, overrides | more)
+    draw = np.random.default_rng(0)
+    texts = {slot: draw.integers(0, VOCAB, 3 + 4 * slot).tolist() for slot in (0, 1, 2)}
+    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
+    for slot, (sampled, proposed) in made.items():
+        expected = propose(model, texts[slot], 2, DRAFTS)
+        assert expected.margin > TIE
+        assert (sampled[0], proposed) == (expected.token, expected.drafts)

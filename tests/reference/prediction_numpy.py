@@ -1,0 +1,68 @@
+"""What modules of multi-token prediction propose, in plain NumPy (DeepSeek-V3 §2.2).
+
+For tests; over `step3_numpy.py` and `decoder_numpy.py`. Everything is computed anew for every
+draft: there is no cache, and no batch, that could be wrong.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.reference.decoder_numpy import DecoderNumpy
+from tests.reference.step3_numpy import Cache, Step3Numpy
+
+
+class Drafts(NamedTuple):
+    """After some tokens of a sequence."""
+
+    token: int
+    """The model's own next one."""
+    drafts: list[int]
+    """What may follow it."""
+    margin: float
+    """By how much the best logit lies above the second best, the least of all choices."""
+
+
+def propose(
+    model: Step3Numpy | DecoderNumpy, tokens: list[int], modules: int, count: int
+) -> Drafts:
+    """The greedy next token and so many drafts. Draft m is module m's; where there are fewer
+    modules, the last one is fed its own hidden state and draft, a position further."""
+    layers = model.layers if isinstance(model, Step3Numpy) else model.config["num_hidden_layers"]
+
+    def joined(layer: int, hidden: np.ndarray, following: list[int]) -> np.ndarray:
+        name = f"model.layers.{layer}"
+        embedded = model.tensors["model.embed_tokens.weight"][following]
+        parts = model.norm(f"{name}.enorm", embedded), model.norm(f"{name}.hnorm", hidden)
+        return model.linear(f"{name}.eh_proj", np.concatenate(parts, axis=-1))
+
+    def through(layer: int, rows: np.ndarray) -> np.ndarray:
+        if isinstance(model, Step3Numpy):
+            out = model.decoder_layer(layer, rows, Cache())
+        else:
+            out = model.decoder_layer(layer, rows)
+        return model.norm(f"model.layers.{layer}.shared_head.norm", out)
+
+    margins = []
+
+    def best(hidden: np.ndarray) -> int:
+        logits = model.head(hidden)
+        second, first = np.sort(logits)[-2:]
+        margins.append(float(first - second))
+        return int(logits.argmax())
+
+    hidden = (
+        model.hidden(tokens, Cache()) if isinstance(model, Step3Numpy) else model.hidden(tokens)
+    )
+    token = best(hidden[-1])
+    following, drafts, rows = [*tokens[1:], token], [], hidden
+    for number in range(count):
+        layer = layers + min(number, modules - 1)
+        if number < modules:
+            rows = joined(layer, hidden, following)
+        else:
+            rows = np.concatenate([rows, joined(layer, hidden[-1:], following[-1:])])
+        hidden = through(layer, rows)
+        drafts.append(best(hidden[-1]))
+        following = [*following[1:], drafts[-1]]
+    return Drafts(token, drafts, min(margins))
