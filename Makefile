@@ -30,7 +30,7 @@ CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
   --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve test check format matrix bench clean
+.PHONY: help serve prepare test check format matrix bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,7 +64,10 @@ serve: $(VENV)/.installed-serve
 	@echo '  $(BIN)/python -m jaxserve.generate --server 127.0.0.1:50051 --prompt "def fibonacci(n):"'
 	$(CPU) $(BIN)/python -m jaxserve.serve --config $(CONFIG) $(addprefix --set ,$(SET))
 
-test: $(VENV)/.installed-all $(GRPCURL)
+# What the tests and the checks need.
+prepare: $(VENV)/.installed-all $(GRPCURL)
+
+test: prepare
 	$(PYTEST) $(TESTS)
 
 # All four run, so that one round shows everything.

@@ -23,7 +23,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPOSITORY / "build" / "jax_cache")
 # Tests start processes from one in which gRPC runs; its handlers would revive it in the child.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Of small programs, too: to read one costs a third of a compilation, and to write it nothing.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402  (after the platform is chosen)
 import pytest  # noqa: E402
