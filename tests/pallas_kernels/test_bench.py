@@ -52,6 +52,7 @@ def test_attention_of_several_queries() -> None:
     assert position.tolist() == [253, 254, 255] * 4
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize(
     ("op", "case", "count"),
     [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 7), ("norm_quantize", "step3", 2)],
@@ -91,6 +92,7 @@ def test_every_iteration_computes_everything() -> None:
     assert " dot(" not in entry
 
 
+@pytest.mark.unoptimised
 def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     right = correctness.distance
     monkeypatch.setattr(correctness, "distance", lambda got, expected: right(1.1 * got, expected))
@@ -98,6 +100,7 @@ def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: C
     assert "WRONG by 0.1" in capsys.readouterr().out
 
 
+@pytest.mark.unoptimised
 def test_a_wrong_layer_fails_the_run_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
@@ -161,6 +164,7 @@ def test_unknown_case_lists_the_known(capsys: Capture) -> None:
     assert "known: step3, deepseek-v3," in capsys.readouterr().err
 
 
+@pytest.mark.unoptimised
 def test_the_planner_reads_the_layers(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 0

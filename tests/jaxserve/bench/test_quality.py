@@ -17,6 +17,7 @@ from tests.reference.step3_numpy import Step3Numpy
 DEMO = REPOSITORY / "configs" / "demo"
 
 
+@pytest.mark.unoptimised
 def test_score_is_that_of_the_numpy_model():
     """Two texts, the longer one of two steps; BF16 against FP64, so to a few thousandths."""
     texts = quality.held_out(DEMO, files=3, tokens=150)[1:]

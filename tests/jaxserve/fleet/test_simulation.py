@@ -164,13 +164,13 @@ def test_more_than_the_router_takes_is_refused(tmp_path):
 def test_command(capsys):
     config = CONFIGS / "step3-fleet.yaml"
     asked = ["simulate", "--config", str(config), "--hardware", "h800", "--prompt", "1K"]
-    asked += ["--output", "64", "--requests", "40", "--set", "fleet.late=queue"]
-    asked += ["--shared", "256", "--prefixes", "3", "--lose", "domain 0@1s+1s"]
+    asked += ["--output", "16", "--requests", "20", "--set", "fleet.late=queue"]
+    asked += ["--shared", "256", "--prefixes", "3", "--lose", "domain 0@0.5s+0.5s"]
     assert main([*asked, "--rate", "20"]) == 0
     shown = capsys.readouterr().out
     rows = dict(line.split("  ", 1) for line in shown.splitlines()[1:])
     assert {"TTFT ms", "TPOT ms", "wait for prefill ms", "wait for pages ms"} <= set(rows)
     assert main([*asked, "--rate", "20", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["finished"] == 36
+    assert json.loads(capsys.readouterr().out)["result"]["finished"] == 18
     assert main(asked) == 2
     assert "a fleet needs a rate" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul.routed import combine, routed_swiglu, sort_choices
 
+pytestmark = pytest.mark.unoptimised
+
 D_MODEL, D_FF, GROUPS = 6, 5, 7
 
 
