@@ -4,6 +4,8 @@
 import os
 from pathlib import Path
 
+import msgspec
+
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
@@ -38,7 +40,8 @@ def deployment_text(
     longest = min(config.max_positions, 2 * context)
     pages_longest = -(-longest // PAGE)
     pages = max(pages_longest, layout.lanes * plan.batch * -(-context // PAGE))
-    budget = min(plan.batch + max(plan.batch, 128), 65536)
+    decoded = plan.batch * (1 + layout.drafts)
+    budget = min(decoded + max(plan.batch, 128), 65536)
     usable = 1 - assumed.reserve / 2
     lines = [
         f"# {_sentence(plan, a, f, context)}",
@@ -67,8 +70,10 @@ def deployment_text(
         f"  slots: {plan.batch}",
         f"  max_length: {longest}",
         f"  token_budget: {budget}",
-        f"  token_buckets: [{plan.batch}, {budget}]",
+        f"  token_buckets: [{', '.join(map(str, sorted({plan.batch, decoded, budget})))}]",
     ]
+    if layout.drafts:
+        lines.append(f"speculative: {{method: mtp, drafts: {layout.drafts}}}")
     return "\n".join(lines) + "\n"
 
 
@@ -84,7 +89,8 @@ def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
     file.write_text(text, encoding="utf-8")
     try:
         deployment = load_deployment(file)
-        check_capacity(config, deployment, memory_of(deployment))
+        loaded = msgspec.structs.replace(config, modules=deployment.modules)
+        check_capacity(loaded, deployment, memory_of(deployment))
     except ConfigError:
         file.unlink()
         raise

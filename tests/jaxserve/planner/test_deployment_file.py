@@ -1,5 +1,6 @@
 """Written plans are deployments."""
 
+import msgspec
 import pytest
 
 from jaxserve.config.deployment import load_deployment
@@ -53,6 +54,13 @@ def test_other_formats(tmp_path):
     assert deployment.ffn.weights == "int8"
     assert deployment.cache.format == "bfloat16"
     assert deployment.link.dispatch == "int8"
+
+
+def test_drafts(tmp_path):
+    layout = msgspec.structs.replace(AFD, drafts=2)
+    deployment, _ = written(tmp_path, "deepseek-v3", layout, 32, Formats())
+    assert (deployment.speculative.method, deployment.speculative.drafts) == ("mtp", 2)
+    assert deployment.scheduler.token_buckets == [32, 96, 224]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 500])
