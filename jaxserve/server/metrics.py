@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -34,7 +34,8 @@ SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 
 """Buckets of seconds per token."""
 LONG = (*SHORT[2:], 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0)
 """Buckets of seconds per request."""
-
+TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+"""Buckets of tokens per request: up to 500,000."""
 
 FRESH_SECONDS = 60.0
 """Older samples of the pipeline are not shown."""
@@ -86,6 +87,18 @@ class Metrics:
         self._decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", LONG
         )
+        self._prompt_lengths = histogram(
+            "request_prompt_tokens", "Tokens of a request's prompt.", TOKENS
+        )
+        self._lengths = histogram(
+            "request_generation_tokens", "Tokens that a request generated.", TOKENS
+        )
+        self._responses = counter(
+            "http_responses", "Responses over HTTP, by route and status.", ["path", "status"]
+        )
+        self._refusals = counter(
+            "http_refusals", "Requests over HTTP that got an error, by its code.", ["reason"]
+        )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self._generated = counter("generation_tokens", "Tokens generated.").labels(model)
         self._ended = counter(
@@ -99,7 +112,9 @@ class Metrics:
         return int(self._counted().get_sample_value(name, {LABEL: self._model}) or 0)
 
     def watch(self, engine: TokenEngine) -> None:
-        """Adds the engine's own numbers."""
+        """Adds the engine's own numbers, and those of the process if it is the only one."""
+        if self._folder is None:
+            ProcessCollector(registry=self._engine)
         self._engine.register(_EngineCollector(engine.load, engine.pipeline, self._model))
 
     def started(self) -> Callable[[GenerationOutput], None]:
@@ -121,6 +136,13 @@ class Metrics:
     def prompt(self, tokens: int) -> None:
         """Counts a submitted request."""
         self._prompt_tokens.inc(tokens)
+        self._prompt_lengths.observe(tokens)
+
+    def response(self, path: str, status: int, reason: str | None) -> None:
+        """Counts a response over HTTP, and why it is an error if it is one."""
+        self._responses.labels(self._model, path, str(status)).inc()
+        if reason is not None:
+            self._refusals.labels(self._model, reason).inc()
 
     def first_token(self, seconds: float, queued: float) -> None:
         """Counts a first token: seconds since submission, of which `queued` before admission."""
@@ -137,6 +159,7 @@ class Metrics:
     def ended(self, reason: str, seconds: float, decoding: float, tokens: int) -> None:
         """Counts the end of a request."""
         self._ended.labels(self._model, reason).inc()
+        self._lengths.observe(tokens)
         self._whole.observe(seconds)
         self._decode.observe(decoding)
         if tokens > 1:

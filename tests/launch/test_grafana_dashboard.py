@@ -39,6 +39,7 @@ def exposition():
         rig = HttpRig()
     rig.engine.view = msgspec.structs.replace(pipeline_view(24), measured_at=time.time())
     rig.complete()
+    rig.refused(temperature=3)
     yield rig.client.get("/metrics").text
     rig.close()
 
@@ -80,11 +81,12 @@ def test_labels_it_groups_by_exist(exposition: str) -> None:
 
 
 def test_the_grid() -> None:
-    """Five rows; panels within 24 columns that do not lie on each other."""
+    """Six rows; panels within 24 columns that do not lie on each other."""
     rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
     assert rows == [
         *("Traffic", "Latency", "KV cache", "AFD (sampled steps)"),
         "Fleet (of a router, or of a worker's pages link)",
+        "Clients",
     ]
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     cells: set[tuple[int, int]] = set()

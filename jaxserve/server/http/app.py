@@ -69,6 +69,7 @@ class App:
             exchange.hang_up()
         finally:
             self._log(exchange)
+            self._count(exchange)
 
     async def serve(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """Checks the key and the load, and calls the endpoint's handler."""
@@ -96,6 +97,7 @@ class App:
         answer = http_error(error, exchange.request_id)
         if answer.status == 500:
             logger.exception("request %s failed", exchange.request_id)
+        exchange.reason = answer.code or str(answer.status)
         failed = isinstance(error, EngineFailedError)
         exchange.log["error"] = str(error) if failed else answer.message
         body = answer.body(exchange.error_form, exchange.request_id)
@@ -123,6 +125,13 @@ class App:
         }
         shown = " ".join(f"{key}={_line(value)}" for key, value in fields.items() if value != "")
         logger.log(level, "%s", shown, extra={"fields": fields})
+
+    def _count(self, exchange: Exchange) -> None:
+        """Counts the response; by the route, as paths are without number."""
+        if (metrics := self._service.metrics) is not None:
+            target = getattr(exchange.scope.get("endpoint"), "endpoint", None)
+            path = "" if target is None else target.path
+            metrics.response(path, exchange.status, exchange.reason)
 
     def _openapi(self) -> Endpoint:
         async def openapi(service: Service, exchange: Exchange) -> None:

@@ -53,6 +53,7 @@ class Exchange:
       tenant: of the request's API key.
       status: of the response once it has begun; else 0.
       log: further fields of the access log.
+      reason: code of the error that ended it; None without one.
       error_form: whose API it calls, as errors are written.
     """
 
@@ -63,6 +64,7 @@ class Exchange:
         self.tenant = ""
         self.status = 0
         self.log: dict[str, Any] = {}
+        self.reason: str | None = None
         self.error_form: ErrorForm = "openai"
         self.arrival = time.monotonic()
         self._receive = receive

@@ -37,6 +37,8 @@ def samples(metrics: Metrics) -> dict[str, float]:
     """Sample name, with its labels but the model's → value."""
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
+        if family.name.startswith("process_"):
+            continue
         for sample in family.samples:
             labels = [f"{k}={v}" for k, v in sample.labels.items() if k != "model_name"]
             found[" ".join([sample.name.removeprefix("jaxserve:"), *labels])] = sample.value
@@ -72,6 +74,9 @@ def test_the_times_of_a_request(clock: Clock) -> None:
     assert found["request_queue_time_seconds_count"] == 1
     assert found["prompt_tokens_total"] == 7
     assert found["generation_tokens_total"] == 4
+    assert found["request_prompt_tokens_bucket le=10.0"] == 1
+    assert found["request_prompt_tokens_bucket le=5.0"] == 0
+    assert found["request_generation_tokens_sum"] == 4
     assert found["request_success_total finished_reason=length"] == 1
     assert found["time_to_first_token_seconds_bucket le=2.5"] == 1
     assert found["time_to_first_token_seconds_bucket le=1.2"] == 0

@@ -104,3 +104,19 @@ def test_a_name_that_is_not_ours(admin: httpx.Client, drained: threading.Event, 
 def test_the_public_port_has_none_of_it(shared: HttpRig) -> None:
     for path in ("/state", "/drain", "/abort", "/log_level"):
         assert shared.client.post(path).status_code == 404
+
+
+def test_responses_and_refusals_are_counted(rig: HttpRig) -> None:
+    assert rig.complete().status_code == 200
+    rig.refused(temperature=3)
+    assert rig.client.get("/v1/models/other").status_code == 404
+    assert rig.client.get("/nowhere/7").status_code == 404
+    text = rig.client.get("/metrics").text
+    labels = 'model_name="fake",path='
+    assert f'jaxserve:http_responses_total{{{labels}"/v1/completions",status="200"}} 1.0' in text
+    assert f'jaxserve:http_responses_total{{{labels}"/v1/completions",status="400"}} 1.0' in text
+    assert f'jaxserve:http_responses_total{{{labels}"/v1/models/{{model}}",status="404"}}' in text
+    assert f'jaxserve:http_responses_total{{{labels}"",status="404"}} 1.0' in text
+    for reason in ("invalid_value", "model_not_found", "unknown_path"):
+        assert f'jaxserve:http_refusals_total{{model_name="fake",reason="{reason}"}} 1.0' in text
+    assert "process_resident_memory_bytes" in text
