@@ -104,7 +104,6 @@ class _Attention:
 
     def __init__(self, link: PullClient, message: jax.Array):
         self._link, self._message = link, message
-        self.on_load = None
 
     def begin(self, step: _Step) -> Iterator[jax.Array | Passed | None]:
         answer, lane = self._message, step.lane

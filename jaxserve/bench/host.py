@@ -299,7 +299,6 @@ def without_calls(model: RandomModel) -> Cell:
         "attend": {KIND: lambda *arguments: (nothing,) * 4},
         "leave": lambda *arguments: (nothing,) * 3,
         "sampling": None,
-        "load": None,
     }
     size = model.ffn.contract.size(model.bucket.tokens)
     ffn: Any = {("moe", size): lambda *arguments: (nothing,) * 2}  # and the experts' tokens

@@ -1,19 +1,17 @@
-"""Measures a few steps of a running server: spans of the stages, and tokens per expert.
+"""Measures a few steps of a running server: spans of the stages.
 
 Every process has one probe. `observe/watch.py` decides (followers learn it from the leader's step
 boundaries), so that all probes turn on and off at the same boundaries. While it is off there is no
-observer and nothing is counted, at no cost. Knows nothing of requests or other processes.
+observer, at no cost. Knows nothing of requests or other processes.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 import msgspec
-import numpy as np
 
 from jaxserve.observe.timeline import Recorder, Span
-from jaxserve.roles.worker import Observer, OnLoad
+from jaxserve.roles.worker import Observer
 
 CAPACITY = 1 << 14
 """Most spans of one measurement: 61 layers, 4 stages, 3 lanes and 4 steps make 2928."""
@@ -23,15 +21,12 @@ class Watched(Protocol):
     """The part of a driver that a probe uses."""
 
     observer: Observer | None
-    on_load: OnLoad | None
 
 
 class Measured(msgspec.Struct, frozen=True):
     """What one process measured."""
 
     spans: list[Span]
-    expert_tokens: dict[int, list[int]]
-    """Layer → tokens per expert, counting those that this process routed."""
 
 
 class Probe:
@@ -46,7 +41,6 @@ class Probe:
         self._driver = driver
         self._always = driver.observer
         self._recorder = Recorder(process, capacity=CAPACITY, backlog=CAPACITY, paused=True)
-        self._loads: list[tuple[tuple[int, ...], jax.Array]] = []
         self._on = False
 
     def turn(self, on: bool) -> None:
@@ -56,13 +50,11 @@ class Probe:
         self._on = on
         if on:
             self._recorder.clear()
-            self._loads = []
             self._recorder.resume()
             both = [self._always, self._recorder]
             self._driver.observer = self._recorder if self._always is None else _Several(both)
-            self._driver.on_load = self._note_load
         else:
-            self._driver.observer, self._driver.on_load = self._always, None
+            self._driver.observer = self._always
             self._recorder.pause()
 
     def take(self, timeout: float) -> Measured:
@@ -71,17 +63,12 @@ class Probe:
         After `timeout` seconds it returns what has finished by then.
         """
         self._recorder.flush(timeout)
-        loads, self._loads = self._loads, []
-        return Measured(self._recorder.spans(), _totals(loads))
+        return Measured(self._recorder.spans())
 
     def close(self) -> None:
         """Ends its threads."""
         self.turn(False)
         self._recorder.close()
-
-    def _note_load(self, layers: tuple[int, ...], counts: jax.Array) -> None:
-        counts.copy_to_host_async()
-        self._loads.append((layers, counts))
 
 
 class _Several:
@@ -93,14 +80,3 @@ class _Several:
     def observe(self, *stage: Any) -> None:
         for observer in self._observers:
             observer.observe(*stage)
-
-
-def _totals(loads: Sequence[tuple[tuple[int, ...], jax.Array]]) -> dict[int, list[int]]:
-    """Sums each layer's counts."""
-    totals: dict[int, np.ndarray] = {}
-    for layers, counts in loads:
-        mine = [np.asarray(s.data) for s in counts.addressable_shards if s.replica_id == 0]
-        for part in (part for shard in mine for part in shard):  # [layers, experts]
-            for layer, row in zip(layers, part, strict=True):
-                totals[layer] = totals.get(layer, 0) + row
-    return {layer: total.tolist() for layer, total in totals.items()}

@@ -51,10 +51,6 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """Whether there were more than `MAX_SPANS`."""
     domains: list[DomainShare] = []
     transfers: dict[AnyStage, Transfers] = {}
-    expert_tokens: dict[int, list[int]] = {}
-    """Layer → tokens per expert, summed over the latest measurements."""
-    imbalance: float | None = None
-    """The busiest expert's tokens over the mean, averaged over the layers with experts."""
     experts: ExpertView | None = None
     """Where experts are, counted all the time; None: they are not this runtime's."""
     missing: str = ""

@@ -10,9 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.probe import Measured
@@ -40,8 +39,6 @@ CLOSE_SECONDS, CLOSE_FACTOR = 3.0, 4.0
 STEPS = 4
 """Measured steps of each lane: the first overlaps with unmeasured steps before it, the last with
 those after it."""
-KEPT = 64
-"""Number of measurements whose expert counts are summed."""
 TAKE_SECONDS = 5.0
 """Deadline in seconds for collecting a measurement from all processes."""
 
@@ -88,7 +85,6 @@ class Watch:
         self._processing = False
         self._view = PipelineView()
         self._totals: dict[AnyStage, Transfers] = {}
-        self._counts: deque[dict[int, list[int]]] = deque(maxlen=KEPT)
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -158,8 +154,6 @@ class Watch:
             except EngineFailedError as error:
                 missing = str(error)
         spans = merge([part.spans for part in measured])
-        self._counts.append(_sum(part.expert_tokens for part in measured))
-        expert_tokens = _sum(self._counts)
         steps = {(span.lane, span.step) for span in spans}
         if len(steps) < STEPS:  # too few steps for a typical window
             return
@@ -182,8 +176,6 @@ class Watch:
             timeline=shown[:MAX_SPANS],
             timeline_cut=len(shown) > MAX_SPANS,
             transfers=dict(self._totals),
-            expert_tokens=expert_tokens,
-            imbalance=imbalance(expert_tokens),
             missing=missing,
         )
 
@@ -215,22 +207,3 @@ def domain_shares(spans: Sequence[Span], window: Summary, domains: int) -> list[
 def _inside(span: Span, window: Summary) -> float:
     """Seconds of a stage that lie in the window."""
     return max(0, min(span.end_ns, window.end_ns) - max(span.start_ns, window.start_ns)) / 1e9
-
-
-def _sum(counts: Any) -> dict[int, list[int]]:
-    """Sums several counts, layer by layer and expert by expert."""
-    totals: dict[int, list[int]] = {}
-    for layers in counts:
-        for layer, tokens in layers.items():
-            before = totals.get(layer, [0] * len(tokens))
-            totals[layer] = [a + b for a, b in zip(before, tokens, strict=True)]
-    return dict(sorted(totals.items()))
-
-
-def imbalance(expert_tokens: dict[int, list[int]]) -> float | None:
-    """The busiest expert's tokens over the mean, averaged over the layers with tokens.
-
-    1: all experts are equally busy; the number of experts: one gets everything. None: no tokens.
-    """
-    ratios = [max(t) * len(t) / sum(t) for t in expert_tokens.values() if sum(t)]
-    return sum(ratios) / len(ratios) if ratios else None

@@ -43,7 +43,7 @@ from jaxserve.roles.sampling import (
 )
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import AttentionWeights, LeafSource, Leaves, load_progress, zeroed
-from jaxserve.roles.worker import OnLoad, Stages, layers_of
+from jaxserve.roles.worker import Stages, layers_of
 
 
 class PassExecutables(NamedTuple):
@@ -64,8 +64,6 @@ class AttentionExecutables(NamedTuple):
     attend: dict[LayerKind, jax.stages.Compiled]
     leave: jax.stages.Compiled
     sampling: SamplingExecutables
-    load: jax.stages.Compiled | None
-    """Counts the tokens of each expert; None: the model has none."""
     drafting: DraftingExecutables | None = None
     passes: PassExecutables | None = None
     """None: there are no prediction modules, or the step has no drafts."""
@@ -83,8 +81,6 @@ def attention_programs(
         for kind in later:
             wanted[ProgramKey("attend", kind, plain)] = programs.attend(plain, kind)
         wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
-        if "moe" in programs.formats:
-            wanted[ProgramKey("load", None, tokens.undrafted)] = programs.load(bucket)
         if programs.config.modules and bucket.drafts:
             wanted[ProgramKey("predict", None, plain)] = programs.predict(plain)
             wanted[ProgramKey("first_pass", None, tokens)] = programs.first_pass(bucket)
@@ -108,7 +104,6 @@ def attention_executables(
             attend={kind: compiled[ProgramKey("attend", kind, plain)] for kind in later},
             leave=compiled[ProgramKey("leave", None, tokens)],
             sampling=sampling_executables(compiled, bucket),
-            load=compiled.get(ProgramKey("load", None, tokens.undrafted)),
             drafting=drafting_executables(compiled, bucket),
             passes=_pass_executables(compiled, bucket),
         )
@@ -175,12 +170,7 @@ class _Pass(NamedTuple):
 
 
 class AttentionWorker:
-    """Runs the attention stages of all lanes.
-
-    Attributes:
-      on_load: told what the experts of a layer got, after every attend of a MoE layer; None: nobody
-        asks.
-    """
+    """Runs the attention stages of all lanes."""
 
     def __init__(
         self,
@@ -215,7 +205,6 @@ class AttentionWorker:
             if bound.passes is not None
             for lane in range(lanes)
         }
-        self._routed = [kind.ffn == "moe" for kind in kinds]
         self._pages = [
             list(zeroed(programs.page_arrays, programs.mesh))
             for _ in range(programs.config.all_layers)
@@ -225,7 +214,6 @@ class AttentionWorker:
         self._sampling = Sampling(programs, weights.head, self._put.rows)
         drafts = programs.deployment.drafts
         self._drafting = Drafting(programs, self._put.rows) if drafts else None
-        self.on_load: OnLoad | None = None
 
     def page_access(
         self,
@@ -273,9 +261,6 @@ class AttentionWorker:
         combined: Arrays = self._weights.embedding
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
-            if self.on_load is not None and self._routed[layer]:
-                assert executables.load is not None
-                self.on_load((layer,), executables.load(message))
             yield message
             send(message)
             yield None

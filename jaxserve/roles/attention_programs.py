@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -210,27 +209,6 @@ class AttentionPrograms(TokenPrograms):
                 *head.specs(ATTENTION_RULES),
             ),
             (ROWS, ROWS, ROWS),
-            donated=(),
-        )
-
-    def load(self, bucket: Bucket) -> Program:
-        """(message) → the tokens of this device's piece that go to each expert,
-        `[devices, 1, experts]`. Runs only in steps that are measured."""
-        message = self.formats["moe"]
-
-        def body(piece: Array) -> Array:
-            experts = message.unpack(piece, self.dtype).experts
-            assert experts is not None
-            return jnp.bincount(experts.reshape(-1), length=self.sentinel)[None, None]
-
-        rows = self.mesh.size * self.contract.piece_rows(bucket.tokens)
-        return Program(
-            "load",
-            body,
-            self.mesh,
-            (self.shape(rows, message.width, dtype=message.word),),
-            (PIECES,),
-            PIECES,
             donated=(),
         )
 

@@ -25,7 +25,7 @@ from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.weights import LeafSource
-from jaxserve.roles.worker import Observer, OnLoad, Passed, Stages, Step, lane_of_all
+from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all
 
 RunStage = Callable[[], Any]
 """Enqueues what a worker does in a stage of a lane and returns what it makes, if anything."""
@@ -104,16 +104,6 @@ class Cell:
         """Lanes that could begin a step."""
         busy = self._rotation.active
         return [lane for lane in range(len(self._steps)) if lane not in busy]
-
-    @property
-    def on_load(self) -> OnLoad | None:
-        """Told how many tokens each expert of a layer got, where this process knows."""
-        return next((worker.on_load for worker in self._workers.attention), None)
-
-    @on_load.setter
-    def on_load(self, on_load: OnLoad | None) -> None:
-        for worker in self._workers.attention:
-            worker.on_load = on_load
 
     @property
     def slots(self) -> ExpertSlots | None:

@@ -37,7 +37,7 @@ from jaxserve.roles.sampling import (
 )
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import ColocatedWeights, LeafSource, load_progress, zeroed
-from jaxserve.roles.worker import Observer, OnLoad
+from jaxserve.roles.worker import Observer
 
 
 class ColocatedExecutables(NamedTuple):
@@ -121,11 +121,7 @@ class ColocatedWorker:
         self._sampling = Sampling(programs, weights.head, self._put.rows)
         drafts = programs.deployment.drafts
         self._drafting = Drafting(programs, self._put.rows) if drafts else None
-        config = programs.config
-        self._routed = tuple(n for n in range(config.layers) if config.kind(n).ffn == "moe")
         self.observer: Observer | None = None
-        self.on_load: OnLoad | None = None
-        """Told of every step, of all layers at once."""
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
 
@@ -178,7 +174,7 @@ class ColocatedWorker:
             batch = self._drafting.resolve(drafting, plan, batch, before)
         banks = self._programs.stacked_banks
         experts = [] if slots is None else [*slots.counts[:banks], *slots.tables[:banks]]
-        last, sampled, logits, x, load, *state = step(
+        last, sampled, logits, x, *state = step(
             before, batch, table, *self._pages, *experts, *self._weights.flat
         )
         pages = len(self._pages)
@@ -198,8 +194,6 @@ class ColocatedWorker:
                 finished = self._drafting.keep(finished, self._drafting.look_up(drafting, end))
         if self.observer is not None:
             self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
-        if self.on_load is not None and self._routed:
-            self.on_load(self._routed, load)
         return finished
 
     def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:

@@ -79,11 +79,10 @@ class ColocatedPrograms(TokenPrograms):
 
     def step(self, bucket: Bucket) -> Program:
         """(last_tokens, batch, page_table, pages…, counts…, tables…, embedding…, head…, stacked
-        runs…) → (last_tokens, sampled, logits, x, load, pages…, counts…); counts and tables are
-        those of the banks of experts, x is the residual stream after the last layer, load the
-        tokens that the experts got on each device, `[dp, moe layers, experts]`, and the pages are a
-        DP group's of all layers, layer after layer: `[dp * layers * pages, …]`. With drafts it
-        returns the lengths last (`TokenPrograms.verify_step`)."""
+        runs…) → (last_tokens, sampled, logits, x, pages…, counts…); counts and tables are
+        those of the banks of experts, x is the residual stream after the last layer, and the pages
+        are a DP group's of all layers, layer after layer: `[dp * layers * pages, …]`. With drafts
+        it returns the lengths last (`TokenPrograms.verify_step`)."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
         banks = [bank.shape for bank in self.banks[: self.stacked_banks]]
         counts_spec = [bank.counts_spec(ATTENTION_AXES[0]) for bank in banks]
@@ -109,8 +108,7 @@ class ColocatedPrograms(TokenPrograms):
                     loads.append(load)
             last, sampled, logits, *lengths = self.end_step(x, last, context.fields, head, bucket)
             counted = map(add_load, counts, loads)
-            load = jnp.concatenate([jnp.zeros((0, self.config.experts), jnp.int32), *loads])
-            return last, sampled, logits, x, load[None], *pages, *counted, *lengths
+            return last, sampled, logits, x, *pages, *counted, *lengths
 
         arguments = [*templates.embedding.leaves, *templates.head.leaves]
         specs = [
@@ -137,7 +135,7 @@ class ColocatedPrograms(TokenPrograms):
             ),
             (ROWS, ROWS, ROWS, *pages_spec, *counts_spec, *[REPLICATED] * len(banks), *specs),
             (
-                *(ROWS, REPLICATED, ROWS, ROWS, ROWS, *pages_spec, *counts_spec),
+                *(ROWS, REPLICATED, ROWS, ROWS, *pages_spec, *counts_spec),
                 *([ROWS] if bucket.drafts else []),
             ),
             donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),

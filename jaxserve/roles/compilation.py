@@ -13,7 +13,7 @@ from jaxserve.roles.program import Program
 
 ProgramName = (
     Literal["enter", "attend", "leave", "ffn", "step"]
-    | Literal["load", "fetch", "insert", "count"]
+    | Literal["fetch", "insert", "count"]
     | Literal["choose", "score", "logprobs"]
     | Literal["resolve", "draft", "recall"]
     | Literal["predict", "first_pass", "again", "further"]

@@ -30,7 +30,7 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_policy import Options, Proposal, balances, propose
+from jaxserve.roles.expert_policy import Options, Proposal, balances, imbalance, propose
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 from jaxserve.roles.expert_view import ExpertView
@@ -71,6 +71,8 @@ class MovesExperts(Protocol):
 
 
 READ_SECONDS = 5.0
+LOOK_SECONDS = 2.0
+"""How often counts are read, at most, while somebody looks at them."""
 SLICES = 10
 """Slices of time that a decision looks back on."""
 
@@ -156,7 +158,8 @@ class ExpertBalancer:
         self._orders: deque[FetchExperts | ReadExperts | MoveExperts] = deque()
         self._rounds = 0  # in the orders
         self._next_move = self._switched = self._decided = clock()
-        self._counted_at = self._switched
+        self._begun = self._next_look = self._switched  # the slice of time, and to be seen
+        self._slice_ends, self._looked = True, float("-inf")
         self._wanted = self._asked = self._got = 0  # counts: to be taken, taken, read
         self._totals: dict[int, np.ndarray] | None = None
         self._slices: deque[dict[int, np.ndarray]] = deque(maxlen=SLICES)
@@ -182,9 +185,11 @@ class ExpertBalancer:
         """What is to be carried out now, before anything else is enqueued; quick."""
         now = self._clock()
         actions: list[Action] = []
-        late = now - self._counted_at >= self._settings.window_seconds
-        if self._asked == self._got and (self._wanted > self._asked or late):
-            self._counted_at = now
+        ends = self._wanted > self._asked or now - self._begun >= self._settings.window_seconds
+        watched = now - self._looked < 2 * LOOK_SECONDS
+        if self._asked == self._got and (ends or (watched and now >= self._next_look)):
+            self._next_look, self._slice_ends = now + LOOK_SECONDS, ends
+            self._begun = now if ends else self._begun
             actions.append(CountExperts(self._asked + 1))
         if self._orders and now >= self._next_move and self._room_is_full():
             order = self._orders[0]  # it counts as to come until it was carried out
@@ -221,8 +226,9 @@ class ExpertBalancer:
             self._changed.notify_all()
 
     def view(self) -> ExpertView:
-        """From any thread."""
-        seconds = self._clock() - self._switched
+        """From any thread; counts are read more often while somebody looks."""
+        self._looked = now = self._clock()
+        seconds = now - self._switched
         return msgspec.structs.replace(self._view, epoch_seconds=seconds, moving=self._rounds)
 
     def rebalance(self, *, dry_run: bool, seconds: float = 2 * READ_SECONDS) -> Proposal:
@@ -324,7 +330,7 @@ class ExpertBalancer:
             self._decide()
 
     def _take(self, counts: Counts) -> None:
-        """Adds a slice of time: what was counted since the last one."""
+        """What was counted since the last slice of time, which is shown, and at its end kept."""
         ranks = [counts[rank] for rank in sorted(counts)]
         totals = {
             layer: np.stack([own[place] for own in ranks])
@@ -333,13 +339,24 @@ class ExpertBalancer:
         if self._totals is not None:
             before = self._totals
             new = {layer: totals[layer] - before[layer] for layer in totals}  # modulo 2^32
+            self._show({layer: part.astype(np.int64) for layer, part in new.items()})
+            if not self._slice_ends:
+                return
             self._slices.append({layer: part.astype(np.int64) for layer, part in new.items()})
-            loads = {layer: part.sum(axis=1).tolist() for layer, part in new.items()}
-            each = [b for layer, b in balances(new).items() if any(loads[layer])]
-            self._view = msgspec.structs.replace(
-                self._view, loads=loads, balance=sum(each) / len(each) if each else None
-            )
         self._totals = totals
+
+    def _show(self, counts: Mapping[int, np.ndarray]) -> None:
+        """Tokens [ranks, experts] by layer."""
+        loads = {layer: part.sum(axis=1).tolist() for layer, part in counts.items()}
+        each = [b for layer, b in balances(counts).items() if any(loads[layer])]
+        tokens = {layer: part.sum(axis=0).tolist() for layer, part in counts.items()}
+        self._view = msgspec.structs.replace(
+            self._view,
+            loads=loads,
+            balance=sum(each) / len(each) if each else None,
+            expert_tokens=tokens,
+            imbalance=imbalance(tokens),
+        )
 
     def _decide(self) -> None:
         """Rebalances if it is time to, and worth it."""

@@ -5,7 +5,7 @@ busiest rank would get noticeably less to do (hysteresis): a move costs bandwidt
 where the skew is noise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -150,3 +150,12 @@ def balances(counts: Mapping[int, np.ndarray]) -> dict[int, float]:
       counts: layer → tokens [ranks, experts].
     """
     return {layer: balance_of(ranks.sum(axis=1)) for layer, ranks in counts.items()}
+
+
+def imbalance(tokens: Mapping[int, Sequence[int]]) -> float | None:
+    """The busiest expert's tokens over the mean, averaged over the layers with tokens.
+
+    1: all experts are equally busy; the number of experts: one gets everything. None: no tokens.
+    """
+    ratios = [max(own) * len(own) / sum(own) for own in tokens.values() if sum(own)]
+    return sum(ratios) / len(ratios) if ratios else None

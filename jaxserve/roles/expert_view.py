@@ -16,7 +16,12 @@ class ExpertView(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that were copied."""
     move_bytes: int = 0
     balance: float | None = None
-    """Mean ÷ max tokens of a rank in the last slice of time, mean over the layers."""
+    """Mean ÷ max tokens of a rank in the latest slice of time, mean over the layers."""
+    imbalance: float | None = None
+    """The busiest expert's tokens over the mean, averaged over the layers with tokens: 1 where all
+    experts are equally busy, their number where one gets everything."""
+    expert_tokens: dict[int, list[int]] = {}
+    """Layer → tokens of each expert in that slice."""
     loads: dict[int, list[int]] = {}
     """Layer → tokens of each rank in that slice."""
     loads_before: dict[int, list[int]] = {}

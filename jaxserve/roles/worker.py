@@ -1,7 +1,7 @@
 """What runners and observers know of any worker."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -48,10 +48,6 @@ class Passed(NamedTuple):
 Stages = Iterator[Any]
 """A step on a lane: enqueues the worker's next stage each time it is asked for one, and yields what
 the stage makes on the worker's mesh, if anything."""
-
-OnLoad = Callable[[tuple[int, ...], jax.Array], None]
-"""Takes layers and how many tokens of a step their experts got, int32 [parts, layers, experts]: the
-sum over the parts, and over all processes, is the whole."""
 
 
 class Observer(Protocol):

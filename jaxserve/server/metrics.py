@@ -331,16 +331,16 @@ class _EngineCollector(Collector):
         for stage, (count, seconds) in view.transfers.items():
             transfers.add_metric([self._model, stage], count_value=count, sum_value=seconds)
         yield transfers
-        yield self._gauge(
-            "expert_imbalance",
-            "Busiest expert's tokens over the mean, mean over layers, of the steps sampled.",
-            view.imbalance if lately else None,
-        )
         if view.experts is not None:
             yield from self._expert_metrics(view.experts)
 
     def _expert_metrics(self, experts: ExpertView) -> Iterator[Metric]:
         """Metrics of experts that move, counted all the time."""
+        yield self._gauge(
+            "expert_imbalance",
+            "Busiest expert's tokens over the mean, mean over layers, in the last window.",
+            experts.imbalance,
+        )
         yield self._gauge(
             "expert_balance",
             "Mean over max tokens of a rank, mean over layers, in the last window.",

@@ -114,7 +114,7 @@ def test_measured_processes_give_the_colocated_tokens(measured, reference, recor
 
 @pytest.mark.multihost
 def test_figures_of_all_processes_come_together(measured):
-    """The ffn's times are measured by the followers, the experts' tokens by the attention role."""
+    """The ffn's times and the experts' tokens are the followers'."""
     view = measured.view
     assert view["missing"] == ""
     assert set(view["busy"]) == {"attend", "dispatch", "ffn", "combine"}
@@ -122,7 +122,7 @@ def test_figures_of_all_processes_come_together(measured):
     assert {(span["stage"], span["process"]) for span in view["timeline"]} == {
         *(("attend", 0), ("combine", 0), ("dispatch", 1), ("ffn", 1))
     }
-    totals = {sum(tokens) for tokens in view["expert_tokens"].values()}
+    totals = {sum(tokens) for tokens in view["experts"]["expert_tokens"].values()}
     assert len(totals) == 1  # every layer has the same tokens
     assert totals.pop() > 0
 

@@ -64,10 +64,6 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     """The part of each."""
     transfers: dict[AnyStage, Transfers]
     """Number and total seconds of the messages measured since the start."""
-    expert_tokens: dict[int, list[int]]
-    """Layer → tokens of each expert, in the last steps that were measured."""
-    imbalance: float | None
-    """The busiest expert's tokens over the mean, mean over the layers; null without experts."""
     missing: str
     """What the sample lacks; empty where it is complete."""
 
@@ -95,7 +91,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """Since the start."""
     load: EngineLoad
     experts: ExpertView | None
-    """Where experts are and what their ranks got; null without any."""
+    """Where experts are, and what they and their ranks got; null without any."""
     measured: MeasuredSteps | None
     """Null until steps were measured, which happens only while clients ask."""
 
@@ -153,8 +149,6 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
         timeline_cut=view.timeline_cut,
         domains=view.domains,
         transfers=view.transfers,
-        expert_tokens=view.expert_tokens,
-        imbalance=view.imbalance,
         missing="the times of another process did not come" if view.missing else "",
     )
 

@@ -2,11 +2,8 @@
 
 import sys
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.observe.probe import Probe
 
@@ -14,7 +11,6 @@ from jaxserve.observe.probe import Probe
 class Driver:
     def __init__(self, observer=None):
         self.observer = observer
-        self.on_load = None
 
     def step(self, number: int) -> None:
         """A stage, observed by whoever observes."""
@@ -50,7 +46,6 @@ def test_only_what_happens_while_it_is_on(driver, probe) -> None:
     probe.turn(False)
     driver.step(4)
     assert driver.observer is None
-    assert driver.on_load is None
     spans = probe.take(10.0).spans
     assert [(s.stage, s.step, s.process) for s in spans] == [("step", 2, 3), ("step", 3, 3)]
 
@@ -83,19 +78,3 @@ def test_threads_take_short_turns_only_while_it_is_on(driver, probe) -> None:
     assert sys.getswitchinterval() == pytest.approx(5e-5)
     probe.turn(False)
     assert sys.getswitchinterval() == pytest.approx(before)
-
-
-def test_counts_of_all_parts_are_added_up(driver, probe) -> None:
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
-
-    def load(rows, *spec):
-        return jax.device_put(np.asarray(rows, np.int32), NamedSharding(mesh, PartitionSpec(*spec)))
-
-    probe.turn(True)
-    # Layer 1 of an AFD step: four devices, each its own tokens.
-    driver.on_load((1,), load([[[1, 0]], [[2, 0]], [[3, 0]], [[4, 5]]], ("dp", "tp")))
-    # Layers 1 and 2 of a colocated step: a part a DP group, the same on both its devices.
-    driver.on_load((1, 2), load([[[10, 0], [7, 0]], [[0, 20], [0, 8]]], "dp"))
-    probe.turn(False)
-    assert probe.take(1.0).expert_tokens == {1: [20, 25], 2: [7, 8]}
-    assert probe.take(1.0).expert_tokens == {}

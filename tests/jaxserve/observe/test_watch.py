@@ -10,7 +10,7 @@ from jaxserve.observe import watch as module
 from jaxserve.observe.probe import Measured
 from jaxserve.observe.timeline import Span, summarise
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
-from jaxserve.observe.watch import Watch, domain_shares, imbalance
+from jaxserve.observe.watch import Watch, domain_shares
 
 MS = 1_000_000
 
@@ -52,10 +52,8 @@ def lane_of_steps(stage, milliseconds, *, offset=0, process=0, steps=5):
     ]
 
 
-ATTENTION = Measured(
-    lane_of_steps("attend", 6) + lane_of_steps("combine", 1, offset=9), {1: [3, 1], 2: [2, 2]}
-)
-FFN = Measured(lane_of_steps("dispatch", 1, offset=6) + lane_of_steps("ffn", 2, offset=7), {})
+ATTENTION = Measured(lane_of_steps("attend", 6) + lane_of_steps("combine", 1, offset=9))
+FFN = Measured(lane_of_steps("dispatch", 1, offset=6) + lane_of_steps("ffn", 2, offset=7))
 
 
 def measure(watch: Watch, clock: Clock, probe: FakeProbe) -> PipelineView:
@@ -157,12 +155,9 @@ def test_the_figures_of_both_sides(clock: Clock) -> None:
     assert view.bubble == pytest.approx(0.4)
     assert view.transfers["dispatch"] == pytest.approx((3, 0.003))
     assert {span.step for span in view.timeline} == {1, 2, 3}
-    assert view.expert_tokens == {1: [3, 1], 2: [2, 2]}
-    assert view.imbalance == pytest.approx((1.5 + 1.0) / 2)
     assert view.missing == ""
     again = measure(watch, clock, probe)
     assert again.transfers["dispatch"] == pytest.approx((6, 0.006))
-    assert again.expert_tokens == {1: [6, 2], 2: [4, 4]}
     watch.close()
 
 
@@ -181,18 +176,17 @@ def test_a_side_that_does_not_answer_is_missing_and_not_idle(clock: Clock) -> No
 
 
 def test_colocated_steps(clock: Clock) -> None:
-    probe = FakeProbe(Measured(lane_of_steps("step", 9), {}))
+    probe = FakeProbe(Measured(lane_of_steps("step", 9)))
     watch = Watch(probe, 1, clock=clock)
     view = measure(watch, clock, probe)
     assert view.busy == pytest.approx({"step": 0.9})
     assert view.bubble == pytest.approx(0.1)
     assert view.transfers == {}
-    assert view.imbalance is None
     watch.close()
 
 
 def test_too_few_steps_are_no_sample(clock: Clock) -> None:
-    probe = FakeProbe(Measured(lane_of_steps("step", 9, steps=2), {3: [1, 1]}))
+    probe = FakeProbe(Measured(lane_of_steps("step", 9, steps=2)))
     watch = Watch(probe, 1, clock=clock)
     assert measure(watch, clock, probe).measured_at is None
     watch.close()
@@ -208,16 +202,8 @@ def test_the_timeline_has_an_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) 
     watch.close()
 
 
-def test_imbalance() -> None:
-    assert imbalance({}) is None
-    assert imbalance({0: [0, 0]}) is None
-    assert imbalance({0: [5, 5, 5]}) == 1.0
-    assert imbalance({0: [0, 0, 7]}) == 3.0
-    assert imbalance({0: [0, 0, 7], 1: [1, 1, 1], 2: [0, 0, 0]}) == 2.0
-
-
 def test_a_mistake_in_the_figures_ends_nothing(clock: Clock) -> None:
-    probe = FakeProbe(Measured([], {1: [1]}))
+    probe = FakeProbe(Measured([]))
     watch = Watch(probe, 1, clock=clock)
     measure(watch, clock, probe)
     probe.measured = Measured([], {1: [1, 2]})  # other experts than before

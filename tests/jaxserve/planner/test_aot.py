@@ -46,7 +46,7 @@ def test_a_decode_bucket_of_step3(topology, config, bucket, devices):
     assert found["failures"] == []
     assert [program["name"] for program in found["programs"]] == [
         *("choose", "score", "logprobs"),
-        *("enter_dense", "attend_dense", "attend_moe", "leave", "load", "ffn_dense", "ffn_moe"),
+        *("enter_dense", "attend_dense", "attend_moe", "leave", "ffn_dense", "ffn_moe"),
     ]
     layers = {program["name"]: program["layers"] for program in found["programs"]}
     assert layers["attend_dense"] + layers["attend_moe"] + 1 == 61

@@ -59,7 +59,7 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
     compile_all(wanted | ffn_programs(ffn_of(tmp_path), [8, 24, 8, 24]))
     assert sorted(compiled) == sorted(
         ["enter_dense", "attend_dense", "attend_moe"] * 4  # every bucket
-        + ["ffn_dense", "ffn_moe", "leave", "load", "choose", "score"] * 2  # every number of tokens
+        + ["ffn_dense", "ffn_moe", "leave", "choose", "score"] * 2  # every number of tokens
         + ["logprobs"]
     )
 

@@ -17,7 +17,7 @@ from jaxserve.roles.actions import (
     ReadExperts,
 )
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
-from jaxserve.roles.expert_policy import Options, propose
+from jaxserve.roles.expert_policy import Options, imbalance, propose
 
 SIZES = SlotSizes(8, 4, 1)
 HOME = home_slots(SIZES)
@@ -109,6 +109,14 @@ def test_a_layer_is_left_alone_unless_it_gains():
     assert propose({2: SKEWED * 0}, {2: HOME}, SIZES, options).balance_then == 1.0
 
 
+def test_imbalance() -> None:
+    assert imbalance({}) is None
+    assert imbalance({0: [0, 0]}) is None
+    assert imbalance({0: [5, 5, 5]}) == 1.0
+    assert imbalance({0: [0, 0, 7]}) == 3.0
+    assert imbalance({0: [0, 0, 7], 1: [1, 1, 1], 2: [0, 0, 0]}) == 2.0
+
+
 def test_a_dry_run_moves_nothing(make):
     worker = make()
     worker.rebalance(dry_run=True)  # from here on it counts
@@ -149,7 +157,7 @@ def test_a_boundary_carries_one_piece(make):
     swapped = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
     assert balancer.place({1: swapped}) == 1
     pairs, seen = [(1, 3), (3, 1)], []
-    while balancer.view().moving:
+    while balancer._rounds:
         seen.append(worker.boundary())
         assert worker.boundary() == []  # half a second, two quarters of experts, is not over
         worker.clock.now += 0.5
@@ -217,6 +225,27 @@ def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make):
     worker.fails = ""
     worker.serve()
     assert worker.rebalance(dry_run=False).moves
+
+
+def test_who_looks_sees_what_a_slice_has_so_far(make):
+    worker = make(window_seconds=60.0)
+    wait_for_counts(worker)
+    balancer = worker.balancer
+    worker.serve()
+    worker.clock.now += 2
+    wait_for_counts(worker)
+    assert balancer.view().expert_tokens == {}  # nobody had looked
+    wait_for_counts(worker)
+    view = balancer.view()
+    assert view.expert_tokens == {1: SKEWED[0].tolist()}
+    assert view.imbalance == pytest.approx(800 / 1500 * 8)
+    assert not balancer._slices
+    worker.serve()
+    worker.clock.now += 58
+    wait_for_counts(worker)
+    assert balancer.view().expert_tokens == {1: (2 * SKEWED[0]).tolist()}
+    (kept,) = balancer._slices
+    assert kept[1].sum(axis=0).tolist() == (2 * SKEWED[0]).tolist()
 
 
 def wait_for_counts(worker):

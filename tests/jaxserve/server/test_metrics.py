@@ -5,6 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.load import DomainLoad, EngineLoad, PagesLoad, WorkerLoad
 from jaxserve.observe.view import PipelineView, Transfers
+from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.output import GenerationOutput
@@ -101,7 +102,7 @@ VIEW = PipelineView(
     busy={"attend": 0.75, "dispatch": 0.125, "ffn": 0.5},
     bubble=0.25,
     transfers={"dispatch": Transfers(4, 0.5)},
-    imbalance=2.5,
+    experts=ExpertView(imbalance=2.5),
 )
 
 

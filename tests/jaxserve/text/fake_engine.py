@@ -18,6 +18,7 @@ from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.observe.timeline import STAGES, Span
 from jaxserve.observe.view import PipelineView, Transfers
+from jaxserve.roles.expert_view import ExpertView
 
 EOS = 1
 
@@ -46,8 +47,7 @@ def pipeline_view(milliseconds: int) -> PipelineView:
         bubble=0.25,
         timeline=spans,
         transfers={"dispatch": Transfers(10, 0.002), "combine": Transfers(10, 0.001)},
-        expert_tokens={1: [4, 0, 2, 2], 2: [1, 1, 1, 5]},
-        imbalance=2.25,
+        experts=ExpertView(expert_tokens={1: [4, 0, 2, 2], 2: [1, 1, 1, 5]}, imbalance=2.25),
     )
 
 

@@ -292,7 +292,7 @@ def test_figures(rig: HttpRig) -> None:
         ["dispatch", 0, 0, 7, 2000, 3000],
     ]
     assert measured["transfers"] == {"dispatch": [10, 0.002], "combine": [10, 0.001]}
-    assert measured["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
+    assert found["experts"]["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
 
 
 def test_the_page_is_package_data() -> None:
