@@ -47,7 +47,9 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
         move(engine)
     tokens, view = layouts.generate(engine), engine.pipeline()
     deadline = time.monotonic() + SECONDS
-    while options.figures and view.measured_at is None and time.monotonic() < deadline:
+    while options.figures and time.monotonic() < deadline:
+        if view.measured_at is not None and view.experts.expert_tokens:
+            break
         tokens = layouts.generate(engine)
         view = engine.pipeline()
     layouts.idle(engine)

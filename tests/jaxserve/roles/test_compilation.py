@@ -72,7 +72,6 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     assert list(made) == BUCKETS
     small, same, large = (made[bucket] for bucket in BUCKETS[:3])
     assert small.leave is same.leave
-    assert small.load is same.load
     assert small.enter is not same.enter
     assert small.attend[LayerKind("moe")] is not same.attend[LayerKind("moe")]
     assert small.leave is not large.leave

@@ -78,8 +78,9 @@ def test_shapes_of_1a1f(tmp_path):
 def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path):
     overrides = {k.replace(".", "__"): v for k, v in layouts.LAYOUTS[layout].items()}
     attention = programs(tmp_path, **overrides)
-    load = attention.load(Bucket(24, 18))
-    assert load.arguments[0].shape == (rows, 64 + 3 + 3)
+    attend = attention.attend(Bucket(24, 18), LayerKind("moe"))
+    message = jax.eval_shape(attend.mapped(), *attend.arguments)[1]
+    assert message.shape == (rows, 64 + 3 + 3)
     ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, "moe")
     *made, counts = jax.eval_shape(ffn.mapped(), *ffn.arguments)
     assert [array.shape for array in made] == answers

@@ -124,7 +124,7 @@ def test_what_was_measured_long_ago_is_not_now(clock: Clock) -> None:
     metrics.watch(engine)
     clock.date += 51
     found = samples(metrics)
-    assert not [name for name in found if name.startswith(("stage_", "bubble_", "expert_"))]
+    assert not [name for name in found if name.startswith(("stage_", "bubble_"))]
     assert found["transfer_seconds_count direction=dispatch"] == 4  # a counter
 
 
