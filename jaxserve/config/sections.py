@@ -240,6 +240,9 @@ class Speculative(Section, frozen=True):
     modules: Size = 1
     """With `mtp`: modules that are loaded. Each makes one draft, and the last one all further
     ones."""
+    automatic: bool = True
+    """Whether steps have drafts only where they are faster with them, by what steps took and how
+    many drafts held lately; else all have."""
 
 
 class Experts(Section, frozen=True):

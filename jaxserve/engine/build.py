@@ -171,6 +171,7 @@ def make_engine(
             side_by_side=deployment.mode == "afd",
             drafts=deployment.drafts,
             modules=deployment.modules,
+            automatic_drafts=deployment.speculative.automatic,
         )
         for _ in range(domains)
     ]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from jaxserve.engine.drafting import DraftCounts
+
 
 class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's end of the pages link, since its start.
@@ -66,6 +68,7 @@ class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     invalid_logits: int = 0
+    drafts: DraftCounts | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +94,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       domains: those of the figures that each domain has of its own.
       hand_offs: what its end of the pages link has done; of a fleet, what all have; None: there is
         none.
+      drafts: of all domains together; None: there are none.
     """
 
     running: int = 0
@@ -110,6 +114,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     refusals: int = 0
     domains: list[DomainLoad] = []
     hand_offs: PagesLoad | None = None
+    drafts: DraftCounts | None = None
 
     @classmethod
     def of(
@@ -142,4 +147,5 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             held=held,
             domains=list(domains),
             hand_offs=hand_offs,
+            drafts=DraftCounts.sum([one.drafts for one in domains if one.drafts is not None]),
         )

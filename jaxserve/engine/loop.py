@@ -142,6 +142,7 @@ class Loop:
         self._begun: dict[int, ScheduledStep] = {}  # by lane, not enqueued to the end yet
         self._in_flight: deque[ScheduledStep] = deque()  # enqueued, in this order
         self._ahead: int | None = None  # the lane that was enqueued last
+        self._lane_since = [0.0] * lanes  # when a lane's oldest step in flight could begin
         self._deadlines: dict[str, float] = {}  # of requests that have not ended
         self._by_deadline: list[tuple[float, str]] = []  # a heap; may hold requests that ended
 
@@ -284,6 +285,8 @@ class Loop:
     def enqueued(self, lane: int) -> ScheduledStep:
         """The lane's step has been enqueued to its end; returns it."""
         step = self._begun.pop(lane)
+        if not any(other.lane == lane for other in self._in_flight):
+            self._lane_since[lane] = self._clock()
         self._in_flight.append(step)
         self._ahead = lane
         return step
@@ -298,7 +301,11 @@ class Loop:
         if oldest is None or (oldest.lane, oldest.plan.number) != (lane, plan.number):
             raise EngineFailedError(f"step {plan.number} of lane {lane} completed out of order")
         self._in_flight.popleft()
-        outputs = self.schedulers[lane % len(self.schedulers)].complete(plan, result)
+        scheduler = self.schedulers[lane % len(self.schedulers)]
+        if scheduler.draft_policies:
+            since, self._lane_since[lane] = self._lane_since[lane], self._clock()
+            scheduler.took(plan, self._lane_since[lane] - since)
+        outputs = scheduler.complete(plan, result)
         if self._deadlines:
             for sequence in outputs.ended:
                 self._deadlines.pop(sequence.request.request_id, None)

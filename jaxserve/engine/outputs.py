@@ -31,6 +31,7 @@ class StepOutputs(Items[TokenOutput]):
       sequences: whose tokens these are.
       token_ids: one each, or of a step with drafts the run of each.
       special: index → the output of a request that ended, or that asked for more than tokens.
+      drafts: of a step with drafts, how many each sequence had.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class StepOutputs(Items[TokenOutput]):
         sequences: Items[Sequence],
         token_ids: list[int] | list[list[int]],
         special: dict[int, TokenOutput],
+        drafts: Items[int] = (),
     ):
         self._sequences, self._token_ids, self._special = sequences, token_ids, special
+        self._drafts = drafts
 
     @property
     def ended(self) -> list[Sequence]:
@@ -72,16 +75,23 @@ class StepOutputs(Items[TokenOutput]):
 
     def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
         own = self._token_ids[index]
+        run = own if isinstance(own, list) else [own]
         return TokenOutput(
             request_id=sequence.request.request_id,
-            token_ids=own if isinstance(own, list) else [own],
+            token_ids=run,
+            drafted=self._drafts[index] if self._drafts else 0,
+            accepted=len(run) - 1,
             cached_tokens=sequence.found or 0,
             queue_seconds=sequence.queue_seconds,
         )
 
 
 def append_tokens(
-    slots: LaneSlots, rows: np.ndarray, result: StepResult, end_ids: Collection[int]
+    slots: LaneSlots,
+    rows: np.ndarray,
+    result: StepResult,
+    end_ids: Collection[int],
+    drafts: np.ndarray | None = None,
 ) -> StepOutputs:
     """Adds a sampled token, or a run of them, to the sequence in each row; it may end in there.
 
@@ -90,6 +100,7 @@ def append_tokens(
       rows: those that got a token.
       result: what the step gave.
       end_ids: every id that would end one of the lane's sequences.
+      drafts: how many each of the rows had; None: it was a step without.
     """
     groups, lane_slots, *drafted = result.sampled.shape
     token_ids = result.sampled.reshape(groups * lane_slots, *drafted)[rows]
@@ -114,7 +125,11 @@ def append_tokens(
         row, own = int(rows[index]), tokens[index]
         run = own if isinstance(own, list) else [own]
         outputs[index] = _append(slots, row, run, result.logprobs.get(row))
-    return StepOutputs(sequences, tokens, outputs)
+        if drafts is not None and drafts[index]:
+            outputs[index] = msgspec.structs.replace(
+                outputs[index], drafted=int(drafts[index]), accepted=len(run) - 1
+            )
+    return StepOutputs(sequences, tokens, outputs, () if drafts is None else drafts.tolist())
 
 
 def _append(

@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       grammar: decides which tokens may come; an object of the request's own. None: all.
       priority: in [-100, 100]; lower ones are served earlier, see `scheduler.py`.
       cache_salt: requests share cached prompts only with those of equal salt: a tenant's name.
+      speculative: whether its tokens may be drafted, where the deployment does that. It changes no
+        token.
     """
 
     max_tokens: int = 128
@@ -100,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A `Grammar` or None."""
     priority: int = 0
     cache_salt: str = ""
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         """Takes one string, or a list, where a tuple is meant."""
@@ -126,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for index, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
-        for field in ("ignore_eos", "skip_special_tokens", "include_stop"):
+        for field in ("ignore_eos", "skip_special_tokens", "include_stop", "speculative"):
             if not isinstance(value := getattr(self, field), bool):
                 raise InvalidRequestError(field, f"{value!r} is not a bool")
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, note=" (max_tokens)")
@@ -205,6 +208,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
       cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
         output.
       queue_seconds: how long it waited until it was let in.
+      drafted: drafts of it that the step verified.
+      accepted: those of them that held, behind its end, too.
       pages_lost: of an error: KV entries that a prefill worker held did not come, nor were they
         computed; another worker may run the request.
       unavailable: of an error: there was nobody to run the request, who may be there later.
@@ -219,6 +224,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
     pages_lost: bool = False
     unavailable: bool = False
 

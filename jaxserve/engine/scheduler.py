@@ -41,6 +41,7 @@ import numpy as np
 from jaxserve.engine import grammar_wait, integrity
 from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due, rank
 from jaxserve.engine.dp_group import DPGroup
+from jaxserve.engine.drafting import DraftCounts, DraftPolicy
 from jaxserve.engine.fetches import Fetches
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.logprobs import StepResult
@@ -75,6 +76,7 @@ class Scheduler:
       side_by_side: whether lanes that wait for grammars are to start together.
       drafts: most drafts of a sequence and step.
       modules: prediction modules that make them; 0: they are looked up.
+      automatic_drafts: whether steps have them only where they make it faster.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Scheduler:
         side_by_side: bool = False,
         drafts: int = 0,
         modules: int = 0,
+        automatic_drafts: bool = False,
     ):
         if token_budget < slots * (1 + drafts):
             least = (
@@ -135,6 +138,11 @@ class Scheduler:
             )
             for index in range(groups)
         ]
+        self.draft_policies = [
+            DraftPolicy(drafts, automatic=automatic_drafts) for _ in range(lanes if drafts else 0)
+        ]
+        """Of each lane; none where there are no drafts."""
+        self.drafts = DraftCounts()
         self._publishes = prefix_cache
         self._slots = slots
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
@@ -263,11 +271,15 @@ class Scheduler:
         for row, scores in result.scores.items():
             if slots.sequences[row].scores is not None:
                 slots.sequences[row].scores += scores
-        accepted = None if step.drafts is None else result.counts.reshape(-1)[step.rows] - 1
-        if accepted is not None:
-            accepted = np.where(step.samples, accepted, 0)
-        rows = step.rows[slots.complete(step, accepted)]
-        outputs = append_tokens(slots, rows, result, self._end_ids)
+        accepted = None
+        if step.drafts is not None:
+            accepted = np.where(step.samples, result.counts.reshape(-1)[step.rows] - 1, 0)
+            self.drafts.add(step.drafts, accepted)
+        if self.draft_policies:
+            self.draft_policies[plan.lane].completed(step.drafts, accepted)
+        kept = slots.complete(step, accepted)
+        drafts = None if step.drafts is None else step.drafts[kept]
+        outputs = append_tokens(slots, step.rows[kept], result, self._end_ids, drafts)
         self._invalid_logits += outputs.invalid
         for sequence in outputs.ended:
             self._end(sequence)
@@ -279,6 +291,12 @@ class Scheduler:
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
         return outputs
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step of a lane took, where that decides about drafts."""
+        if self.draft_policies and (plan.token_counts == np.maximum(plan.sample_counts, 1)).all():
+            policy = self.draft_policies[plan.lane]
+            policy.took(len(plan.rows), plan.bucket.drafts, seconds)
 
     def lost(self, plan: StepPlan) -> None:
         """Takes back the newest step of a lane that is in flight, which gave and changed nothing.
@@ -460,9 +478,12 @@ class Scheduler:
 
         Pages for them are taken from those that nobody is owed.
         """
-        if not self._buckets.drafts or not (self._predicts or decoding.any()):
+        if not self.draft_policies or not (self._predicts or decoding.any()):
             return None
-        drafts = slots.drafts(decoding, self._buckets.drafts)
+        most = self.draft_policies[slots.lane].choose(int(decoding.sum()))
+        if not most:
+            return None
+        drafts = slots.drafts(decoding, most)
         reach = slots.cached + slots.slack + 1
         wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
         for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():

@@ -90,7 +90,8 @@ class Sequence:
         params = self.request.params
         if params.penalises or params.logit_bias or self.has_grammar or self.unscored:
             return False
-        return params.logprobs is None and self.generated >= params.min_tokens
+        wanted = params.speculative and params.logprobs is None
+        return wanted and self.generated >= params.min_tokens
 
     @property
     def longest(self) -> int:

@@ -177,6 +177,8 @@ def _finish_info(output: GenerationOutput) -> pb.FinishInfo:
             prompt_tokens=output.prompt_token_count,
             completion_tokens=output.completion_token_count,
             cached_tokens=output.cached_token_count,
+            accepted_prediction_tokens=output.accepted_token_count,
+            rejected_prediction_tokens=output.drafted_token_count - output.accepted_token_count,
         ),
     )
     if output.stop_string is not None:
@@ -245,6 +247,7 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     optional = (
         *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
         *("repetition_penalty", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+        "speculative",
     )
     return SamplingParams(
         stop=tuple(request.stop),

@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.drafting import DraftCounts
 from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.roles.expert_view import ExpertView
@@ -240,11 +241,32 @@ class _EngineCollector(Collector):
         yield self._counter(
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
+        if load.drafts is not None:
+            yield from self._draft_metrics(load.drafts)
         if load.workers:
             yield from self._fleet_metrics(load)
         if load.hand_offs is not None:
             yield from self._hand_off_metrics(load.hand_offs)
         yield from self._pipeline_metrics(self._pipeline())
+
+    def _draft_metrics(self, drafts: DraftCounts) -> Iterator[Metric]:
+        yield self._counter(
+            "spec_decode_num_drafts", "How often drafts of a sequence were verified.", drafts.runs
+        )
+        yield self._counter(
+            "spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.drafted
+        )
+        yield self._counter(
+            "spec_decode_num_accepted_tokens", "Drafts that held.", sum(drafts.accepted)
+        )
+        places = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that held, by their place.",
+            labels=[LABEL, "position"],
+        )
+        for place, count in enumerate(drafts.accepted):
+            places.add_metric([self._model, str(place)], count)
+        yield places
 
     def _hand_off_metrics(self, pages: PagesLoad) -> Iterator[Metric]:
         """Of a worker's end of the pages link."""

@@ -76,6 +76,7 @@ class Generation:
         self._detokenizer = IncrementalDetokenizer(generator.tokenizer, special=special)
         self._matcher = StopMatcher(params.stop)
         self._completion_token_count = 0
+        self._drafted = self._accepted = 0
         self._finished = False
 
     @property
@@ -143,6 +144,8 @@ class Generation:
     def _output(self, tokens: TokenOutput) -> GenerationOutput:
         text, token_ids, stop = self._text_of(tokens.token_ids)
         self._completion_token_count += len(token_ids)
+        self._drafted += tokens.drafted
+        self._accepted += tokens.accepted
         if stop is None and tokens.finish_reason is not None:
             rest, stop = self._matcher.push(self._detokenizer.finish())
             text += rest + self._matcher.finish()
@@ -162,6 +165,8 @@ class Generation:
             prompt_logprobs=tokens.prompt_logprobs,
             cached_token_count=tokens.cached_tokens,
             queue_seconds=tokens.queue_seconds,
+            drafted_token_count=self._drafted,
+            accepted_token_count=self._accepted,
             unavailable=tokens.unavailable and stop is None,
         )
 

@@ -27,6 +27,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
       prompt_logprobs: of the prompt's tokens (None for the first), in one output, if asked for.
       cached_token_count: tokens of the prompt that were found in the prefix cache.
       queue_seconds: how long the request waited before the engine admitted it.
+      drafted_token_count: drafts that were verified so far.
+      accepted_token_count: those of them that held.
       unavailable: of an error: it may succeed later.
     """
 
@@ -43,6 +45,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_token_count: int = 0
     queue_seconds: float = 0.0
+    drafted_token_count: int = 0
+    accepted_token_count: int = 0
     unavailable: bool = False
 
 
@@ -76,4 +80,6 @@ def joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         token_ids=[token_id for one in outputs for token_id in one.token_ids],
         logprobs=[logprobs for one in outputs for logprobs in one.logprobs],
         prompt_logprobs=next(scores, None),
+        drafted=sum(one.drafted for one in outputs),
+        accepted=sum(one.accepted for one in outputs),
     )

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.unoptimised
 NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
 
 CASES = {
-    "colocated": {**COLOCATED, "lanes": 2},
-    "1A1F": {"lanes": 2},
+    "colocated": {**COLOCATED, "lanes": 2, "speculative.automatic": False},
     "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
 }
 
@@ -33,6 +32,7 @@ OPTIONS = [
     {"prompt_logprobs": 1},
     {"max_tokens": 1},
     {"max_tokens": 7, "temperature": 0.0},
+    {"speculative": False},
 ]
 
 
@@ -108,9 +108,12 @@ def test_the_same_tokens_as_without(case, tiny_model, expected):
     with running(tiny_model, CASES[case] | NGRAM) as engine:
         counted = Counted(engine)
         assert layouts.generate(engine, params=GREEDY) == greedy
-        assert counted.held > 100
-        assert counted.drafted > 1000
+        always = CASES[case].get("speculative.automatic") is False
+        assert counted.held > (100 if always else 0)
+        assert counted.drafted > (1000 if always else 0)
         assert layouts.generate(engine, params=SAMPLED) == sampled
         assert run_mixed(engine) == with_options
         layouts.idle(engine)
         assert engine.compilations_after_ready == 0
+        drafts = engine.load().drafts
+        assert (drafts.drafted, sum(drafts.accepted)) == (counted.drafted, counted.held)

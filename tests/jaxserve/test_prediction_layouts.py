@@ -26,6 +26,8 @@ SIZES = dataclasses.replace(layouts.SIZES, mtp=True)
 COLOCATED_ON_3 = COLOCATED | {"attention.dp": 3, "lanes": 2}
 ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3} | LAYOUTS
 
+ALWAYS = {"speculative.automatic": False}
+
 FEW = [
     ("colocated on 3", 2, {}),
     ("2A4F", 3, {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}),
@@ -60,7 +62,7 @@ def expected(colocated_runtime):
 @pytest.mark.parametrize(("overrides", "drafts"), list(cases()))
 def test_the_same_tokens_as_without(overrides, drafts, with_module, expected):
     greedy, with_options = expected
-    speculative = {"speculative.method": "mtp", "speculative.drafts": drafts}
+    speculative = {"speculative.method": "mtp", "speculative.drafts": drafts} | ALWAYS
     with running(with_module, overrides | speculative) as engine:
         counted = Counted(engine)
         assert layouts.generate(engine) == greedy
@@ -74,7 +76,7 @@ def test_the_same_tokens_as_without(overrides, drafts, with_module, expected):
 @pytest.mark.multihost
 def test_over_pull(with_module, expected):
     """The ffn worker serves a domain that has the module, and refuses one that has not."""
-    overrides = FFN | {"lanes": 2, "speculative.method": "mtp", "speculative.drafts": 1}
+    overrides = FFN | {"lanes": 2, "speculative.method": "mtp", "speculative.drafts": 1} | ALWAYS
     here = overrides | {"link.addresses": ["127.0.0.1:1"]}
     server, _ = message_server(*role_of(with_module, "ffn", 0, here), TOKEN, "127.0.0.1:0")
     there = {"link.addresses": [server.start()]}

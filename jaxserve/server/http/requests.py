@@ -180,6 +180,8 @@ class SamplingFields(Strict, kw_only=True):
     """Requests of lower priority values are scheduled earlier."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     """Cached prefixes are shared only between requests of the same salt."""
+    speculative: bool | None = None
+    """False: no tokens are drafted. It changes no token, only when they come."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Part of the response's id; X-Request-Id has the same effect."""
 

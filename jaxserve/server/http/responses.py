@@ -21,7 +21,10 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
     """Details of the completion's tokens."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Drafts that held, where there were any."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -32,7 +35,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of answers with reasoning."""
+    """Of answers with reasoning or drafts."""
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

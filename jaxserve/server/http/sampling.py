@@ -14,7 +14,7 @@ from jaxserve.server.http.requests import GenerationFields
 SAME_NAMES = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "priority"),
-    "skip_special_tokens",
+    *("skip_special_tokens", "speculative"),
 )
 """Fields with the same name and meaning in `SamplingParams`."""
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
@@ -112,11 +112,17 @@ class UsageCount:
         self._prompt = sum(len(job.token_ids) for job in jobs) // choices_a_prompt
         self._completion = 0
         self.reasoning = 0
+        self._drafted: dict[
+            int, tuple[int, int]
+        ] = {}  # choice → drafts so far, and those that held
         self._cached: dict[int, int] = {}  # prompt → cached tokens of its first choice
 
     def add(self, source: Source, output: GenerationOutput) -> None:
         """Counts the tokens of an output."""
         self._completion += len(output.token_ids)
+        if output.drafted_token_count:
+            drafts = output.drafted_token_count, output.accepted_token_count
+            self._drafted[source.job.index] = drafts
         prompt, choice = divmod(source.job.index, self._choices)
         if choice == 0:
             self._cached[prompt] = output.cached_token_count
@@ -128,12 +134,20 @@ class UsageCount:
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
-            completion_tokens_details=(
-                CompletionTokensDetails(reasoning_tokens=self.reasoning)
-                if self.reasoning
-                else UNSET
-            ),
+            completion_tokens_details=self._details(),
         )
+
+    def _details(self) -> CompletionTokensDetails | UnsetType:
+        if self._drafted:
+            drafted, accepted = map(sum, zip(*self._drafted.values(), strict=True))
+            return CompletionTokensDetails(
+                reasoning_tokens=self.reasoning,
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=drafted - accepted,
+            )
+        if self.reasoning:
+            return CompletionTokensDetails(reasoning_tokens=self.reasoning)
+        return UNSET
 
 
 def stop_reason(source: Source, output: GenerationOutput) -> str | int | None:

@@ -1,0 +1,61 @@
+import numpy as np
+
+from jaxserve.engine.drafting import FIRST_INTERVAL, PROBE_STEPS, DraftCounts, DraftPolicy
+
+
+def run(policy: DraftPolicy, steps: int, seconds: dict[int, float], held: int, rows: int = 4):
+    """The choices of so many steps, each of which takes what is said for its drafts."""
+    chosen = []
+    for _ in range(steps):
+        drafts = policy.choose(rows)
+        chosen.append(drafts)
+        policy.took(rows, drafts, seconds[drafts])
+        some = np.full(rows, drafts) if drafts else None
+        policy.completed(some, None if some is None else np.full(rows, held))
+    return chosen
+
+
+def test_drafts_where_they_give_more_tokens_a_second():
+    chosen = run(DraftPolicy(3, automatic=True), 40, {3: 0.15, 0: 0.1}, held=1)
+    assert chosen[:6] == [3, 3, 3, 0, 0, 0]
+    assert set(chosen[6:]) == {3}
+
+
+def test_none_where_a_step_takes_longer_than_its_tokens_are_worth():
+    chosen = run(DraftPolicy(3, automatic=True), 40, {3: 0.25, 0: 0.1}, held=1)
+    assert set(chosen[20:]) == {0}
+
+
+def test_it_looks_again_and_changes_its_mind():
+    policy = DraftPolicy(3, automatic=True)
+    run(policy, 40, {3: 0.4, 0: 0.1}, held=0)
+    later = run(policy, 20 * FIRST_INTERVAL, {3: 0.11, 0: 0.1}, held=3)
+    first = later.index(3)
+    assert first <= FIRST_INTERVAL
+    assert later[-1] == 3
+
+
+def test_probes_become_rare():
+    chosen = run(DraftPolicy(3, automatic=True), 2000, {3: 0.4, 0: 0.1}, held=0)
+    assert sum(drafts == 3 for drafts in chosen[40:]) <= 6 * PROBE_STEPS
+
+
+def test_sizes_are_told_apart():
+    policy = DraftPolicy(2, automatic=True)
+    run(policy, 20, {2: 0.1, 0: 0.1}, held=1, rows=1)
+    run(policy, 20, {2: 0.9, 0: 0.1}, held=1, rows=32)
+    assert (policy.choose(1), policy.choose(32)) == (2, 0)
+
+
+def test_without_a_choice():
+    assert set(run(DraftPolicy(3, automatic=False), 20, {3: 9.0, 0: 0.1}, held=0)) == {3}
+
+
+def test_counts_by_place():
+    counts = DraftCounts()
+    counts.add(np.asarray([3, 3, 1, 0]), np.asarray([2, 0, 1, 0]))
+    counts.add(np.asarray([3]), np.asarray([3]))
+    assert counts == DraftCounts(runs=4, drafted=10, accepted=[3, 2, 1])
+    other = DraftCounts(runs=1, drafted=1, accepted=[1])
+    assert DraftCounts.sum([counts, other]) == DraftCounts(runs=5, drafted=11, accepted=[4, 2, 1])
+    assert DraftCounts.sum([]) is None
