@@ -14,6 +14,7 @@ from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention
 from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.roles.actions import ReadPages, WritePages
 from tests.jaxserve.hand_offs import (
     TOKEN,
     Held,
@@ -380,6 +381,36 @@ def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
     collector.submit(domain, prompt, GREEDY, request_id="again", source=held)
     assert collector.wait()["again"].token_ids == expected[0]
     assert counters(domain).transfers == before + 1
+
+
+def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
+    """What followers get to do, if there were any: the pieces in their order, before the steps that
+    need them."""
+    source, domain = pair
+    told = {"source": [], "domain": []}
+    for name, engine in zip(told, pair, strict=True):
+
+        def broadcast(plans, measured, actions, into=told[name]):
+            into += [action for action in actions if isinstance(action, ReadPages | WritePages)]
+            into += ["steps"] * len(plans)
+
+        end = engine.hand_offs.prefill or engine.hand_offs.domains[0]
+        monkeypatch.setattr(engine, "_broadcast", broadcast)
+        monkeypatch.setattr(end.access.transfer, "spread", True)
+    (prompt,) = draw_prompts(14, [150])
+    held = prefill(source, prompt, request_id="told")
+    hold = source._loop.holds.of_hand_off(held.hand_off)
+    collector = Collector()
+    collector.submit(domain, prompt, GREEDY, source=held)
+    collector.wait()
+    parts = [hold.page_ids[:4], hold.page_ids[4:8]]  # pages of 16 tokens, pieces of 64
+    reads = [action for action in told["source"] if action != "steps"]
+    assert reads == [ReadPages(0, hold.group, page_ids, 0, 64) for page_ids in parts]
+    assert [type(action) for action in told["domain"][:2]] == [WritePages, WritePages]
+    assert [len(action.page_ids) for action in told["domain"][:2]] == [2, 2]
+    assert {action.cache_format for action in told["domain"][:2]} == {"float32"}
+    assert {*told["domain"][2:]} == {"steps"}
+    source.release("told")
 
 
 class TestPressure:
