@@ -55,7 +55,14 @@ def expected(colocated_runtime):
     return tokens
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    # What the first has, the last has, too.
+    [
+        pytest.param(case, marks=[pytest.mark.matrix] * (case == "2 domains, 1 lane"))
+        for case in CASES
+    ],
+)
 def test_domains_give_the_colocated_tokens(case, tiny_model, expected):
     with running(tiny_model, CASES[case]) as engine:
         tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]

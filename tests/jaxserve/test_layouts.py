@@ -55,6 +55,7 @@ def test_the_reference_decides(reference):
     assert reference.smallest_margin > 1e-3
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize("case", layouts.SPANNING, ids=str)
 def test_layout_gives_the_colocated_tokens(case, tiny_model, reference, record_property):
     check(tokens_of(tiny_model, case.overrides), reference, case, record_property)
@@ -75,12 +76,14 @@ def test_the_subset_spans_the_product():
         assert {case[factor] for case in layouts.SPANNING} == {case[factor] for case in product}
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize("overrides", [{"attention.dp": 2, "attention.tp": 2}], ids=["2 x 2"])
 def test_colocated_on_several_devices(overrides, tiny_model, reference, record_property):
     tokens = tokens_of(tiny_model, {**layouts.COLOCATED, **overrides})
     check(tokens, reference, overrides, record_property)
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize("dispatch", ["fp8", "int8"])
 def test_quantised_wire_is_the_colocated_run_that_quantises_at_the_same_place(
     dispatch, tiny_model, reference

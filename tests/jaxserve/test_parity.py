@@ -62,8 +62,11 @@ AFD: dict[str, dict[str, Any]] = {
     "qwen3_window": {"attention.dp": 2, "ffn.tp": 2},
 }
 """2A2F for every family; those with biases on devices that must not add them twice."""
+IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
+"""`test_families_layouts.py` has these on other devices, so only `-m slow` looks at them here."""
 
 SHOWN_BY_ANOTHER = {
+    "deepseek_v3_all_dense",  # qwen3, and the dense layers of every_other
     "deepseek_v3_biases",  # full_query_biases, and the two meshes
     "deepseek_v3_full_query",  # full_query_biases
     "deepseek_v3_one_group",  # kimi_k2
@@ -73,7 +76,9 @@ SHOWN_BY_ANOTHER = {
     "kimi_k2_thinking",  # kimi_k2, deepseek_v3_epsilon
     "qwen3_biases",  # qwen3_moe_biases
     "qwen3_four_queries_a_key",  # qwen3_moe_four_queries_a_key
+    "qwen3_moe_biases",  # the two meshes
     "qwen3_moe_tied",  # qwen3_tied
+    "qwen3_moe_window",  # qwen3_window, qwen3_moe
 }
 """Models with nothing that the models named beside them have not: they cost a compilation each, so
 only `pytest -m slow` looks at them."""
@@ -183,7 +188,10 @@ def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize("name", AFD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_OTHER_LAYOUTS)) for name in AFD],
+)
 def test_greedy_on_two_meshes(name: str, tmp_path: Path):
     folder = CATALOGUE[name].write(tmp_path, shards=2)
     assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens

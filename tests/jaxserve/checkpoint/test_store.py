@@ -76,11 +76,12 @@ def bits(leaf):
 
 
 def conversions():
-    """All of them, of which half run by default: every format in every layout, from either source,
-    and blocks kept as they are in every layout. The others are behind `-m matrix`."""
+    """All of them, of which ten run by default: every format from either source, every layout with
+    both sources and with three formats, and blocks kept as they are in every layout. The others are
+    behind `-m matrix`."""
     product = itertools.product(enumerate(["step3", "fp8"]), enumerate(KEPT), enumerate(LAYOUTS))
     for (i, source), (j, weights), (k, layout) in product:
-        default = (i + j + k) % 2 == 0 or (source, weights) == ("fp8", None)
+        default = (i + j + k) % 3 == 0 or (source, weights) == ("fp8", None)
         marks = [] if default else [pytest.mark.matrix]
         yield pytest.param(
             source, weights, LAYOUTS[layout], id=f"{source}-{weights}-{layout}", marks=marks
@@ -102,11 +103,22 @@ def test_as_it_was_converted(source, weights, layout, folders):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["2A4F"], {"mode": "colocated"}], ids=str)
-@pytest.mark.parametrize(
-    ("weights", "asked"),
-    [(None, "fp8"), (None, "int8"), ("int8", "float32"), ("fp8", "float32"), ("fp8", "int8")],
-)
+def other_formats():
+    """By default each in one of the two layouts."""
+    pairs = [
+        (None, "fp8"),
+        (None, "int8"),
+        ("int8", "float32"),
+        ("fp8", "float32"),
+        ("fp8", "int8"),
+    ]
+    named = {"2A4F": LAYOUTS["2A4F"], "colocated": {"mode": "colocated"}}
+    for (i, (weights, asked)), (j, name) in itertools.product(enumerate(pairs), enumerate(named)):
+        marks = [pytest.mark.matrix] * ((i + j) % 2)
+        yield pytest.param(weights, asked, named[name], id=f"{weights}-{asked}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("weights", "asked", "layout"), list(other_formats()))
 def test_in_another_format_than_it_was_converted(weights, asked, layout, folders):
     original, converted = folders("step3", weights)
     formats = {"attention.weights": asked, "ffn.weights": asked, "dtype": "float32"}
