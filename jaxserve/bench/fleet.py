@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.bench import domains, hand_off
+from jaxserve.bench import domains, hand_off, interference
 from jaxserve.bench.report import Part, run_parts
 
 PARTS: dict[str, Callable[[bool], Part]] = {
     "hand-off": hand_off.measure,
+    "interference": interference.measure,
     "domains": domains.measure,
 }
 

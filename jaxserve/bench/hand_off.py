@@ -136,15 +136,15 @@ def hold(folder: Path, rounds: int) -> None:
         held[name] = [_held(engine, prompt) for prompt in of_size]
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_serve_copies, args=(server,), daemon=True).start()
-        _write(folder / "held", msgspec.msgpack.encode([server.getsockname()[1], held]))
-        _wait_for(folder / "done")
+        write_whole(folder / "held", msgspec.msgpack.encode([server.getsockname()[1], held]))
+        wait_for(folder / "done")
     engine.close()
 
 
 def fetch(folder: Path, rounds: int) -> dict[str, Any]:
     """The domain: seconds of every copy, hand-off and first token, by size."""
     engine = open_worker("domain")
-    _wait_for(folder / "held")
+    wait_for(folder / "held")
     port, held = msgspec.msgpack.decode(
         (folder / "held").read_bytes(), type=tuple[int, dict[str, list[PagesSource]]]
     )
@@ -163,7 +163,7 @@ def fetch(folder: Path, rounds: int) -> dict[str, Any]:
                 rows["hand_off"].append(pulled)
                 rows["added"].append(cold - warm)
         found[name] = rows | {"bytes": size}
-    _write(folder / "done", b"")
+    write_whole(folder / "done", b"")
     engine.close()
     return found
 
@@ -228,14 +228,15 @@ def _serve_copies(server: socket.socket) -> None:
             sock.sendall(memoryview(data)[:size])
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Whole or not at all."""
     part = path.with_suffix(".part")
     part.write_bytes(data)
     part.rename(path)
 
 
-def _wait_for(path: Path) -> None:
+def wait_for(path: Path) -> None:
+    """Until the other worker has written it."""
     end = time.monotonic() + _SECONDS
     while not path.exists():
         if time.monotonic() > end:

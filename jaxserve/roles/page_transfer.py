@@ -111,8 +111,11 @@ class PageTransfer:
             found += [each[first + rank] for each in shards[index * kinds : (index + 1) * kinds]]
         return found
 
-    def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:
-        """Arrays with a row a DP group, on its devices."""
+    def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array | np.ndarray]:
+        """Arrays with a row a DP group, on its devices; a runtime of one process need not put them
+        there itself, its programs take them for less."""
+        if jax.process_count() == 1:
+            return arrays
         return jax.device_put(arrays, (self._rows,) * len(arrays))
 
     def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
