@@ -305,9 +305,9 @@ class Fleet(Section, frozen=True):
     """Requests that a prefill worker may have to run; new ones are refused when all have so
     many."""
     domain_waiting: Annotated[int, Meta(ge=0, le=2**20)] = 8
-    """Requests that may wait at a domain for a slot and pages; further ones stay at their prefill
-    worker, which keeps their pages (`pages.held`), or at the router where there is none, as many as
-    `prefill_waiting` says."""
+    """Requests that may wait at a domain for a slot and pages, until another domain has some;
+    further ones stay at their prefill worker, which keeps their pages (`pages.held`), or at the
+    router where there is none, as many as `prefill_waiting` says."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Workers that a request may lose before it fails."""
     absent_seconds: Seconds = 60.0
