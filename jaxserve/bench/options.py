@@ -3,7 +3,7 @@
 The demo model in two layouts, each in its own process: time to the first token of a prompt of which
 90 % is in the prefix cache, and throughput of requests with grammars, penalties and
 log-probabilities relative to requests without. The grammars' masks are precomputed, so that only
-the engine's share of the cost is measured.
+the engine's share of the cost is measured. `sampling.py` adds what drawing tokens costs.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.bench import sampling
 from jaxserve.bench.report import (
     Measure,
     Part,
@@ -169,11 +170,12 @@ def run(quick: bool, json_file: Path | None) -> int:
         devices = load_deployment(CONFIG, settings).devices
         environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
         found[name] = run_worker(Worker("jaxserve.bench.options", arguments, environment), _SECONDS)
-    part = part_of(found, rounds)
-    print(f"\n{table(part)}", flush=True)
+    parts = [part_of(found, rounds), sampling.measure(rounds)]
+    for part in parts:
+        print(f"\n{table(part)}", flush=True)
     if json_file is not None:
-        write_json(json_file, Report("engine", quick, machine, [part]))
-    if late := missed([part]):
+        write_json(json_file, Report("engine", quick, machine, parts))
+    if late := missed(parts):
         print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
     return int(bool(late))
 
