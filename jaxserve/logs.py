@@ -7,6 +7,7 @@ them as keys of its object.
 import datetime
 import json
 import logging
+from collections.abc import Mapping
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -29,8 +30,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+_form = "text"
+
+
 def configure(form: str) -> None:
     """Sets the root logger up: `form` is "text" or "json"."""
+    global _form
+    _form = form
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def announce(event: str, fields: Mapping[str, object]) -> None:
+    """Prints a line on standard output for whoever waits for the event, in the form of the log:
+    `event  name=value  ...`, or one JSON object with `message` and the fields."""
+    if _form == "json":
+        line = json.dumps({"message": event, **fields}, ensure_ascii=False, default=str)
+    else:
+        line = "  ".join([event, *(f"{name}={value}" for name, value in fields.items())])
+    print(line, flush=True)

@@ -105,6 +105,8 @@ class Progress:
         with self._lock:
             now = self._clock()
             self._note = f"in {now - self._started:.1f} s" if kind is None else "stopped"
+            if kind is None and self._total_bytes is not None:
+                self._total_bytes = self._bytes  # what nobody needed was not read
             self._show(now, left=False)
             if self._on_terminal:
                 self._stream.write("\n")

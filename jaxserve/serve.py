@@ -5,9 +5,10 @@ only says how large the model is and what every device would hold; it needs conf
 none of the devices. It exits 0 if that fits, 1 if not.
 
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
-that starts with `ready`, serve; on SIGTERM or SIGINT finish what runs and exit 0. Of several
-processes, any may get the signal. Exit codes: 1 the engine failed, 2 the configuration or the
-checkpoint is wrong, 128 + n a signal before ready or a second one.
+that starts with `ready` (with `--log-format json`: an object with that message), serve; on SIGTERM
+or SIGINT finish what runs and exit 0. Of several processes, any may get the signal. Exit codes: 1
+the engine failed, 2 the configuration or the checkpoint is wrong, 128 + n a signal before ready or
+a second one.
 """
 
 import argparse

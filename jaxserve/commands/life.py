@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
+from jaxserve.logs import announce
 from jaxserve.server.access import Access
 from jaxserve.server.faces import Faces, LocalFaces
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
@@ -94,7 +95,9 @@ class Life:
             faces: Any = self._port
             self._admin.operate(faces.requests, faces.metrics, _terminate)
         self._ready = True
-        print(_ready_line(addresses, engine.model_info()), flush=True)
+        info = engine.model_info()
+        told = {key: info[key] for key in ("model", "mode", "lanes") if key in info}
+        announce("ready", {**addresses, **told})
         while not self._drain_reason and self._failure is None:
             time.sleep(LOOK_SECONDS)
         if self._failure is None:
@@ -159,9 +162,3 @@ def admin_face(deployment: Deployment) -> HttpServer | None:
 def _terminate() -> None:
     """As if from outside: the main thread drains and ends."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _ready_line(addresses: Mapping[str, str], info: Mapping[str, Any]) -> str:
-    words = [f"{name}={address}" for name, address in addresses.items()]
-    words += [f"{key}={info[key]}" for key in ("model", "mode", "lanes") if key in info]
-    return "  ".join(["ready", *words])

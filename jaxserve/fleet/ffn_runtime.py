@@ -25,6 +25,7 @@ from jaxserve.link.contract import MessageSize
 from jaxserve.link.landing import Landing
 from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
+from jaxserve.logs import announce
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_balancer import expert_facts, make_balancer
@@ -63,7 +64,7 @@ def answer_messages(
         address = address_given or deployment.link.addresses[0]
         listen(address, process.token).close()  # refuses it before the model is loaded
         server, work = open_ffn(deployment, process.token, address)
-        print(f"ready  role=ffn  link={server.start()}", flush=True)
+        announce("ready", {"role": "ffn", "link": server.start()})
         if work.experts is not None:
             work.experts.start()
         while not signals:

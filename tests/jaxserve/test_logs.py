@@ -4,7 +4,10 @@ import json
 import logging
 import sys
 
-from jaxserve.logs import JsonFormatter
+import pytest
+
+from jaxserve import logs
+from jaxserve.logs import JsonFormatter, announce
 
 
 def record(message: str, *arguments: object, **more: object) -> logging.LogRecord:
@@ -34,3 +37,14 @@ def test_an_exception() -> None:
         line = JsonFormatter().format(record("failed", exc_info=sys.exc_info()))
     assert "KeyError: 'gone'" in json.loads(line)["error"]
     assert "\n" not in line
+
+
+def test_what_is_announced_has_the_form_of_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"http": "127.0.0.1:8000", "lanes": 2}
+    announce("ready", fields)
+    assert capsys.readouterr().out == "ready  http=127.0.0.1:8000  lanes=2\n"
+    monkeypatch.setattr(logs, "_form", "json")
+    announce("ready", fields)
+    assert json.loads(capsys.readouterr().out) == {"message": "ready", **fields}

@@ -89,3 +89,12 @@ def test_no_time_left_is_claimed_before_anything_arrived(
         clock.now += 3.0
         progress.advance(0)
     assert caplog.messages[0] == "load: 0 of 2, 0.00 of 15.70 MB, 0.00 MB/s"
+
+
+def test_a_load_ends_at_what_it_read() -> None:
+    """The files hold more than this process needed."""
+    clock, terminal = Clock(), Terminal()
+    with Progress("load", 1, total_bytes=9_000_000, stream=terminal, clock=clock) as progress:
+        clock.now += 2.0
+        progress.advance(size=4_000_000)
+    assert terminal.getvalue().endswith("load: 1 of 1, 4.00 of 4.00 MB, 2.00 MB/s, in 2.0 s\n")

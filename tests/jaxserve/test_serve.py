@@ -173,11 +173,9 @@ def test_http_is_drained_as_well(folder: Path, processes: list[Process], number:
     options = ["--set", "server.admin_port=0", "--set", f"server.processes={number}"]
     process = Process(folder, "", *options, "--log-format", "json")
     processes.append(process)
-    match = re.fullmatch(
-        r"ready  grpc=\S+  admin=(\S+)  http=(\S+)  model=fake  .*", process.line()
-    )
-    assert match is not None
-    admin, address = match.groups()
+    ready = json.loads(process.line())
+    assert (ready["message"], ready["model"]) == ("ready", "fake")
+    admin, address = ready["admin"], ready["http"]
     url = f"http://{address}/v1/completions"
     fields = {"prompt": "hi", "stream": True, "max_tokens": 39}
     with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
