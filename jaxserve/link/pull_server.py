@@ -149,7 +149,7 @@ class _Domain:
         self._server = server
         self._sock, self._token = sock, token
         self._failing = threading.Lock()
-        self._answering: threading.Thread | None = None
+        self._answering = False
         self._channel: Channel | None = None
         self._transfers: Transfers | None = None
         self._arriving: queue.SimpleQueue[tuple[Note, list[jax.Array]] | None] = queue.SimpleQueue()
@@ -252,14 +252,15 @@ class _Domain:
             except Exception as error:
                 logger.exception("link: a question of %s", self.name)
                 answer = Answer(question.number, failed=f"{type(error).__name__}: {error}")
+            self._answering = False  # before the answer, upon which the next question may come
             with contextlib.suppress(OSError):
                 channel.send(encode(answer))
 
-        if self._answering is not None and self._answering.is_alive():
+        if self._answering:
             channel.send(encode(Answer(question.number, failed="answers another question")))
             return
-        self._answering = threading.Thread(target=run, name="link question", daemon=True)
-        self._answering.start()
+        self._answering = True
+        threading.Thread(target=run, name="link question", daemon=True).start()
 
     def _announced(self, note: Note) -> None:
         assert self._transfers is not None

@@ -203,5 +203,5 @@ def ask_for_a_rebalance(work, server, link):
         thread.join(0.01)
     assert 0 < found[0].balance_now <= found[0].balance_then <= 1
     assert experts.view().moves == work.experts.view().moves > 0
-    with pytest.raises(EngineFailedError, match="DecodeError"):
+    with pytest.raises(EngineFailedError, match="link: ValidationError: Expected"):
         link.ask(b"what?", 10.0)
