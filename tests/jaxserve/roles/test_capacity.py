@@ -189,6 +189,19 @@ class TestBytes:
         assert parts["ffn"].activations == 2 * arriving + layer
 
 
+def test_a_loaded_prediction_module_counts_as_a_layer_with_experts():
+    config, deployment = load("deepseek-v3")
+    with_module = msgspec.structs.replace(config, modules=1)
+    assert count_parameters(with_module) == count_parameters(config)
+    longer = msgspec.structs.replace(config, layers=62, moe_layers=config.moe_layers | {61})
+    attention, ffn = role_bytes(with_module, deployment)
+    more_attention, more_ffn = role_bytes(longer, deployment)
+    assert (attention.cache, ffn.weights) == (more_attention.cache, more_ffn.weights)
+    # [7168, 2 · 7168] with its columns over tp, and three norms; BF16.
+    beside = 2 * (2 * 7168 * 7168 // deployment.attention.tp + 3 * 7168)
+    assert attention.weights == more_attention.weights + beside
+
+
 class TestAgainstWhatIsAllocated:
     @pytest.mark.parametrize("layout", ["2A1F", "3A2F", "2A4F"])
     def test_shards_have_these_sizes(self, tiny_model, layout):
