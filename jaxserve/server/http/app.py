@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.errors import EngineFailedError
 from jaxserve.server.access import Access
 from jaxserve.server.front_end import SlowReaderError
-from jaxserve.server.http.document import document
+from jaxserve.server.http.document import PAGE_POLICY, document, document_page
 from jaxserve.server.http.errors import HttpError, http_error
 from jaxserve.server.http.exchange import ClientGone, Exchange
 from jaxserve.server.http.responses import Error
@@ -47,7 +47,9 @@ class App:
             Route(endpoint.path, _Target(self, endpoint), methods=[endpoint.method])
             for endpoint in endpoints
         ]
-        routes.append(Route("/openapi.json", _Target(self, self._openapi()), methods=["GET"]))
+        self._page = document_page(self._document)
+        for described in self._descriptions():
+            routes.append(Route(described.path, _Target(self, described), methods=["GET"]))
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,17 +135,21 @@ class App:
             path = "" if target is None else target.path
             metrics.response(path, exchange.status, exchange.reason)
 
-    def _openapi(self) -> Endpoint:
+    def _descriptions(self) -> list[Endpoint]:
+        """What describes the endpoints."""
+
         async def openapi(service: Service, exchange: Exchange) -> None:
             await exchange.reply(self._document)
 
-        return Endpoint(
-            path="/openapi.json",
-            handler=openapi,
-            summary="This document",
-            gives=Error,
-            counted=False,
-        )
+        async def docs(service: Service, exchange: Exchange) -> None:
+            headers = {"Content-Security-Policy": PAGE_POLICY}
+            await exchange.reply(self._page, media_type="text/html; charset=utf-8", headers=headers)
+
+        described = {"/openapi.json": openapi, "/docs": docs}
+        return [
+            Endpoint(path=path, handler=handler, summary="", gives=Error, counted=False)
+            for path, handler in described.items()
+        ]
 
 
 class _Target:

@@ -1,8 +1,10 @@
 """The OpenAPI document, generated from the table of routes and the types of their bodies.
 
-Served at /openapi.json. Called by `app.py`.
+Served at /openapi.json, and for people at /docs. Called by `app.py`.
 """
 
+import html
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +60,48 @@ def document(endpoints: Sequence[Endpoint], *, keys: bool) -> bytes:
     if keys:
         whole["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(whole)
+
+
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+"""The Content-Security-Policy of the page: it loads nothing and runs nothing."""
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code,pre{font:13px/1.4 ui-monospace,monospace}pre{overflow:auto;max-height:30rem}"
+    "summary{cursor:pointer}@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}"
+)
+
+
+def document_page(document: bytes) -> bytes:
+    """The document as a page: routes, and folded the schemas of their bodies."""
+    whole = json.loads(document)
+    parts = []
+    for path, operations in whole["paths"].items():
+        for method, operation in operations.items():
+            body = operation.get("requestBody", {})
+            answers = operation["responses"]
+            parts.append(
+                f"<details><summary><code>{method.upper()} {html.escape(path)}</code> "
+                f"{html.escape(operation['summary'])}</summary>"
+                + _pretty({"requestBody": body, "responses": answers} if body else answers)
+                + "</details>"
+            )
+    schemas = [
+        f'<details id="{html.escape(name)}"><summary><code>{html.escape(name)}</code></summary>'
+        f"{_pretty(schema)}</details>"
+        for name, schema in whole["components"]["schemas"].items()
+    ]
+    text = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>jaxserve</title>'
+        f"<style>{_STYLE}</style><h1>jaxserve {html.escape(whole['info']['version'])}</h1>"
+        f"<p>For programs: <a href=/openapi.json>/openapi.json</a></p>{''.join(parts)}"
+        f"<h2>Bodies</h2>{''.join(schemas)}</html>"
+    )
+    return text.encode()
+
+
+def _pretty(value: Any) -> str:
+    return f"<pre>{html.escape(json.dumps(value, indent=2, ensure_ascii=False))}</pre>"
 
 
 def _operation(endpoint: Endpoint, keys: bool) -> dict[str, Any]:

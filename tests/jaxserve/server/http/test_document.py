@@ -115,3 +115,14 @@ def test_keys_are_in_it() -> None:
     assert "401" in completions["responses"]
     assert "security" not in with_keys["paths"]["/health"]["get"]
     assert "security" not in DOCUMENT["paths"]["/v1/completions"]["post"]
+
+
+def test_the_page_for_people_loads_nothing(shared: HttpRig) -> None:
+    response = shared.client.get("/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "script" not in response.headers["content-security-policy"]
+    assert "<code>POST /v1/messages</code> Answer a conversation" in response.text
+    assert '<details id="ChatRequest">' in response.text
+    assert "<script" not in response.text
+    assert "http://" not in response.text
+    assert "https://" not in response.text

@@ -19,7 +19,15 @@ from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 from tests.jaxserve.server.http.test_server import raw, wait_for
 
 KEY, OTHER = "key-of-alice-0123456789", "key-of-bob-0123456789"
-PATHS = ["/v1/models", "/v1/models/fake", "/version", "/openapi.json", "/pipeline", "/metrics"]
+PATHS = [
+    "/v1/models",
+    "/v1/models/fake",
+    "/version",
+    "/openapi.json",
+    "/docs",
+    "/pipeline",
+    "/metrics",
+]
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 
 
