@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import convert
 from jaxserve.checkpoint.manifest import BLOCKS
-from jaxserve.engine.build import build_engine
+from jaxserve.engine.build import build_engine, make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
@@ -26,6 +26,8 @@ LAYOUTS = {
     "2A2F": {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "lanes": 2},
     "colocated": {"mode": "colocated"},
 }
+CONVERTED = [(None, ("2A2F", "colocated")), ("int8", ("1A1F",))]
+"""Weights, and what then reads them: together all layouts."""
 
 
 def tokens(folder: Path, overrides: dict[str, object]) -> list[list[int]]:
@@ -36,15 +38,28 @@ def tokens(folder: Path, overrides: dict[str, object]) -> list[list[int]]:
         engine.close()
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_answers_as_the_original_in_every_layout(weights, tmp_path, tiny_model):
+@pytest.fixture(scope="module")
+def original(colocated_runtime):
+    """What the original answers, with plain weights."""
+    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
+    engine.start()
+    try:
+        return layouts.generate(engine, PROMPTS, GREEDY)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("weights", "names"), CONVERTED)
+def test_answers_as_the_original_in_every_layout(weights, names, tmp_path, tiny_model, original):
     target = tmp_path / "converted"
     arguments = [str(tiny_model), str(target)] + (["--weights", weights] if weights else [])
     assert convert.main(arguments) == 0
-    asked = {"attention.weights": weights, "ffn.weights": weights} if weights else {}
-    expected = tokens(tiny_model, asked | {"mode": "colocated"})
-    for layout in LAYOUTS.values() if not weights else [LAYOUTS["1A1F"]]:
-        assert tokens(target, layout) == expected
+    expected = original
+    if weights:
+        asked = {"attention.weights": weights, "ffn.weights": weights, "mode": "colocated"}
+        expected = tokens(tiny_model, asked)
+    for name in names:
+        assert tokens(target, LAYOUTS[name]) == expected
 
 
 def test_fp8_blocks_answer_as_the_original(tmp_path):

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.attention import paged_attention, reference, write_rows
 
+pytestmark = pytest.mark.unoptimised
+
 PAGE = 4
 
 

@@ -25,6 +25,8 @@ from tests.pallas_kernels.attention.chunks import (
     batch,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 def run(arrays, dtype=jnp.float32):
     queries, keys, values = (jnp.asarray(array, dtype) for array in arrays[:3])
