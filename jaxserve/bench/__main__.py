@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench import (
+    drafts,
     experts,
     fleet,
     front,
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_router = benches.add_parser("router", help="one router before a thousand stub workers")
     of_router.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_router.add_argument("--quick", action="store_true", help="few workers: a smoke test")
+    of_drafts = benches.add_parser("drafts", help="what drafts gain on the demo model")
+    of_drafts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_drafts.add_argument("--quick", action="store_true", help="one round: a smoke test")
     of_experts = benches.add_parser("experts", help="what moving experts gains and costs")
     of_experts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_experts.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
@@ -91,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return front.run_bench(options.quick, options.json)
         if options.bench == "router":
             return router.run(options.quick, options.json)
+        if options.bench == "drafts":
+            return drafts.run(options.quick, options.json)
         if options.bench == "experts":
             return experts.run(options.quick, options.json)
         if options.bench == "host":
