@@ -68,7 +68,7 @@ def modes(other: str):
         yield pytest.param(overrides, id=name, marks=[pytest.mark.matrix] * (name == other))
 
 
-@pytest.mark.parametrize("overrides", modes("colocated"))
+@pytest.mark.parametrize("overrides", [*modes("colocated")])
 def test_one_module(overrides, tmp_path):
     folder = write_tiny_step3(tmp_path, STEP3, seed=layouts.SEED)
     model, slots = Step3Numpy.from_folder(folder), Slots(folder, overrides)
@@ -103,7 +103,7 @@ def test_one_module(overrides, tmp_path):
         assert proposed == expected.drafts
 
 
-@pytest.mark.parametrize("overrides", modes("afd"))
+@pytest.mark.parametrize("overrides", [*modes("afd")])
 def test_two_modules(overrides, tmp_path):
     folder = DEEPSEEK.write(tmp_path)
     more = {"speculative.modules": 2, "ffn.exchange": "gather", "attention.tp": 1}
