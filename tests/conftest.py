@@ -55,6 +55,15 @@ LONGEST = (
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""
 
+UNOPTIMISED = (
+    "jaxserve/model",
+    "pallas_kernels/attention",
+    "pallas_kernels/grouped_matmul",
+    "pallas_kernels/norm_quantize",
+    "pallas_kernels/quantize",
+)
+"""Folders whose tests are `unoptimised`, but for those that compile for a TPU or a GPU."""
+
 _frozen = threading.Event()
 _unfreeze = gc.unfreeze
 
@@ -79,10 +88,18 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """The longest files first; and what is compiled without optimisations."""
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    folders = [REPOSITORY / "tests" / name for name in UNOPTIMISED]
+    assert all(folder.is_dir() for folder in folders), (
+        "UNOPTIMISED names a folder that is not there"
+    )
+    for item in items:
+        real = any(map(item.get_closest_marker, ("gpu", "gpu_aot", "tpu_aot")))
+        if not real and any(map(item.path.is_relative_to, folders)):
+            item.add_marker("unoptimised")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
