@@ -47,7 +47,7 @@ class TextBlock(Block, kw_only=True, tag="text"):
     """A text."""
 
     text: str
-    citations: list[Any] | None = None
+    citations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking"):
@@ -108,8 +108,8 @@ class CustomTool(Strict, kw_only=True):
     strict: bool | None = None
     """Without effect, like the following fields."""
     eager_input_streaming: bool | None = None
-    input_examples: list[JsonObject] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[JsonObject], Meta(max_length=MAX_PARTS)] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
 
 
