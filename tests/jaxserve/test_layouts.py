@@ -84,7 +84,7 @@ def test_colocated_on_several_devices(overrides, tiny_model, reference, record_p
 
 
 @pytest.mark.unoptimised
-@pytest.mark.parametrize("dispatch", ["fp8", "int8"])
+@pytest.mark.parametrize("dispatch", [pytest.param("fp8", marks=pytest.mark.matrix), "int8"])
 def test_quantised_wire_is_the_colocated_run_that_quantises_at_the_same_place(
     dispatch, tiny_model, reference
 ):

@@ -29,7 +29,6 @@ ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3} | LAYOUTS
 ALWAYS = {"speculative.automatic": False}
 
 FEW = [
-    ("colocated on 3", 2, {}),
     ("2A4F", 3, {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}),
 ]
 
