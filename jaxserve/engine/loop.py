@@ -142,7 +142,7 @@ class Loop:
         self._begun: dict[int, ScheduledStep] = {}  # by lane, not enqueued to the end yet
         self._in_flight: deque[ScheduledStep] = deque()  # enqueued, in this order
         self._ahead: int | None = None  # the lane that was enqueued last
-        self._lane_since = [0.0] * lanes  # when a lane's oldest step in flight could begin
+        self._since = 0.0  # when the oldest step in flight could begin
         self._deadlines: dict[str, float] = {}  # of requests that have not ended
         self._by_deadline: list[tuple[float, str]] = []  # a heap; may hold requests that ended
 
@@ -285,8 +285,8 @@ class Loop:
     def enqueued(self, lane: int) -> ScheduledStep:
         """The lane's step has been enqueued to its end; returns it."""
         step = self._begun.pop(lane)
-        if not any(other.lane == lane for other in self._in_flight):
-            self._lane_since[lane] = self._clock()
+        if not self._in_flight:
+            self._since = self._clock()
         self._in_flight.append(step)
         self._ahead = lane
         return step
@@ -303,8 +303,9 @@ class Loop:
         self._in_flight.popleft()
         scheduler = self.schedulers[lane % len(self.schedulers)]
         if scheduler.draft_policies:
-            since, self._lane_since[lane] = self._lane_since[lane], self._clock()
-            scheduler.took(plan, self._lane_since[lane] - since)
+            # Since any lane's last step: from that of its own it would be the others' time, too.
+            since, self._since = self._since, self._clock()
+            scheduler.took(plan, self._since - since)
         outputs = scheduler.complete(plan, result)
         if self._deadlines:
             for sequence in outputs.ended:
