@@ -1,4 +1,4 @@
-"""Whether a lane's next step verifies drafts, and what has come of those that it verified.
+"""Whether the next steps verify drafts, and what has come of those that were verified.
 
 Called by the scheduler. Pure: times are told. Drafts make a step longer and give it more tokens, so
 they pay where a step's time hardly depends on its tokens: with few sequences.
@@ -12,7 +12,7 @@ import numpy as np
 
 ENOUGH = 3
 """Steps of a size and kind that are measured before they are compared."""
-PROBE_STEPS = 3
+PROBE_STEPS = 4
 """Steps that are taken the other way, to see whether it is the better one by now. A drafter that
 rests while there are no drafts proposes nothing of use for the first of them."""
 FIRST_INTERVAL, LAST_INTERVAL = 64, 1024
@@ -64,14 +64,18 @@ class DraftCounts(msgspec.Struct, kw_only=True):
 
 
 class DraftPolicy:
-    """Decides for one lane, by what its steps took and by how many drafts held lately.
+    """Decides for all lanes of a domain, by what their steps took and how many drafts held lately.
+
+    Lanes take turns on the same devices, so they are decided together: beside steps of the other
+    kind, neither kind's time could be told.
 
     Args:
       most: drafts of a sequence and step.
       automatic: whether it decides anything; else every step has drafts.
+      lanes: of the domain.
     """
 
-    def __init__(self, most: int, *, automatic: bool):
+    def __init__(self, most: int, *, automatic: bool, lanes: int = 1):
         self._most, self._automatic = most, automatic
         self._held = float(most)
         """Drafts of a sequence that hold, a moving average."""
@@ -80,7 +84,10 @@ class DraftPolicy:
         self._probes: dict[int, tuple[int, int]] = {}
         """By size: steps until the next probe ends, and the interval."""
         self._better: dict[int, int] = {}
-        self._last = 0
+        self._last = [0] * lanes
+        """Drafts of each lane's last complete step."""
+        self._took: int | None = None
+        """Drafts of the step that took its time last."""
 
     def choose(self, rows: int) -> int:
         """Most drafts of a sequence in the next step, `most` or 0.
@@ -106,14 +113,16 @@ class DraftPolicy:
         self._probes[size] = left - 1, interval
         return self._most - better if left <= PROBE_STEPS else better
 
-    def completed(self, drafts: np.ndarray | None, accepted: np.ndarray | None) -> None:
-        """A step is complete, in the order in which they were planned.
+    def completed(
+        self, drafts: np.ndarray | None, accepted: np.ndarray | None, lane: int = 0
+    ) -> None:
+        """A step of a lane is complete, in the order in which they were planned.
 
         Args:
           drafts: of its rows; None: it had none.
           accepted: how many held.
         """
-        before, self._last = self._last, 0 if drafts is None else self._most
+        before, self._last[lane] = self._last[lane], 0 if drafts is None else self._most
         if drafts is None or accepted is None or not before:
             return
         full = drafts == self._most  # not those near their end
@@ -123,10 +132,16 @@ class DraftPolicy:
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """How long a step took that did nothing but decode.
 
+        It counts only after one of its kind: a prediction module runs when the tokens of its step
+        are known already, in the time of the next one.
+
         Args:
           rows: its sequences.
           drafts: its bucket's.
         """
+        before, self._took = self._took, drafts
+        if before != drafts:
+            return
         size = rows.bit_length()
         count, average = self._seconds.get((size, drafts), (0, seconds))
         weight = max(RECENT, 1 / (1 + count))

@@ -192,7 +192,7 @@ class Engine:
                     prefix_queries=scheduler.prompt_tokens,
                     prefix_hits=scheduler.prompt_tokens_found,
                     invalid_logits=scheduler.invalid_logits,
-                    drafts=scheduler.drafts if scheduler.draft_policies else None,
+                    drafts=scheduler.drafts if scheduler.draft_policy else None,
                 )
                 for scheduler in self.schedulers
             ],

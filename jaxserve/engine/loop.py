@@ -302,7 +302,7 @@ class Loop:
             raise EngineFailedError(f"step {plan.number} of lane {lane} completed out of order")
         self._in_flight.popleft()
         scheduler = self.schedulers[lane % len(self.schedulers)]
-        if scheduler.draft_policies:
+        if scheduler.draft_policy is not None:
             # Since any lane's last step: from that of its own it would be the others' time, too.
             since, self._since = self._since, self._clock()
             scheduler.took(plan, self._since - since)

@@ -138,10 +138,10 @@ class Scheduler:
             )
             for index in range(groups)
         ]
-        self.draft_policies = [
-            DraftPolicy(drafts, automatic=automatic_drafts) for _ in range(lanes if drafts else 0)
-        ]
-        """Of each lane; none where there are no drafts."""
+        self.draft_policy = (
+            DraftPolicy(drafts, automatic=automatic_drafts, lanes=lanes) if drafts else None
+        )
+        """None: there are no drafts."""
         self.drafts = DraftCounts()
         self._publishes = prefix_cache
         self._slots = slots
@@ -275,8 +275,8 @@ class Scheduler:
         if step.drafts is not None:
             accepted = np.where(step.samples, result.counts.reshape(-1)[step.rows] - 1, 0)
             self.drafts.add(step.drafts, accepted)
-        if self.draft_policies:
-            self.draft_policies[plan.lane].completed(step.drafts, accepted)
+        if self.draft_policy is not None:
+            self.draft_policy.completed(step.drafts, accepted, plan.lane)
         kept = slots.complete(step, accepted)
         drafts = None if step.drafts is None else step.drafts[kept]
         outputs = append_tokens(slots, step.rows[kept], result, self._end_ids, drafts)
@@ -294,8 +294,9 @@ class Scheduler:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """How long a step of a lane took, where that decides about drafts."""
-        if self.draft_policies and (plan.token_counts == np.maximum(plan.sample_counts, 1)).all():
-            policy = self.draft_policies[plan.lane]
+        policy = self.draft_policy
+        decodes = plan.token_counts == np.maximum(plan.sample_counts, 1)
+        if policy is not None and decodes.all():
             policy.took(len(plan.rows), plan.bucket.drafts, seconds)
 
     def lost(self, plan: StepPlan) -> None:
@@ -478,9 +479,10 @@ class Scheduler:
 
         Pages for them are taken from those that nobody is owed.
         """
-        if not self.draft_policies or not (self._predicts or decoding.any()):
+        policy = self.draft_policy
+        if policy is None or not (self._predicts or decoding.any()):
             return None
-        most = self.draft_policies[slots.lane].choose(int(decoding.sum()))
+        most = policy.choose(int(decoding.sum()))
         if not most:
             return None
         drafts = slots.drafts(decoding, most)

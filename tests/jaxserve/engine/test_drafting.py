@@ -17,8 +17,33 @@ def run(policy: DraftPolicy, steps: int, seconds: dict[int, float], held: int, r
 
 def test_drafts_where_they_give_more_tokens_a_second():
     chosen = run(DraftPolicy(3, automatic=True), 40, {3: 0.15, 0: 0.1}, held=1)
-    assert chosen[:6] == [3, 3, 3, 0, 0, 0]
-    assert set(chosen[6:]) == {3}
+    assert chosen[:8] == [3, 3, 3, 3, 0, 0, 0, 0]
+    assert set(chosen[8:]) == {3}
+
+
+def test_a_step_after_one_of_the_other_kind_is_not_measured():
+    """Passes of the last step with drafts are in its time."""
+    policy = DraftPolicy(3, automatic=True)
+    for _ in range(10):
+        policy.took(4, 3, 0.1)
+        policy.took(4, 0, 9.0)
+    assert policy.choose(4) == 3
+    for drafts, seconds in ((3, 0.5), (0, 0.1)):
+        for _ in range(10):
+            policy.took(4, drafts, seconds)
+    assert policy.choose(4) == 0
+
+
+def test_lanes_are_told_apart_where_drafts_are_counted():
+    policy = DraftPolicy(2, automatic=True, lanes=2)
+    for drafts, seconds in ((2, 0.2), (0, 0.1)):
+        for _ in range(4):
+            policy.took(1, drafts, seconds)
+    for _ in range(40):  # drafts of a lane's first step after one without are not counted
+        policy.completed(np.asarray([2]), np.asarray([0]), lane=0)
+        policy.completed(None, None, lane=0)
+        policy.completed(np.asarray([2]), np.asarray([2]), lane=1)
+    assert policy.choose(1) == 2
 
 
 def test_none_where_a_step_takes_longer_than_its_tokens_are_worth():
