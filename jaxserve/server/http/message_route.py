@@ -6,10 +6,9 @@ The request is converted to a chat and answered as in `chat.py`; `message_input.
 
 from collections.abc import AsyncIterator, Iterable
 
-import msgspec
-
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
+from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.message_input import (
     NAMES,
@@ -46,23 +45,16 @@ async def create_message(service: Service, exchange: Exchange) -> None:
     shown = request.thinking is None or request.thinking.display != "omitted"
     writer = MessageWriter(message, shown)
     (parser,) = conversation.parsers
-    stream = bool(request.stream)
-    async with service.answering(exchange, conversation.jobs, stream=stream) as (source,):
-        if stream:
-            await exchange.start_events()
-            await _send(exchange, writer.begin())
-        async for events in _events(source, writer, parser, count):
-            if stream:
-                await _send(exchange, events)
-            else:
-                for _ in events:  # the writer writes as it tells
-                    pass
-    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
-    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
-    if stream:
-        await exchange.end_events()
-    else:
-        await exchange.reply(message)
+    await answer(
+        service,
+        exchange,
+        conversation,
+        count,
+        writer.begin,
+        lambda source: _events(source, writer, parser, count),
+        message,
+        stream=bool(request.stream),
+    )
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:
@@ -72,11 +64,6 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     with in_words_of(NAMES, origins, items="messages", system="system"):
         prompt = await read_prompt(service, chat)
     await exchange.reply(TokenCount(input_tokens=len(prompt.token_ids)))
-
-
-async def _send(exchange: Exchange, events: Iterable[MessageEvent]) -> None:
-    for event in events:
-        await exchange.event(msgspec.json.encode(event), event.type)
 
 
 async def _events(

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation
+from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.response_input import (
     NAMES,
@@ -48,28 +49,16 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     count = UsageCount(conversation.jobs, 1)
     writer = ResponseWriter(_response(request, exchange.request_id, conversation.model))
     (parser,) = conversation.parsers
-    stream = bool(request.stream)
-    async with service.answering(exchange, conversation.jobs, stream=stream) as (source,):
-        if stream:
-            await exchange.start_events()
-            await _send(exchange, writer.begin())
-        async for events in _events(source, writer, parser, count, tokenizer):
-            if stream:
-                await _send(exchange, events)
-            else:
-                for _ in events:  # the writer writes as it tells
-                    pass
-    exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
-    exchange.log |= {"completion_tokens": count.usage().completion_tokens}
-    if stream:
-        await exchange.end_events()
-    else:
-        await exchange.reply(writer.response)
-
-
-async def _send(exchange: Exchange, events: Iterable[ResponseEvent]) -> None:
-    for event in events:
-        await exchange.event(msgspec.json.encode(event), event.type)
+    await answer(
+        service,
+        exchange,
+        conversation,
+        count,
+        writer.begin,
+        lambda source: _events(source, writer, parser, count, tokenizer),
+        writer.response,
+        stream=bool(request.stream),
+    )
 
 
 async def _events(
