@@ -27,6 +27,7 @@ from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.checkpoint.step3 import step3_names
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, ModelConfig, Rope
 from jaxserve.engine.build import build_runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
@@ -106,6 +107,12 @@ def open_worker(role: str) -> Engine:
             "pages.lease_seconds": _SECONDS,
         },
     )
+    return start_worker(deployment, config, role)
+
+
+def start_worker(deployment: Deployment, config: ModelConfig, role: str) -> Engine:
+    """An engine with random weights and one end of the pages link: of a prefill worker or of a
+    domain."""
     runtime = build_runtime(
         deployment, config=config, names=step3_names(config), source=RandomLeaves()
     )

@@ -27,18 +27,14 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.hand_off import wait_for, write_whole
+from jaxserve.bench.hand_off import start_worker, wait_for, write_whole
 from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
-from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import MFA, ModelConfig, Rope
-from jaxserve.engine.build import build_runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages import PagesSource
-from jaxserve.roles.weights import RandomLeaves
 
 MODULE = "jaxserve.bench.interference"
 LIMIT = 1.3
@@ -52,7 +48,6 @@ TOKENS_BETWEEN = 100
 PAGE_SIZE, MAX_LENGTH = 16, 1088
 LOADS = ("none", "handed over", "chunked")
 _SECONDS = 1200.0
-_SECRET = "bench"
 _LENGTH = struct.Struct("<I")
 
 
@@ -114,17 +109,7 @@ def open_worker(role: str) -> Engine:
             "pages.step_tokens": 128,
         },
     )
-    runtime = build_runtime(
-        deployment, config=config, names=step3_names(config), source=RandomLeaves()
-    )
-    warm_up(runtime)
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    if role == "prefill":
-        serve_pages(engine, _SECRET)
-    else:
-        fetch_pages(engine, _SECRET)
-    engine.start()
-    return engine
+    return start_worker(deployment, config, role)
 
 
 def prefill(folder: Path) -> None:
