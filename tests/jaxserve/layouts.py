@@ -5,19 +5,21 @@ the tokens of the colocated run; another token is allowed only where the two bes
 reference lie within `TIE` of each other, and what follows it is another text.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from tests.reference.step3_numpy import Step3Numpy
@@ -128,6 +130,16 @@ def write_model(folder: Path) -> Path:
 def deployment(model: Path, overrides: dict[str, Any]) -> Deployment:
     """A deployment of the model with `LIMITS`, of which `overrides` may change some."""
     return load_deployment(model, LIMITS | overrides)
+
+
+@contextlib.contextmanager
+def running(model: Path, overrides: dict[str, Any]) -> Iterator[Engine]:
+    """An engine of such a deployment, started."""
+    engine = build_engine(deployment(model, overrides))
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 class Output(NamedTuple):

@@ -3,11 +3,9 @@
 Over `pull`: `fleet/test_domains.py`.
 """
 
-import contextlib
-
 import pytest
 
-from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.build import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 
@@ -36,15 +34,6 @@ CASES = {
 }
 
 
-@contextlib.contextmanager
-def running(model, overrides):
-    engine = build_engine(layouts.deployment(model, overrides))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
     """The colocated tokens, greedy and seeded."""
@@ -64,7 +53,7 @@ def expected(colocated_runtime):
     ],
 )
 def test_domains_give_the_colocated_tokens(case, tiny_model, expected):
-    with running(tiny_model, CASES[case]) as engine:
+    with layouts.running(tiny_model, CASES[case]) as engine:
         tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
         layouts.idle(engine)
         assert tokens == expected

@@ -1,10 +1,8 @@
 """Drafts change no token: greedy and sampled, with whatever else requests ask for."""
 
-from contextlib import contextmanager
-
 import pytest
 
-from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.build import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import COLOCATED, GREEDY, PROMPTS, Collector
@@ -82,15 +80,6 @@ class Counted:
         return counted
 
 
-@contextmanager
-def running(model, overrides):
-    engine = build_engine(layouts.deployment(model, overrides))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
     engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
@@ -105,7 +94,7 @@ def expected(colocated_runtime):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_tokens_as_without(case, tiny_model, expected):
     greedy, sampled, with_options = expected
-    with running(tiny_model, CASES[case] | NGRAM) as engine:
+    with layouts.running(tiny_model, CASES[case] | NGRAM) as engine:
         counted = Counted(engine)
         assert layouts.generate(engine, params=GREEDY) == greedy
         always = CASES[case].get("speculative.automatic") is False

@@ -4,27 +4,16 @@
 marker `matrix`. A difference that `layouts.TIE` allows is reported as a property of the test.
 """
 
-import contextlib
-
 import pytest
 
-from jaxserve.engine.build import build_engine, make_engine
+from jaxserve.engine.build import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 
 
-@contextlib.contextmanager
-def running(model, overrides):
-    engine = build_engine(layouts.deployment(model, overrides))
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def tokens_of(model, overrides):
-    with running(model, overrides) as engine:
+    with layouts.running(model, overrides) as engine:
         tokens = layouts.generate(engine)
         layouts.idle(engine)
     return tokens
@@ -116,7 +105,7 @@ def test_preempted_requests_give_the_same_tokens(
 def test_bfloat16_runs(mode, tiny_model, reference):
     """Other roundings, other tokens, but the texts begin alike."""
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    with running(tiny_model, {"mode": mode, "dtype": "bfloat16"}) as engine:
+    with layouts.running(tiny_model, {"mode": mode, "dtype": "bfloat16"}) as engine:
         tokens = layouts.generate(engine, params=params)
     assert [len(row) for row in tokens] == [9] * 18
     agree = sum(a[0] == b[0] for a, b in zip(tokens, reference.tokens, strict=True))

@@ -16,7 +16,7 @@ from jaxserve.roles.capacity import deployment_buckets
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.test_domains import FFN, TOKEN, role_of
 from tests.jaxserve.layouts import COLOCATED, LAYOUTS
-from tests.jaxserve.test_drafts import Counted, run_mixed, running
+from tests.jaxserve.test_drafts import Counted, run_mixed
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -62,7 +62,7 @@ def expected(colocated_runtime):
 def test_the_same_tokens_as_without(overrides, drafts, with_module, expected):
     greedy, with_options = expected
     speculative = {"speculative.method": "mtp", "speculative.drafts": drafts} | ALWAYS
-    with running(with_module, overrides | speculative) as engine:
+    with layouts.running(with_module, overrides | speculative) as engine:
         counted = Counted(engine)
         assert layouts.generate(engine) == greedy
         assert counted.drafted > 300
