@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.engine import grammar_wait, integrity
-from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due, rank
+from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.drafting import DraftCounts, DraftPolicy
 from jaxserve.engine.fetches import Fetches
@@ -48,7 +48,8 @@ from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs, append_tokens
 from jaxserve.engine.request import FinishReason, Request, TokenOutput
 from jaxserve.engine.rules import RequestRules
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.sequence import Sequence, group_of
+from jaxserve.engine.step_composer import StepComposer
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan
 
@@ -110,12 +111,9 @@ class Scheduler:
             raise ValueError(f"page_buckets {page_buckets} do not cover {max_length} tokens")
         self.page_size = page_size
         self.max_waiting = max_waiting
-        self._token_budget = token_budget
         self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
-        self._predicts = modules > 0
-        self._ahead = max(drafts - modules - 1, 0) if modules else 0
-        """Cache entries behind those of a step that the last module writes for its own drafts."""
-        self._prefill_tokens = prefill_tokens or token_budget
+        # Cache entries behind those of a step that the last module writes for its own drafts.
+        ahead = max(drafts - modules - 1, 0) if modules else 0
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self._lanes = [
             LaneSlots(
@@ -124,7 +122,7 @@ class Scheduler:
                 slots=slots,
                 page_size=page_size,
                 tells_tokens=drafts > 0 and not modules,
-                ahead=self._ahead,
+                ahead=ahead,
             )
             for lane in range(lanes)
         ]
@@ -143,8 +141,17 @@ class Scheduler:
         )
         """None: there are no drafts."""
         self.drafts = DraftCounts()
+        self._composer = StepComposer(
+            self._groups,
+            slots=slots,
+            token_budget=token_budget,
+            prefill_tokens=prefill_tokens or token_budget,
+            policy=self.draft_policy,
+            predicts=modules > 0,
+            ahead=ahead,
+            preempt=self._preempt,
+        )
         self._publishes = prefix_cache
-        self._slots = slots
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
@@ -223,14 +230,20 @@ class Scheduler:
             return None
         slots = self._lanes[lane]
         waiting = grammar_wait.waiting(slots) if self._grammars else "none"
-        if waiting == "lane" or (self._side_by_side and self._others_are_late(lane)):
+        if waiting == "lane":
+            return None
+        if (
+            self._side_by_side
+            and self._grammars
+            and grammar_wait.others_are_late(lane, self._lanes, self._in_flight, self._completed_at)
+        ):
             return None
 
         # Step 1: one token of every decoding sequence that has, or gets, a page for it.
         decoding = slots.decoding()
         if waiting == "grammars":
             decoding &= ~slots.grammar
-        self._give_pages(slots, decoding)
+        self._composer.give_pages(slots, decoding)
 
         # Step 2: admit from the queue, into what decoding left.
         self._queue.admit()
@@ -239,8 +252,8 @@ class Scheduler:
         prefilling = slots.prefilling(decoding)
         if waiting == "grammars":
             prefilling &= ~slots.grammar
-        drafts = self._drafts(slots, decoding)
-        chunks = self._chunks(slots, decoding, prefilling, drafts)
+        drafts = self._composer.drafts(slots, decoding)
+        chunks = self._composer.chunks(slots, decoding, prefilling, drafts)
 
         decode = np.flatnonzero(decoding)
         if not len(decode) and not chunks:
@@ -287,7 +300,7 @@ class Scheduler:
             self._publish(slots, step)
         for sequence in outputs.ended:
             if sequence.request.hold and sequence.generated:
-                self._groups[_group_of(sequence)].hold(sequence)
+                self._groups[group_of(sequence)].hold(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
         return outputs
@@ -389,10 +402,6 @@ class Scheduler:
         sequence = self._live.get(request_id)
         return sequence is not None and sequence.status == "waiting" and sequence.found is None
 
-    def waiting_ids(self) -> list[str]:
-        """The requests that wait, the next one first."""
-        return [sequence.request.request_id for sequence in self._queue.waiting]
-
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages, slots, the queue or the steps in flight do not add up.
 
@@ -434,101 +443,12 @@ class Scheduler:
         self.fetches.check_integrity()
         integrity.check_queue(self._lanes, self._queue.waiting, self._live.values())
 
-    def _others_are_late(self, lane: int) -> bool:
-        """Whether a lane that stops for grammars should wait for another such lane, whose step in
-        flight was issued before this lane's last one was complete."""
-        if not self._grammars or self._in_flight[lane]:
-            return False
-        return grammar_wait.stops(self._lanes[lane]) and any(
-            steps
-            and steps[-1].number < self._completed_at[lane]
-            and grammar_wait.waiting(self._lanes[other]) == "lane"
-            for other, steps in enumerate(self._in_flight)
-        )
-
-    def _give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
-        """Gives pages to decoding sequences whose next token has none, the first due first.
-
-        Removes the rows from `decoding` (a mask) that get none, and those that are preempted.
-        """
-        short = slots.sequences[decoding & (slots.cached + slots.slack >= slots.room)]
-        for sequence in sorted(short, key=rank):
-            if sequence.status == "running":  # else it was preempted just now
-                row = slots.row(sequence)
-                decoding[row] = self._give_page(sequence)
-        decoding &= slots.running
-
-    def _give_page(self, sequence: Sequence) -> bool:
-        """Whether a sequence gets another page, by preemption if need be."""
-        group = self._groups[_group_of(sequence)]
-        owed = sum(other.rank < sequence.rank for other in group.stalled)
-        group.stalled.add(sequence)
-        while group.free_pages <= owed:
-            if group.leaving:
-                return False
-            last_due = max(group.residents(), key=rank)
-            self._preempt(last_due)
-            if last_due is sequence:
-                return False
-        group.grow(sequence)
-        return True
-
-    def _drafts(self, slots: LaneSlots, decoding: np.ndarray) -> np.ndarray | None:
-        """How many drafts of every row the step verifies; None: it verifies none, and prediction
-        modules, which have to see prompts, need not run.
-
-        Pages for them are taken from those that nobody is owed.
-        """
-        policy = self.draft_policy
-        if policy is None or not (self._predicts or decoding.any()):
-            return None
-        most = policy.choose(int(decoding.sum()))
-        if not most:
-            return None
-        drafts = slots.drafts(decoding, most)
-        reach = slots.cached + slots.slack + 1
-        wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
-        for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():
-            sequence = slots.sequences[row]
-            group = self._groups[_group_of(sequence)]
-            while wanted[row] > slots.room[row]:
-                if group.free_pages <= len(group.stalled):
-                    drafts[row] = min(drafts[row], slots.room[row] - reach[row])
-                    break
-                group.grow(sequence)
-        return drafts if self._predicts or drafts.any() else None
-
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache some day."""
         self._preemptions += 1
         self._stop(sequence, "waiting")
         self._queue.push(sequence)
         self._release_if_complete(sequence)
-
-    def _chunks(
-        self,
-        slots: LaneSlots,
-        decoding: np.ndarray,
-        prefilling: np.ndarray,
-        drafts: np.ndarray | None,
-    ) -> dict[int, int]:
-        """Row → tokens that the step prefills, beside those that decode and their drafts; both are
-        masks over rows."""
-        sequences = sorted(slots.sequences[prefilling], key=rank)
-        if not sequences:
-            return {}
-        decoded = decoding if drafts is None else decoding + drafts
-        used = decoded.reshape(-1, self._slots).sum(axis=1).tolist()
-        budget = [self._token_budget - tokens for tokens in used]
-        if any(used):
-            budget = [min(left, self._prefill_tokens) for left in budget]
-        chunks = {}
-        for sequence in sequences:
-            row, group = slots.row(sequence), _group_of(sequence)
-            if count := min(slots.unfed(row), budget[group]):
-                chunks[row] = count
-                budget[group] -= count
-        return chunks
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status == "waiting":
@@ -560,7 +480,7 @@ class Scheduler:
         slots.published[rows] = full
         for index in np.flatnonzero(changed).tolist():
             sequence = slots.write_back(int(rows[index]))
-            self._groups[_group_of(sequence)].publish(sequence, int(cached[index]))
+            self._groups[group_of(sequence)].publish(sequence, int(cached[index]))
 
     def _release_rows(self, slots: LaneSlots, rows: np.ndarray) -> None:
         leaving = slots.resident & ~slots.running
@@ -574,8 +494,3 @@ class Scheduler:
         slots = self._lanes[sequence.home.lane]
         if not slots.in_flight[slots.row(sequence)]:
             self._groups[sequence.home.group].release(sequence)
-
-
-def _group_of(sequence: Sequence) -> int:
-    assert sequence.home is not None
-    return sequence.home.group

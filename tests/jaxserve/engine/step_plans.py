@@ -50,6 +50,10 @@ class FullScheduler:
         assert len(outputs) == len(list(outputs))
         return list(outputs)
 
+    def waiting_ids(self) -> list[str]:
+        """The requests that wait, the next one first."""
+        return [sequence.request.request_id for sequence in self.scheduler._queue.waiting]
+
     def lost(self, step: FullStep) -> None:
         self.scheduler.lost(step.plan)
 
