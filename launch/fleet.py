@@ -2,104 +2,57 @@
 
 How many there are is what the deployment says (`prefill.workers`, `domains`); with `link.transport:
 pull` an ffn worker serves the domains. All listen on free ports of loopback, whatever addresses
-the deployment has. The router's end is the end of all. A worker that dies stays dead, unless
-`--restart` says otherwise: then it is started again, as a service manager would.
+the deployment has. The router's end is the end of all. A process that dies stays dead, unless
+`--restart` says otherwise: then it is started again, as a service manager would, the router
+included, and a worker of several processes as a whole.
 """
 
 import argparse
-import os
-import secrets
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
+from processes import free_ports, say
+from supervisor import Member, Restarts, Supervisor
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 
-RESTART_SECONDS = 0.5
-"""Before a worker is started again, so that one that cannot start does not spin."""
-MOST_RESTARTS_A_MINUTE = 60
-
-
-class Member(NamedTuple):
-    """A process of the fleet."""
-
-    name: str
-    arguments: list[str]
-
 
 def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     """Starts all, says who is who, and returns the router's exit code."""
     try:
-        members = fleet_of(_deployment(forwarded), options.processes)
+        members = fleet_of(_deployment(forwarded), options.processes, options.apart)
     except ConfigError as error:
         say(f"{error}")
         return 2
-    environment = {**os.environ, "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16)}
-    command = [sys.executable, "-u", "-m", options.module, *forwarded]
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
-
-    def begin(process: int) -> subprocess.Popen[bytes]:
-        member = members[process]
-        child = start([*command, *member.arguments], environment, process, options.pin)
-        print_output({process: child})
-        say(f"process {process}: {member.name}, pid {child.pid}")
-        return child
-
-    processes: list[subprocess.Popen[bytes]] = []
-    ended: set[int] = set()
-    restarts: list[float] = []
-    try:
-        for process in range(len(members)):
-            processes.append(begin(process))
-        while processes[0].poll() is None:
-            if signals:
-                processes[0].send_signal(signals.pop(0))
-            for process in range(1, len(members)):
-                if process in ended or processes[process].poll() is None:
-                    continue
-                how = describe(processes[process].returncode)
-                said = f"process {process} ({members[process].name}) ended with {how}"
-                if not options.restart:
-                    say(f"{said}; it is not started again (--restart)")
-                    ended.add(process)
-                    continue
-                say(f"{said}; starting it again")
-                restarts = [at for at in restarts if at > time.monotonic() - 60.0]
-                if len(restarts) >= MOST_RESTARTS_A_MINUTE or processes[process].returncode == 2:
-                    say(f"process {process} does not stay; ending everything")
-                    return 1
-                restarts.append(time.monotonic())
-                time.sleep(RESTART_SECONDS)
-                processes[process] = begin(process)
-            time.sleep(0.02)
-        code = processes[0].returncode
-        return 128 - code if code < 0 else code
-    finally:
-        end(processes)
-        time.sleep(STOP_SECONDS / 50)  # for the last lines
+    restarted = range(len(members)) if options.restart else ()
+    return Supervisor(
+        [sys.executable, "-u", "-m", options.module, *forwarded],
+        members,
+        Restarts(restarted, options.restart_seconds),
+        pin=options.pin,
+        logs=options.logs,
+    ).run()
 
 
-def fleet_of(deployment: Deployment, processes: int = 1) -> list[Member]:
+def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) -> list[Member]:
     """The processes of a deployment, the router first, on addresses that are free now; so many of
     each prefill worker and domain.
+
+    Args:
+      apart: every worker listens on another address than the one that is dialled; something else
+        has to connect the two.
 
     Raises:
       ConfigError: it is not one that this launcher can start.
     """
     prefill, pull = deployment.prefill, deployment.link.transport == "pull"
-    apart = pull or deployment.mode == "colocated"
-    domains = deployment.domains if apart else 1
-    ports = free_ports(prefill.workers + domains + pull)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    of_their_own = pull or deployment.mode == "colocated"
+    domains = deployment.domains if of_their_own else 1
+    workers = prefill.workers + domains + pull
+    every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
+    addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
     settings = [f"fleet.prefill={prefills}", f"fleet.domains={rest[:domains]}"]
     settings += ["fleet.registry=static"]
@@ -116,27 +69,40 @@ def fleet_of(deployment: Deployment, processes: int = 1) -> list[Member]:
         settings.append(f"link.addresses={rest[domains:]}")
     shared = [word for setting in settings for word in ("--set", setting)]
     role = "attention" if pull else "decode"
-    members = [Member("router", [*shared, "--role", "router"])]
-    for number in range(prefill.workers):
-        arguments = [*shared, "--role", "prefill", "--worker", f"{number}"]
-        members += _worker(f"prefill worker {number}", arguments, processes)
-    for number in range(domains):
+    names = [(f"prefill worker {n}", "prefill", n) for n in range(prefill.workers)]
+    names += [(f"domain {n}, role {role}", role, n) for n in range(domains)]
+    members = [Member("router", [*shared, "--role", "router"], 0)]
+    for runtime, (name, role, number) in enumerate(names, 1):
         arguments = [*shared, "--role", role, "--worker", f"{number}"]
-        members += _worker(f"domain {number}, role {role}", arguments, processes)
+        members += _worker(
+            Member(name, arguments, runtime),
+            processes,
+            listening[runtime - 1],
+            addresses[runtime - 1],
+        )
     if pull:
-        arguments = [*shared, "--role", "ffn", "--listen", rest[domains]]
-        members.append(Member("ffn worker, role ffn", arguments))
+        arguments = [*shared, "--role", "ffn", "--listen", listening[-1]]
+        places = (listening[-1], rest[domains]) if apart else ()
+        members.append(Member("ffn worker, role ffn", arguments, workers, *places))
     return members
 
 
-def _worker(name: str, arguments: list[str], processes: int) -> list[Member]:
+def _worker(worker: Member, processes: int, listens: str, dialled: str) -> list[Member]:
     """The processes of one worker."""
+    name, arguments = worker.name, worker.arguments
+    if listens != dialled:
+        worker = worker._replace(
+            arguments=[*arguments, "--listen", listens], listens=listens, dialled=dialled
+        )
     if processes == 1:
-        return [Member(name, arguments)]
+        return [worker]
     coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
     shared = ["--processes", f"{processes}", "--coordinator", coordinator, "--control", control]
     return [
-        Member(f"{name}, process {one}", [*arguments, *shared, "--process-id", f"{one}"])
+        worker._replace(
+            name=f"{name}, process {one}",
+            arguments=[*worker.arguments, *shared, "--process-id", f"{one}"],
+        )
         for one in range(processes)
     ]
 

@@ -88,7 +88,22 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --fleet: start workers again that have died",
+        help="with --fleet: start processes again that have died",
+    )
+    parser.add_argument(
+        "--restart-seconds",
+        type=float,
+        default=0.5,
+        help="with --restart: from a death to the new start (%(default)g)",
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="with --fleet: workers listen elsewhere than where others dial; it says where, and "
+        "who started it connects the two",
+    )
+    parser.add_argument(
+        "--logs", type=Path, help="with --fleet or --runtimes: a folder for what processes print"
     )
     parser.add_argument("--pin", action="store_true", help="process i on the i-th core allowed")
     parser.add_argument(
@@ -106,8 +121,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--standbys {options.standbys}: expected 0 or more, with --runtimes")
     if options.fleet and options.runtimes:
         parser.error("--fleet and --runtimes: a fleet has runtimes of its own")
-    if options.restart and not options.fleet:
-        parser.error("--restart: only with --fleet")
+    for name in ("restart", "apart"):
+        if getattr(options, name) and not options.fleet:
+            parser.error(f"--{name}: only with --fleet")
+    if options.restart_seconds < 0:
+        parser.error(f"--restart-seconds {options.restart_seconds:g}: expected 0 or more")
+    if options.logs is not None and not (options.fleet or options.runtimes):
+        parser.error("--logs: only with --fleet or --runtimes")
+    if options.logs is not None and not options.logs.is_dir():
+        parser.error(f"--logs {options.logs}: there is no such folder")
     if options.pin and not hasattr(os, "sched_setaffinity"):
         parser.error("--pin: this system cannot pin a process to a core")
     return options, forwarded

@@ -1,6 +1,6 @@
 """Child processes of the launchers: started so that none outlives them, their output side by side.
 
-Used by `local.py` and `runtimes.py`.
+Used by `local.py` and `supervisor.py`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 STOP_SECONDS = 5.0
@@ -20,20 +21,27 @@ STOP_SECONDS = 5.0
 
 
 def start(
-    command: Sequence[str], environment: Mapping[str, str], process: int, pin: bool
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    process: int,
+    pin: bool,
+    log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this launcher; with `pin`, on the core of its number."""
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A Ctrl-C reaches the launcher alone, which decides who is told.
-        start_new_session=True,
-        # It makes system calls alone, so threads that print do no harm.
-        preexec_fn=_prepare(process, pin),  # noqa: PLW1509
-    )
+    """Starts a process that ends with this launcher; with `pin`, on the core of its number. What it
+    prints comes through pipes, or goes to the end of a file."""
+    with contextlib.ExitStack() as stack:
+        file = None if log is None else stack.enter_context(log.open("ab"))
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file or subprocess.PIPE,
+            stderr=file or subprocess.PIPE,
+            # A Ctrl-C reaches the launcher alone, which decides who is told.
+            start_new_session=True,
+            # It makes system calls alone, so threads that print do no harm.
+            preexec_fn=_prepare(process, pin),  # noqa: PLW1509
+        )
 
 
 def free_ports(count: int) -> list[int]:

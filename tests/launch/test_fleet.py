@@ -14,7 +14,7 @@ def fleet(monkeypatch):
     import fleet
 
     yield fleet
-    for name in ("fleet", "processes"):
+    for name in ("fleet", "processes", "supervisor"):
         sys.modules.pop(name, None)
 
 
@@ -56,3 +56,14 @@ def test_workers_of_several_processes(fleet):
     assert first[-2:] == ["--process-id", "0"]
     assert second[:-1] == first[:-1], "they meet each other"
     assert first[-8:-2] != members[3].arguments[-8:-2], "and nobody else"
+
+
+def test_workers_behind_addresses_of_somebody_else(fleet):
+    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
+    router, *workers = fleet.fleet_of(fleet._deployment(forwarded), apart=True)
+    assert router.listens == ""
+    assert len({address for member in workers for address in member[3:]}) == 8
+    for member in workers:
+        assert member.arguments[-2:] == ["--listen", member.listens]
+    settings = " ".join(router.arguments)
+    assert all(member.dialled in settings for member in workers)

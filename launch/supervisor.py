@@ -1,0 +1,171 @@
+"""What a service manager does on a cluster, for the processes of this host: whoever dies is started
+again, and the processes of one runtime die and start together.
+
+Used by `fleet.py` and `runtimes.py`.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from processes import STOP_SECONDS, describe, end, print_output, say, start
+
+MOST_RESTARTS_A_MINUTE = 120
+LAST_WORDS_SECONDS = 10.0
+"""For the other processes of a runtime to say what they know, after one of them has died."""
+LOOK_SECONDS = 0.02
+
+
+class Member(NamedTuple):
+    """A process.
+
+    Attributes:
+      name: what it is, for people.
+      arguments: of its own.
+      runtime: processes with the same number are one runtime.
+      listens: where it listens, if somebody stands in front of the address that others dial.
+      dialled: that address.
+    """
+
+    name: str
+    arguments: list[str]
+    runtime: int
+    listens: str = ""
+    dialled: str = ""
+
+
+class Restarts(NamedTuple):
+    """Who is started again.
+
+    Attributes:
+      members: their numbers.
+      seconds: from a death to the new start.
+      hopeless: exit codes after which a start would bring the same.
+    """
+
+    members: Collection[int]
+    seconds: float
+    hopeless: Collection[int] = (2,)
+
+
+class Supervisor:
+    """Runs processes until the first one, which the others are for, has ended.
+
+    Args:
+      command: of every process, before its own arguments.
+      members: the processes.
+      restarts: which of them are started again.
+      pin: process i on the i-th core allowed.
+      logs: a folder for what they print, a file each (`0.log`); None: it is printed here.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        members: Sequence[Member],
+        restarts: Restarts,
+        *,
+        pin: bool = False,
+        logs: Path | None = None,
+    ):
+        self._command, self._members, self._restarts = command, members, restarts
+        self._pin, self._logs = pin, logs
+        self._environment: Mapping[str, str] = {
+            **os.environ,
+            "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16),
+        }
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: set[int] = set()  # for good
+        self._due: dict[int, float] = {}  # runtime → when it is started again
+        self._kill_at: dict[int, float] = {}  # runtime → when the rest of it is ended
+        self._recent: deque[float] = deque()
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Starts all, and returns the exit code of the first."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda n, frame: self._signals.append(n))
+        try:
+            for number in range(len(self._members)):
+                self._begin(number)
+            told = False
+            while not self._over(told):
+                if self._signals:
+                    told = True
+                    self._children[0].send_signal(self._signals.pop(0))
+                if not told:
+                    if not self._look():
+                        return 1
+                    self._start_due()
+                time.sleep(LOOK_SECONDS)
+            code = self._children[0].returncode
+            return 128 - code if code < 0 else code
+        finally:
+            end([child for _, child in sorted(self._children.items())])
+            time.sleep(STOP_SECONDS / 50)  # for the last lines
+
+    def _over(self, told: bool) -> bool:
+        first = self._children[0].poll()
+        return first is not None and (told or first == 0 or 0 not in self._restarts.members)
+
+    def _begin(self, number: int) -> None:
+        member = self._members[number]
+        child = start(
+            [*self._command, *member.arguments],
+            self._environment,
+            number,
+            self._pin,
+            None if self._logs is None else self._logs / f"{number}.log",
+        )
+        self._children[number] = child
+        if self._logs is None:
+            print_output({number: child})
+        place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
+        say(f"process {number}: {member.name}, pid {child.pid}{place}")
+
+    def _look(self) -> bool:
+        """Notices who has ended; False if all is to end."""
+        for number, child in self._children.items():
+            code = child.poll()
+            runtime = self._members[number].runtime
+            if code is None or number in self._ended:
+                continue
+            if number not in self._restarts.members:
+                said = self._said(number, code)
+                say(f"{said}; it is not started again (--restart)" if number else said)
+                self._ended.add(number)
+            elif runtime not in self._due:
+                say(f"{self._said(number, code)}; starting it again")
+                now = time.monotonic()
+                while self._recent and self._recent[0] < now - 60.0:
+                    self._recent.popleft()
+                if len(self._recent) >= MOST_RESTARTS_A_MINUTE or code in self._restarts.hopeless:
+                    say(f"process {number} does not stay; ending everything")
+                    return False
+                self._recent.append(now)
+                self._due[runtime] = now + self._restarts.seconds
+                self._kill_at[runtime] = now + LAST_WORDS_SECONDS
+        return True
+
+    def _said(self, number: int, code: int) -> str:
+        return f"process {number} ({self._members[number].name}) ended with {describe(code)}"
+
+    def _start_due(self) -> None:
+        """Starts runtimes again whose time has come, and of which nothing is left."""
+        now = time.monotonic()
+        for runtime, due in list(self._due.items()):
+            own = [n for n, member in enumerate(self._members) if member.runtime == runtime]
+            left = [n for n in own if self._children[n].poll() is None]
+            if left and now > self._kill_at[runtime]:
+                for number in left:
+                    self._children[number].kill()
+            if not left and now >= due:
+                del self._due[runtime]
+                for number in own:
+                    self._begin(number)
