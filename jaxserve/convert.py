@@ -38,31 +38,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
         prog="python -m jaxserve.convert",
         description="Convert a Hugging Face folder to sharded Orbax arrays.",
     )
-    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="the folder")
-    parser.add_argument("target", nargs="?", type=Path, metavar="DST", help="where to")
-    parser.add_argument(
+    made.add_argument("source", nargs="?", type=Path, metavar="SRC", help="the folder")
+    made.add_argument("target", nargs="?", type=Path, metavar="DST", help="where to")
+    made.add_argument(
         "--weights",
         choices=["fp8", "int8", "bf16"],
         help="format of the matrices (FP8 blocks stay blocks in fp8); as they are if not given",
     )
-    parser.add_argument(
+    made.add_argument(
         "--ignore-key",
         action="append",
         default=[],
         metavar="KEY",
         help="entry of config.json that means nothing",
     )
-    parser.add_argument("--verify", type=Path, metavar="DST", help="check a converted checkpoint")
-    options = parser.parse_args(arguments)
+    made.add_argument("--verify", type=Path, metavar="DST", help="check a converted checkpoint")
+    return made
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    options = made.parse_args(arguments)
     if options.verify is None and options.target is None:
-        parser.error("SRC and DST are required, or --verify DST")
+        made.error("SRC and DST are required, or --verify DST")
     if options.verify is not None and options.source is not None:
-        parser.error("--verify takes no SRC and DST beside it")
+        made.error("--verify takes no SRC and DST beside it")
     return options
 
 

@@ -100,35 +100,41 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
         prog="python -m jaxserve.generate", description="Complete one prompt."
     )
-    add_deployment_arguments(parser)
-    parser.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
-    parser.add_argument("--prompt", required=True, help="the text to complete; - reads it")
-    parser.add_argument(
+    add_deployment_arguments(made)
+    made.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
+    made.add_argument("--prompt", required=True, help="the text to complete; - reads it")
+    made.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
-    parser.add_argument("--top-k", type=int, help="draw from the k most probable tokens (all)")
-    parser.add_argument("--top-p", type=float, help="draw from the most probable mass p (1)")
-    parser.add_argument("--min-p", type=float, help="drop tokens below p times the best one (0)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
-    parser.add_argument(
+    made.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    made.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
+    made.add_argument("--temperature", type=float, help="0 is greedy (1)")
+    made.add_argument("--top-k", type=int, help="draw from the k most probable tokens (all)")
+    made.add_argument("--top-p", type=float, help="draw from the most probable mass p (1)")
+    made.add_argument("--min-p", type=float, help="drop tokens below p times the best one (0)")
+    made.add_argument("--seed", type=int, help="the same seed gives the same text")
+    made.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    options = parser.parse_args(arguments)
+    made.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    return made
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    options = made.parse_args(arguments)
     here = options.config is not None or options.model is not None
     if here == (options.server is not None):
-        parser.error("give --server, or else --config or --model or both")
+        made.error("give --server, or else --config or --model or both")
     if options.chat and not here:
-        parser.error("--chat: not with --server, which takes finished prompts")
+        made.error("--chat: not with --server, which takes finished prompts")
     if options.system is not None and not options.chat:
-        parser.error("--system: only with --chat")
+        made.error("--system: only with --chat")
     return options
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.simulation_command import add_fleet
 from jaxserve.planner import report
@@ -24,7 +25,7 @@ from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import deployment_text, write_deployment
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.figures import draw
-from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
+from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
@@ -251,9 +252,10 @@ def _write(
     write_deployment(options.write, text, config)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxserve.plan", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(prog="python -m jaxserve.plan", description=__doc__)
+    commands = made.add_subparsers(required=True, metavar="command")
     paper = commands.add_parser("tables", help="Step-3's tables 2 to 7 and figures 1 to 5")
     paper.add_argument("--svg", type=Path, metavar="DIR", help="writes the figures there")
     paper.set_defaults(run=_tables)
@@ -270,7 +272,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument(
             "--configs", type=Path, default=CONFIGS, help="folder with models/ and hardware/"
         )
-    return parser.parse_args(arguments)
+    return made
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    return parser().parse_args(arguments)
 
 
 def _search_options(command: argparse.ArgumentParser) -> None:

@@ -68,41 +68,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxserve.serve", description="Serve a model.")
-    add_deployment_arguments(parser)
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(prog="python -m jaxserve.serve", description="Serve a model.")
+    add_deployment_arguments(made)
+    made.add_argument(
         "--check",
         action="store_true",
         help="print parameters and bytes a device, and whether they fit, and exit",
     )
-    parser.add_argument(
+    made.add_argument(
         "--timeline",
         type=Path,
         metavar="DIR",
         help="measure the stages, and write a Perfetto trace and an SVG there at the end",
     )
-    parser.add_argument(
+    made.add_argument(
         "--insecure-bind",
         action="store_true",
         help="allow a server.host that is not loopback, although there is neither TLS nor a key",
     )
-    parser.add_argument(
+    made.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",
         help="lines for people, or JSON objects for machines",
     )
-    parser.add_argument(
+    made.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="where a worker listens: --role ffn in a runtime of its own (link.addresses[0]), or a "
         "worker of a fleet (its address in fleet.prefill or fleet.domains)",
     )
-    add_process_arguments(parser)
-    options = parser.parse_args(arguments)
+    add_process_arguments(made)
+    return made
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    options = made.parse_args(arguments)
     if options.config is None and options.model is None:
-        parser.error("one of the arguments --config --model is required")
+        made.error("one of the arguments --config --model is required")
     return options
 
 

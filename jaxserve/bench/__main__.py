@@ -23,10 +23,10 @@ from jaxserve.bench.tokens import CONFIG
 from jaxserve.errors import JaxserveError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a bench; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
-    parser = argparse.ArgumentParser(prog="python -m jaxserve.bench", description="Measure.")
-    benches = parser.add_subparsers(dest="bench", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(prog="python -m jaxserve.bench", description="Measure.")
+    benches = made.add_subparsers(dest="bench", required=True)
     of_pipeline = benches.add_parser("pipeline", help="host time, overlap, tokens/s, start-up")
     of_pipeline.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_pipeline.add_argument(
@@ -78,12 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_kills.add_argument("--kills", type=int, default=100, help="how many (100)")
     of_kills.add_argument("--standbys", type=int, default=0, help="further ffn workers (0)")
     serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
-    options = parser.parse_args(arguments)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a bench; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
+    made = parser()
+    options = made.parse_args(arguments)
     for bench in (pipeline, fleet):
         known = bench.PARTS
         name = bench.__name__.rpartition(".")[2]
         if options.bench == name and (unknown := set(options.only) - set(known)):
-            parser.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(known)}")
+            made.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(known)}")
     try:
         if options.bench == "serve":
             return serving.run(options)

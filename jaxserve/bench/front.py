@@ -35,6 +35,7 @@ from jaxserve.bench.report import (
 )
 from jaxserve.bench.stub_engine import PacedEngine, StubEngine
 from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.request import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
@@ -45,7 +46,7 @@ from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo"
+DEMO = CONFIGS / "demo"
 STREAMS = 64
 TOKENS = 4096
 """A stream, of the throughput."""

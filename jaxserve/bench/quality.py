@@ -29,12 +29,13 @@ from jaxserve.bench.report import (
 )
 from jaxserve.bench.workers import BenchError
 from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build import Runtime, build_runtime
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from jaxserve.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+DEMO = CONFIGS / "demo.yaml"
 FORMATS = ("bfloat16", "fp8", "int8")
 STEP = 128
 """Tokens a step, and slots."""

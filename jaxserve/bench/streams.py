@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,13 +23,14 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stub_engine import PacedEngine
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.deployment import Server
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.faces import Faces, LocalFaces
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.processes.host import FaceProcesses
 from jaxserve.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo"
+DEMO = CONFIGS / "demo"
 STREAMS = 2048
 STEPS = 50
 STEP_SECONDS = 0.2

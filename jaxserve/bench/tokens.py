@@ -9,17 +9,17 @@ import queue
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 
-CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+CONFIG = CONFIGS / "demo.yaml"
 LAYOUTS = {
     "colocated": ["mode=colocated"],
     "1A1F": ["attention.dp=1", "ffn.ep=1"],

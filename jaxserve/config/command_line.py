@@ -11,7 +11,11 @@ from jaxserve.errors import ConfigError
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --config, --model and --set."""
-    parser.add_argument("--config", metavar="FILE", help="deployment file")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="deployment file, or the name of one that comes with jaxserve, as demo",
+    )
     parser.add_argument(
         "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
     )

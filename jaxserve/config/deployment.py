@@ -33,6 +33,7 @@ from jaxserve.config.sections import (
     Size,
     Speculative,
 )
+from jaxserve.config.shipped import deployment_names, deployment_path
 from jaxserve.errors import ConfigError
 
 
@@ -110,16 +111,22 @@ def load_deployment(
     """Reads a deployment file and applies dotted overrides.
 
     Args:
-      path: the YAML file, or a model folder (then every other field has its default).
+      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder
+        (then every other field has its default).
       overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
 
     Raises:
       ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
         of range, or sizes do not fit each other.
     """
-    path = Path(path)
+    path = deployment_path(Path(path))
     try:
         text = "" if path.is_dir() else path.read_text()
+    except FileNotFoundError:
+        known = ", ".join(deployment_names())
+        raise ConfigError(
+            f"deployment file {path}: No such file or directory; by name there are {known}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"deployment file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

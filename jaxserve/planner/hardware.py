@@ -12,13 +12,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""The configurations of a checkout."""
 
 MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")
 """The fields that are measured or published figures; a file must give a source for each."""

@@ -16,8 +16,9 @@ from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.config.model import MFA, MLA, ModelConfig
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.planner.hardware import CONFIGS, read_struct, unknown
+from jaxserve.planner.hardware import read_struct, unknown
 
 Count = Annotated[int, Meta(ge=1)]
 Width = Annotated[int, Meta(ge=0)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.planner import paper
 from jaxserve.planner.cost import (
     arithmetic_intensity,
@@ -17,7 +18,7 @@ from jaxserve.planner.cost import (
     token_cost,
     training_dollars,
 )
-from jaxserve.planner.hardware import CONFIGS, Hardware, load_hardware
+from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import CostModel, load_model
 
 K = 1024

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import (
     FleetConditions,
@@ -14,7 +15,6 @@ from jaxserve.fleet.simulation import (
     PagesLink,
 )
 from jaxserve.plan import main
-from jaxserve.planner.hardware import CONFIGS
 from jaxserve.planner.noise import Lengths
 from jaxserve.planner.stage_times import Given
 

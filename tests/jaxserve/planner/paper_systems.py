@@ -20,7 +20,8 @@ from jaxserve.config.deployment import (
     Link,
     SchedulerLimits,
 )
-from jaxserve.planner.hardware import CONFIGS, load_hardware
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.quantities import PAPER

@@ -1,8 +1,9 @@
 import pytest
 import yaml
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.planner.hardware import CONFIGS, MEASURES, known_hardware, load_hardware
+from jaxserve.planner.hardware import MEASURES, known_hardware, load_hardware
 
 KNOWN = [
     "910b",

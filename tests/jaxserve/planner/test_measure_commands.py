@@ -2,10 +2,10 @@ import json
 
 import pytest
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Span
 from jaxserve.plan import main
-from jaxserve.planner.hardware import CONFIGS
 
 DEPLOYMENT = """
 model: {model}

@@ -2,9 +2,9 @@ import msgspec
 import pytest
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeMesh
-from jaxserve.planner.hardware import CONFIGS
 from jaxserve.planner.models import cost_model, known_models, load_model, model_config
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
 from jaxserve.roles.capacity import role_bytes

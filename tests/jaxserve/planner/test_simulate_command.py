@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.plan import main
-from jaxserve.planner.hardware import CONFIGS
 
 DEPLOYMENT = """
 model: {model}

@@ -1,0 +1,12 @@
+"""The commands of `jaxserve COMMAND`, for `jaxserve/__main__.py` and `completion.py`."""
+
+COMMANDS = {
+    "serve": ("jaxserve.serve", "serve a model, or a part of a deployment"),
+    "generate": ("jaxserve.generate", "complete one prompt, here or on a server"),
+    "plan": ("jaxserve.plan", "layouts, cost and speed before anything is rented"),
+    "bench": ("jaxserve.bench.__main__", "measure"),
+    "convert": ("jaxserve.convert", "a Hugging Face folder to sharded arrays, quantised once"),
+    "doctor": ("jaxserve.commands.doctor", "what this host has and what would run on it"),
+    "completion": ("jaxserve.commands.completion", "print a completion script for a shell"),
+}
+"""By name: the module that has `main` and `parser`, and what it does."""

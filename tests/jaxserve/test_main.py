@@ -1,0 +1,89 @@
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jaxserve.__main__ import main
+from jaxserve.commands.names import COMMANDS
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS, deployment_names
+from jaxserve.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_without_a_command_it_lists_them(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_an_unknown_command_is_named_and_exits_2(capsys):
+    assert main(["sevre"]) == 2
+    assert "there is no command 'sevre'" in capsys.readouterr().err
+
+
+def test_a_command_gets_its_arguments(capsys):
+    assert main(["serve", "--config", "demo", "--check"]) == 0
+    assert "attention" in capsys.readouterr().out
+    assert main(["serve", "--config", "nothing", "--check"]) == 2
+    assert "by name there are deepseek-v3, demo, " in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "jaxserve 0.1.0\n"
+
+
+def test_completion_scripts_are_accepted_by_the_shell(tmp_path):
+    script = tmp_path / "jaxserve.bash"
+    command = [sys.executable, "-m", "jaxserve", "completion", "bash"]
+    with script.open("w") as file:
+        subprocess.run(command, stdout=file, cwd=ROOT, check=True, timeout=120)
+    ask = f"source {script}; COMP_WORDS=(jaxserve plan cal); COMP_CWORD=2; _shtab_jaxserve; "
+    run = subprocess.run(
+        ["bash", "-c", ask + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True, timeout=30
+    )
+    assert run.stdout.split() == ["calibrate"]
+
+
+def test_a_deployment_by_name_is_the_one_that_comes_with_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "demo" in deployment_names()
+    by_path = load_deployment(CONFIGS / "demo.yaml")
+    assert load_deployment("demo") == by_path
+    assert load_deployment("configs/demo.yaml") == by_path
+    with pytest.raises(ConfigError, match="by name there are"):
+        load_deployment("elsewhere/demo.yaml")
+    (tmp_path / "demo").mkdir()
+    assert load_deployment("demo").model == str(tmp_path / "demo")
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_repository(tmp_path):
+    tree = tmp_path / "tree"
+    left_out = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*")
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", tmp_path, tree], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    installed = tmp_path / "installed"
+    names = {str(path.relative_to(installed)) for path in installed.rglob("*")}
+    assert {"jaxserve/configs/demo.yaml", "jaxserve/configs/demo/model.safetensors"} <= names
+    assert not any(name.startswith(("tests", "configs", "launch")) for name in names)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "JAX_PLATFORMS": "cpu"}
+    generate = ["-m", "jaxserve", "generate", "--config", "demo", "--prompt", "def fibonacci(n):"]
+    run = subprocess.run(
+        [sys.executable, *generate, "--max-tokens", "4", "--temperature", "0"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode, run.stdout.strip() != "") == (0, True), run.stderr
