@@ -26,6 +26,7 @@ class Outcome(msgspec.Struct, kw_only=True):
       tokens: tokens of the completion, as the server counts them; else the number of events.
       prompt_tokens: tokens of the prompt, as the server counts them.
       text: text of the completion.
+      token_ids: its tokens, where the request asked for them (`return_token_ids`).
       end: time of the end of the answer.
       error: why it failed; empty if it succeeded.
     """
@@ -35,6 +36,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     tokens: int = 0
     prompt_tokens: int = 0
     text: str = ""
+    token_ids: list[int] = []
     end: float = 0.0
     error: str = ""
 
@@ -46,6 +48,7 @@ class _Usage(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str = ""
+    token_ids: list[int] = []
 
 
 class _Chunk(msgspec.Struct):
@@ -74,9 +77,10 @@ class Client:
         self._decoder = msgspec.json.Decoder(_Chunk)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def complete(self, body: bytes) -> Outcome:
-        """Sends one streamed completion; `body` is JSON that requests usage."""
-        outcome = Outcome(start=time.perf_counter())
+    async def complete(self, body: bytes, outcome: Outcome | None = None) -> Outcome:
+        """Sends one streamed completion; `body` is JSON that requests usage. Whoever cancels it, or
+        wants to look at it in between, brings the outcome."""
+        outcome = outcome or Outcome(start=time.perf_counter())
         try:
             async with asyncio.timeout(self._seconds):
                 await self._complete(body, outcome)
@@ -149,6 +153,7 @@ class Client:
         if chunk.choices:
             outcome.arrivals.append(time.perf_counter() - outcome.start)
             outcome.text += chunk.choices[0].text
+            outcome.token_ids += chunk.choices[0].token_ids
         if chunk.usage is not None:
             outcome.tokens = chunk.usage.completion_tokens
             outcome.prompt_tokens = chunk.usage.prompt_tokens

@@ -5,6 +5,7 @@ COMMANDS = {
     "generate": ("jaxserve.generate", "complete one prompt, here or on a server"),
     "plan": ("jaxserve.plan", "layouts, cost and speed before anything is rented"),
     "bench": ("jaxserve.bench.__main__", "measure"),
+    "chaos": ("jaxserve.chaos.__main__", "faults on purpose, under load with known answers"),
     "convert": ("jaxserve.convert", "a Hugging Face folder to sharded arrays, quantised once"),
     "doctor": ("jaxserve.commands.doctor", "what this host has and what would run on it"),
     "completion": ("jaxserve.commands.completion", "print a completion script for a shell"),

@@ -1,0 +1,1 @@
+"""Faults on purpose, under load with known answers: `python -m jaxserve.chaos`."""

@@ -1,0 +1,136 @@
+"""`python -m jaxserve.chaos --config FILE --minutes M --seed S`: faults under load with known
+answers.
+
+Starts a fleet with `launch/local.py`, whose supervisor starts again what dies. Exit code 0: no
+wrong token, no hang, nothing lost, noticed and back in time; 1: something missed its limit; 2: a
+wrong option.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.bench.report import Report, describe_machine, missed, table, this_machine, write_json
+from jaxserve.chaos.deployment import LAUNCHER, ChaosError, Deployment
+from jaxserve.chaos.figures import Found, parts
+from jaxserve.chaos.questions import answers, questions
+from jaxserve.chaos.schedule import KINDS
+from jaxserve.chaos.storm import START_SECONDS, Plan, Storm
+from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.fleet.addresses import free_port
+
+ROLES = ("router", "prefill", "domain", "ffn", "follower")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a storm and prints what it has shown; the exit code."""
+    made = parser()
+    options = made.parse_args(arguments)
+    kinds = options.faults.split(",")
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        made.error(f"--faults: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
+    for name in ("minutes", "kills", "clients", "questions", "processes"):
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
+            made.error(f"--{name} {getattr(options, name):g}: expected more than 0")
+    if options.config is None and options.model is None:
+        made.error("--config or --model: expected one of them")
+    machine = this_machine()
+    print(describe_machine(machine), flush=True)
+    try:
+        found = _storm(options, kinds)
+    except ConfigError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 2
+    except JaxserveError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 1
+    measured = parts(found)
+    for part in measured:
+        print(f"\n{table(part)}", flush=True)
+    if options.json is not None:
+        write_json(options.json, Report("chaos", False, machine, measured))
+    if late := missed(measured):
+        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
+    return int(bool(late))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="python -m jaxserve.chaos",
+        description="Faults on purpose in a fleet on this host, under load with known answers.",
+    )
+    add_deployment_arguments(made)
+    made.add_argument("--minutes", type=float, help="how long faults begin (1, or no end)")
+    made.add_argument("--kills", type=int, metavar="N", help="faults at most (any number)")
+    made.add_argument("--seed", type=int, default=0, help="of faults and load (%(default)s)")
+    made.add_argument("--faults", default="kill", metavar="KIND,…", help=f"of {', '.join(KINDS)}")
+    made.add_argument("--only", default="", choices=["", *ROLES], help="whose processes (all)")
+    made.add_argument("--clients", type=int, default=8, help="at the same time (%(default)s)")
+    made.add_argument("--questions", type=int, default=12, help="different ones (%(default)s)")
+    made.add_argument("--vocab", type=int, default=0, help="prompts are token ids below this")
+    made.add_argument("--processes", type=int, default=1, help="of each worker (%(default)s)")
+    made.add_argument(
+        "--restart-seconds",
+        type=float,
+        default=0.5,
+        help="until what died is started again (%(default)g)",
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="for the report")
+    made.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs stay")
+    return made
+
+
+def _storm(options: argparse.Namespace, kinds: Sequence[str]) -> Found:
+    if not LAUNCHER.exists():
+        raise ConfigError(f"{LAUNCHER}: not there; chaos runs from the source tree alone")
+    # The launcher has addresses of its own.
+    elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]
+    deployment = read_deployment(options.config, options.model, [*options.set, *elsewhere])
+    longest = deployment.scheduler.max_length // 2
+    asked = questions(options.seed, options.questions, longest, options.vocab)
+    known = answers(asked, options.config, options.model, options.set)
+    print(f"{len(asked)} answers are known", flush=True)
+    minutes = options.minutes or (1.0 if options.kills is None else 1e6)
+    plan = Plan(
+        seed=options.seed,
+        kinds=kinds,
+        only=options.only,
+        minutes=minutes,
+        most=options.kills or 10**9,
+        clients=options.clients,
+    )
+    with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        running = Deployment(_launch(options), folder)
+        try:
+            running.wait(lambda: bool(running.processes), START_SECONDS, "a first process")
+            running.wait(running.whole, START_SECONDS, "the start of all processes")
+            found = asyncio.run(Storm(running, plan, asked, known).run())
+        finally:
+            code = running.end()
+        if code:
+            raise ChaosError(f"the launcher ended with {code}\n{running.last_words()}")
+        return found
+
+
+def _launch(options: argparse.Namespace) -> list[str]:
+    arguments = ["--fleet", "--restart", "--apart", "--processes", f"{options.processes}"]
+    arguments += ["--restart-seconds", f"{options.restart_seconds:g}"]
+    for name in ("config", "model"):
+        if (value := getattr(options, name)) is not None:
+            arguments += [f"--{name}", value]
+    # A router that is started again has to be where clients look for it.
+    ports = [f"server.{face}_port={free_port()}" for face in ("http", "grpc")]
+    for one in [*options.set, *ports]:
+        arguments += ["--set", one]
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Makes a fault happen, and ends it.
+
+Used by `storm.py`.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from jaxserve.chaos.deployment import Deployment, Process
+from jaxserve.chaos.proxy import Mode
+from jaxserve.chaos.schedule import Fault
+
+TURN_SECONDS = 0.1
+"""Of a slow process: in every one it stands for a part."""
+_MODES: Mapping[str, Mode] = {"cut": "cut", "stall": "stall", "truncate": "truncate"}
+
+
+@contextlib.contextmanager
+def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator[None]:
+    """For as long as the block takes."""
+    pid = victim.pid
+    match fault.kind:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+            yield
+        case "stop":
+            with _continued(pid):
+                os.kill(pid, signal.SIGSTOP)
+                yield
+        case "slow":
+            over = threading.Event()
+            thread = threading.Thread(target=_slow, args=(pid, fault.size, over), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+        case "drop" | "delay":
+            mode: Mode = "delay" if fault.kind == "delay" else _MODES[fault.how]
+            deployment.proxies[victim.dialled].disturb(mode, fault.size)
+            try:
+                yield
+            finally:
+                deployment.proxies[victim.dialled].disturb("")
+        case "disk":
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+            try:
+                yield
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        case "clock":
+            deployment.clock.write_text(f"{fault.size}")
+            try:
+                yield
+            finally:
+                deployment.clock.write_text("0")
+        case _:
+            raise ValueError(fault.kind)
+
+
+@contextlib.contextmanager
+def _continued(pid: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _slow(pid: int, part: float, over: threading.Event) -> None:
+    with contextlib.suppress(ProcessLookupError), _continued(pid):
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(part * TURN_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+            over.wait((1 - part) * TURN_SECONDS)

@@ -1,0 +1,218 @@
+"""What a storm has shown, by kind of fault and role, and its limits.
+
+Used by `storm.py` and `__main__.py`. Pure: takes records and times, gives measures.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.bench.report import Measure, Part
+from jaxserve.chaos.load import Record
+
+NOTICE_SECONDS, BACK_SECONDS, P99_RATIO = 2.0, 10.0, 2.0
+GROWTH = 0.2
+"""Part by which the memory of a survivor may grow."""
+MORE_FILES = 32
+"""File descriptors that a survivor may have more of: requests that run have some."""
+NOTICED = frozenset({"kill", "stop", "drop"})
+"""Kinds of faults that somebody has to notice; the others only have to be borne."""
+FEW = 100
+"""Gaps that a p99 is made of, at least."""
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """A fault that happened. Times are seconds of `time.perf_counter`.
+
+    Attributes:
+      kind, role, victim, seconds, how, size: of `schedule.Fault`.
+      name: of the process.
+      at: when.
+      until: when everything was ready again.
+      noticed: seconds until somebody said it, by what; None: nobody did.
+      by: the line, or /health.
+      touched: numbers of the requests that lost their worker, as far as the router said.
+    """
+
+    kind: str
+    role: str
+    victim: int
+    seconds: float
+    how: str
+    size: float
+    name: str
+    at: float
+    until: float = 0.0
+    noticed: float | None = None
+    by: str = ""
+    touched: list[int] = []
+
+    @property
+    def closes_streams(self) -> bool:
+        """Whether it took along what clients were connected to."""
+        return self.kind == "kill" and self.role in ("router", "face")
+
+    @property
+    def to_be_noticed(self) -> bool:
+        """Whether somebody has to notice it: nobody sees a pause shorter than what is asked, and
+        nobody but a service manager sees a router."""
+        if self.role == "router":
+            return self.kind == "kill"
+        return self.kind in NOTICED and (self.kind == "kill" or self.seconds > NOTICE_SECONDS)
+
+
+class Survivor(msgspec.Struct, kw_only=True):
+    """A process that lived from before the first fault to after the last one.
+
+    Attributes:
+      name: of the process.
+      memory: MB, before and after.
+      files: file descriptors, before and after.
+    """
+
+    name: str
+    memory: tuple[float, float]
+    files: tuple[int, int]
+
+
+class Found(msgspec.Struct, kw_only=True):
+    """Everything that a storm has found out.
+
+    Attributes:
+      events: faults, in their order.
+      records: requests.
+      calm: from when to when nothing was wrong, at the beginning.
+      survivors: processes.
+      left: what the deployment says it still has after the last request has ended; empty: nothing.
+      late: processes that did not come back, in words.
+    """
+
+    events: list[Event]
+    records: list[Record]
+    calm: tuple[float, float]
+    survivors: list[Survivor] = []
+    left: str = ""
+    late: str = ""
+
+
+def back(event: Event, until: float, records: Sequence[Record]) -> float:
+    """Seconds of the longest wait for a token, of any request, that was going on at or began after
+    the fault, counted from it; 0: nobody asked."""
+    longest = 0.0
+    for record in records:
+        if record.finish < event.at or record.start > until or record.end == "cancelled":
+            continue
+        for begin, end in waits(record):
+            if end > event.at and begin < until:
+                longest = max(longest, end - max(begin, event.at))
+    return longest
+
+
+def waits(record: Record) -> Iterator[tuple[float, float]]:
+    """From event to event of a request: its start, its tokens."""
+    return itertools.pairwise([record.start, *record.arrivals])
+
+
+def p99(records: Sequence[Record], begin: float, end: float, without: set[int]) -> float | None:
+    """Of the seconds between tokens in that time, of all requests but some; None: too few."""
+    gaps = [
+        later - earlier
+        for record in records
+        if record.number not in without
+        for earlier, later in itertools.pairwise(record.arrivals)
+        if begin < later < end
+    ]
+    return statistics.quantiles(gaps, n=100)[98] if len(gaps) >= FEW else None
+
+
+def lost(record: Record, events: Sequence[Event]) -> bool:
+    """Whether a request got neither an answer nor an error that says why, and not because its own
+    connection ended in a process that was killed."""
+    if record.end != "cut":
+        return False
+    return not any(
+        event.closes_streams and record.start <= event.until and record.finish >= event.at
+        for event in events
+    )
+
+
+def parts(found: Found) -> list[Part]:
+    """A part for all faults of a kind and a role, and one for everything."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, event in enumerate(found.events):
+        groups.setdefault((event.kind, event.role), []).append(number)
+    result = [_part(found, kind, role, numbers) for (kind, role), numbers in sorted(groups.items())]
+    return [*result, _everything(found)]
+
+
+def _part(found: Found, kind: str, role: str, numbers: Sequence[int]) -> Part:
+    events = found.events
+    ends = [*(event.at for event in events[1:]), float("inf")]
+    own = [(events[n], ends[n]) for n in numbers]
+    backs = [back(event, end, found.records) for event, end in own]
+    whole = [event.until - event.at - event.seconds for event, _ in own]
+    seen = [event for event, _ in own if event.to_be_noticed]
+    noticed = [float("inf") if event.noticed is None else event.noticed for event in seen]
+    measures = [Measure("faults", len(own))]
+    if noticed:
+        measures += [
+            Measure("noticed, median", statistics.median(noticed), "s"),
+            Measure("noticed, longest", max(noticed), "s", NOTICE_SECONDS),
+        ]
+    measures += [
+        Measure("longest wait for a token, median", statistics.median(backs), "s"),
+        Measure("longest wait for a token, longest", max(backs), "s", BACK_SECONDS),
+        Measure("all processes ready again, longest", max(whole), "s"),
+    ]
+    calm = p99(found.records, *found.calm, set())
+    ratios = []
+    for event, _ in own:
+        during = p99(found.records, event.at, event.until, set(event.touched))
+        if during is not None and calm:
+            ratios.append(during / calm)
+    if ratios and kind == "kill" and role in ("domain", "prefill"):
+        limit = P99_RATIO
+        measures.append(
+            Measure("p99 of other requests, median ratio", statistics.median(ratios), "x", limit)
+        )
+    words: dict[str, int] = {}
+    for event in seen:
+        words[event.by or "nobody"] = words.get(event.by or "nobody", 0) + 1
+    notes = [f"noticed by: {by} ({count})" for by, count in sorted(words.items())[:4]]
+    return Part(f"{kind} {role}", f"{kind}, {role}", measures, notes, {"back": backs})
+
+
+def _everything(found: Found) -> Part:
+    ends = [record.end for record in found.records]
+    cut = [record for record in found.records if record.end == "cut"]
+    gone = [record for record in cut if lost(record, found.events)]
+    measures = [
+        Measure("requests", len(ends)),
+        Measure("right", ends.count("right")),
+        Measure("cancelled by the client", ends.count("cancelled")),
+        Measure("wrong", ends.count("wrong"), "", 0),
+        Measure("hung", ends.count("hung") + ends.count(""), "", 0),
+        Measure("lost without a word", len(gone), "", 0),
+        Measure("failed, with a reason", ends.count("failed"), "", 0),
+        Measure("refused, with a reason, and sent again", ends.count("refused")),
+        Measure("cut with the process they came through, and sent again", len(cut) - len(gone)),
+        Measure("processes that did not come back", len(found.late.splitlines()), "", 0),
+        Measure("kinds of state left at the end", len(found.left.split()), "", 0),
+    ]
+    for survivor in found.survivors:
+        (before, after), (had, has) = survivor.memory, survivor.files
+        limit = round(before * (1 + GROWTH), 1)
+        measures.append(Measure(f"{survivor.name}: MB after ({before:.0f})", after, "MB", limit))
+        measures.append(Measure(f"{survivor.name}: files after ({had})", has, "", had + MORE_FILES))
+    worst = [record for record in found.records if record.end in ("wrong", "hung", "failed")] + gone
+    notes = [f"request {r.number} over {r.face}: {r.end}: {r.why[:300]}" for r in worst[:5]]
+    notes += [f"left: {found.left}"] if found.left else []
+    notes += [f"late: {line}" for line in found.late.splitlines()]
+    return Part("all", "all requests", measures, notes, _details(found))
+
+
+def _details(found: Found) -> dict[str, Any]:
+    return {"events": msgspec.to_builtins(found.events)}

@@ -1,0 +1,199 @@
+"""Clients that ask without a pause, over HTTP and gRPC, and know what the answer has to be.
+
+Used by `storm.py`.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import grpc
+import msgspec
+
+from jaxserve.bench.client import Client, Outcome
+from jaxserve.chaos.questions import Question
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+
+HANG_SECONDS = 60.0
+"""Without an event or an end after which a request hangs."""
+REQUEST_SECONDS = 300.0
+CANCELLED = 0.1
+"""Part of the requests that are cancelled at a random moment."""
+RETRY_SECONDS = 0.1
+CHANNEL = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+
+End = Literal["right", "wrong", "cancelled", "failed", "refused", "cut", "hung", ""]
+"""failed: an error that says why. refused: likewise, before anything was begun (429, 503; gRPC's
+RESOURCE_EXHAUSTED); it is sent again. cut: the connection broke, without a word. "": it runs."""
+Face = Literal["http", "grpc"]
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One request. Times are seconds of `time.perf_counter`.
+
+    Attributes:
+      number: of the request.
+      face: over which.
+      question: which.
+      start, finish: when it began and ended.
+      arrivals: when tokens came.
+      end: how it ended.
+      why: the error, if there was one, or what is wrong.
+    """
+
+    number: int
+    face: Face
+    question: int
+    start: float
+    finish: float = float("inf")
+    arrivals: list[float] = []
+    end: End = ""
+    why: str = ""
+
+
+class Load:
+    """The clients.
+
+    Args:
+      asked, answers: what is asked, and what has to come.
+      http, grpc: addresses.
+      seed: of the order of the questions and of cancellations.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Question],
+        answers: Sequence[Sequence[int]],
+        http_address: str,
+        grpc_address: str,
+        seed: int,
+    ):
+        self.records: list[Record] = []
+        self._asked, self._answers = asked, answers
+        self._http = Client(f"http://{http_address}", seconds=REQUEST_SECONDS)
+        self._grpc_address = grpc_address
+        self._channel: Any = None
+        self._random = random.Random(seed)
+        self._numbers = itertools.count()
+        self.stopping = False
+
+    async def run(self, clients: int) -> None:
+        """Asks until `stopping`, and ends when all have their answers."""
+        self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
+        self.stopping = False
+        faces: list[Face] = ["http", "grpc"]
+        await asyncio.gather(*(self._client(faces[n % 2]) for n in range(clients)))
+        await self._channel.close()
+        self._http.close()
+
+    async def every_question(self) -> None:
+        """Each once over either face, one after the other."""
+        self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
+        for question in range(len(self._asked)):
+            for face in ("http", "grpc"):
+                await self._ask(face, question, cancel_after=None)
+        await self._channel.close()
+
+    async def _client(self, face: Face) -> None:
+        while not self.stopping:
+            question = self._random.randrange(len(self._asked))
+            cancel = None
+            if self._random.random() < CANCELLED:
+                cancel = self._random.randrange(self._asked[question].tokens)
+            record = await self._ask(face, question, cancel)
+            if record.end in ("failed", "refused", "cut"):
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _ask(self, face: Face, question: int, cancel_after: int | None) -> Record:
+        now = time.perf_counter()
+        record = Record(number=next(self._numbers), face=face, question=question, start=now)
+        self.records.append(record)
+        outcome = Outcome(start=now)
+        asking = self._over_http if face == "http" else self._over_grpc
+        task = asyncio.create_task(asking(record, outcome))
+        seen, since = -1, now
+        while not task.done():
+            await asyncio.wait([task], timeout=0.02 if cancel_after is not None else 0.25)
+            if (events := len(outcome.arrivals)) != seen:
+                seen, since = events, time.perf_counter()
+            hung = time.perf_counter() - since > HANG_SECONDS
+            if hung or (cancel_after is not None and len(outcome.token_ids) > cancel_after):
+                task.cancel()
+                await asyncio.wait([task], timeout=HANG_SECONDS)
+                record.end = "hung" if hung else "cancelled"
+                break
+        record.finish = time.perf_counter()
+        record.arrivals = [outcome.start + arrival for arrival in outcome.arrivals]
+        self._judge(record, outcome)
+        return record
+
+    def _judge(self, record: Record, outcome: Outcome) -> None:
+        """What came has to be right, also where the rest was not waited for."""
+        expected = list(self._answers[record.question])
+        found = outcome.token_ids
+        if found != expected[: len(found)]:
+            record.end, record.why = "wrong", f"{found} instead of {expected}"
+        elif record.end == "hung":
+            record.why = f"{len(found)} of {len(expected)} tokens came"
+        elif not record.end and outcome.error:
+            record.end, record.why = how_it_failed(outcome.error), outcome.error
+        elif not record.end:
+            record.end = "right" if found == expected else "wrong"
+            record.why = "" if found == expected else f"{len(found)} tokens of {len(expected)}"
+
+    async def _over_http(self, record: Record, outcome: Outcome) -> None:
+        question = self._asked[record.question]
+        body = {
+            "prompt": question.prompt,
+            "request_id": f"chaos-{record.number}",
+            "max_tokens": question.tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            **question.sampling,
+        }
+        await self._http.complete(msgspec.json.encode(body), outcome)
+
+    async def _over_grpc(self, record: Record, outcome: Outcome) -> None:
+        question = self._asked[record.question]
+        request = pb.GenerateRequest(
+            request_id=f"chaos-{record.number}",
+            max_tokens=question.tokens,
+            ignore_eos=True,
+            **question.sampling,
+        )
+        if isinstance(question.prompt, str):
+            request.text = question.prompt
+        else:
+            request.token_ids.ids.extend(question.prompt)
+        call = InferenceStub(self._channel).GenerateStream(request, timeout=REQUEST_SECONDS)
+        try:
+            async for message in call:
+                if message.delta.token_ids:
+                    outcome.arrivals.append(time.perf_counter() - outcome.start)
+                    outcome.token_ids += message.delta.token_ids
+        except grpc.aio.AioRpcError as error:
+            outcome.error = f"gRPC {error.code().name}: {error.details()}"
+
+
+def how_it_failed(error: str) -> End:
+    """What a client makes of an error: did the server say it, or did the connection break?"""
+    if error.startswith("ValueError: status 429") or "RESOURCE_EXHAUSTED" in error:
+        return "refused"
+    if error.startswith("ValueError: status 503"):
+        return "refused"
+    if error.startswith("ValueError"):
+        return "failed"
+    # gRPC's own words where nobody answered.
+    nobody = ("failed to connect", "Socket closed", "Connection re", "recvmsg", "sendmsg", "GOAWAY")
+    if error.startswith("gRPC UNAVAILABLE"):
+        return "cut" if any(word in error for word in nobody) else "refused"
+    return "failed" if error.startswith("gRPC") else "cut"

@@ -1,0 +1,113 @@
+"""Something between two ends of a TCP connection that can go wrong on purpose.
+
+One in front of every worker of a deployment. Used by `storm.py`; knows nothing of what it carries.
+"""
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from typing import Literal
+
+from jaxserve.link.channel import split_address
+
+READ_BYTES = 1 << 16
+LOOK_SECONDS = 0.02
+DIAL_SECONDS = 5.0
+
+Mode = Literal["", "cut", "stall", "delay", "truncate"]
+
+
+class Proxy:
+    """Listens at one address and connects whoever comes to another one.
+
+    `disturb` changes what it does, for the connections that there are and for new ones:
+
+    cut: all are reset, and new ones, too. stall: nothing is carried, and nothing is closed.
+    delay: every byte comes `size` seconds later. truncate: the next bytes of each are carried by
+    half, then it is closed, as if a sender had died in the middle of a frame.
+
+    Args:
+      listens: host:port.
+      target: host:port.
+    """
+
+    def __init__(self, listens: str, target: str):
+        self._target = split_address(target)
+        self._mode: Mode = ""
+        self._size = 0.0
+        self._closing = False
+        self._listener = socket.create_server(split_address(listens))
+        self._listener.settimeout(0.5)
+        threading.Thread(target=self._accept, name=f"proxy {listens}", daemon=True).start()
+
+    def disturb(self, mode: Mode, size: float = 0.0) -> None:
+        """From now on; "" ends it."""
+        self._size, self._mode = size, mode
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._closing = True
+        self._mode = "cut"
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+
+    def _carry(self, client: socket.socket) -> None:
+        """One connection, both ways, in one thread."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(_reset, client)
+            if self._mode == "cut":
+                return
+            try:
+                server = socket.create_connection(self._target, DIAL_SECONDS)
+            except OSError:
+                return
+            stack.callback(_reset, server)
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end.settimeout(DIAL_SECONDS)
+            with contextlib.suppress(OSError):
+                self._copy({client: server, server: client})
+
+    def _copy(self, ways: dict[socket.socket, socket.socket]) -> None:
+        late: list[tuple[float, socket.socket, bytes]] = []
+        while self._mode != "cut":
+            if self._mode == "stall":
+                time.sleep(LOOK_SECONDS)
+                continue
+            wait = min(LOOK_SECONDS, max(0.0, late[0][0] - time.monotonic())) if late else None
+            ready, _, _ = select.select([*ways], [], [], LOOK_SECONDS if wait is None else wait)
+            for source in ready:
+                data = source.recv(READ_BYTES)
+                if not data:
+                    for _, end, rest in late:
+                        end.sendall(rest)
+                    return
+                if self._mode == "truncate":
+                    ways[source].sendall(data[: len(data) // 2])
+                    return
+                if self._mode == "delay" or late:
+                    late.append((time.monotonic() + self._size, ways[source], data))
+                else:
+                    ways[source].sendall(data)
+            while late and (late[0][0] <= time.monotonic() or self._mode != "delay"):
+                _, end, data = late.pop(0)
+                end.sendall(data)
+
+
+def _reset(end: socket.socket) -> None:
+    """Closes at once; the other end gets an error, not an end of file."""
+    with contextlib.suppress(OSError):
+        linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    end.close()

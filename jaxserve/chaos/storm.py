@@ -1,0 +1,239 @@
+"""A storm: a deployment under load, one fault after the other, and what became of it.
+
+Called by `__main__.py`. `schedule.py` says what goes wrong, `faults.py` does it, `load.py` asks and
+compares, `figures.py` judges.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxserve.chaos.deployment import ChaosError, Deployment, Line, Process
+from jaxserve.chaos.faults import happening
+from jaxserve.chaos.figures import Event, Found, Survivor
+from jaxserve.chaos.load import Load
+from jaxserve.chaos.questions import Question
+from jaxserve.chaos.schedule import Fault, draw
+
+START_SECONDS = 600.0
+COME_BACK_SECONDS = 120.0
+"""After which a process that was to be started again counts as one that did not come back."""
+CALM_SECONDS = 8.0
+"""Of undisturbed load at the beginning."""
+SETTLE_SECONDS = 2.0
+"""After the last request, before what is left is counted."""
+LOOK_SECONDS = 0.1
+HEALTH_SECONDS = 2.0
+
+_LEVEL = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+_TOUCHED = re.compile(r"chaos-(\d+)")
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done.
+
+    Attributes:
+      seed: of everything.
+      kinds: of faults.
+      only: role whose processes are the victims; empty: all.
+      minutes: after which no further fault begins.
+      most: faults.
+      clients: that ask at the same time.
+    """
+
+    seed: int
+    kinds: Sequence[str]
+    only: str = ""
+    minutes: float = 1.0
+    most: int = 10**9
+    clients: int = 8
+
+
+class Storm:
+    """One run against a deployment that is whole.
+
+    Args:
+      deployment: started with `--apart` where links are to be disturbed.
+      plan: what is to be done.
+      asked, answers: of the load.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        plan: Plan,
+        asked: Sequence[Question],
+        answers: Sequence[Sequence[int]],
+    ):
+        self._deployment, self._plan = deployment, plan
+        ready = deployment.line(r"^ready  .*http=")
+        assert ready is not None
+        fields = dict(word.split("=", 1) for word in ready.text.split() if "=" in word)
+        self._http = fields["http"]
+        self._load = Load(asked, answers, self._http, fields["grpc"], plan.seed)
+        self.events: list[Event] = []
+        self._late: list[str] = []
+
+    async def run(self) -> Found:
+        """Everything, from the first question to what is left."""
+        await self._load.every_question()
+        if bad := [record for record in self._load.records if record.end != "right"]:
+            raise ChaosError(
+                f"before any fault, {len(bad)} of {len(self._load.records)} answers are not those "
+                f"of a colocated engine; the first: {bad[0].end}: {bad[0].why}"
+            )
+        before = resources(self._deployment)
+        clients = asyncio.create_task(self._load.run(self._plan.clients))
+        begin = time.perf_counter()
+        await asyncio.sleep(CALM_SECONDS)
+        calm = begin, time.perf_counter()
+        try:
+            await self._faults(begin)
+        finally:
+            self._load.stopping = True
+            await clients
+        await asyncio.sleep(SETTLE_SECONDS)
+        return Found(
+            events=self.events,
+            records=self._load.records,
+            calm=calm,
+            survivors=survivors(before, resources(self._deployment)),
+            left=await asyncio.to_thread(what_is_left, self._http),
+            late="\n".join(self._late),
+        )
+
+    async def _faults(self, begin: float) -> None:
+        roles = self._deployment.roles()
+        victims = {
+            role: len(found) for role, found in roles.items() if self._plan.only in ("", role)
+        }
+        linked = [
+            role for role, found in roles.items() if found[0].dialled in self._deployment.proxies
+        ]
+        for fault in draw(self._plan.seed, self._plan.kinds, victims, linked):
+            over = time.perf_counter() - begin > 60.0 * self._plan.minutes
+            if over or fault.number >= self._plan.most:
+                return
+            await asyncio.sleep(fault.pause)
+            await self._one(fault, self._deployment.roles()[fault.role][fault.victim])
+
+    async def _one(self, fault: Fault, victim: Process) -> None:
+        event = Event(
+            kind=fault.kind,
+            role=fault.role,
+            victim=fault.victim,
+            seconds=fault.seconds,
+            how=fault.how,
+            size=fault.size,
+            name=victim.name,
+            at=time.perf_counter(),
+        )
+        self.events.append(event)
+        since = time.monotonic()
+        watching = asyncio.create_task(asyncio.to_thread(self._watch_health, event, victim))
+        with happening(fault, victim, self._deployment):
+            await asyncio.sleep(fault.seconds)
+        deadline = time.monotonic() + COME_BACK_SECONDS
+        starts = victim.starts + (fault.kind == "kill")
+        while not (
+            self._deployment.whole()
+            and victim.starts >= starts
+            and await asyncio.to_thread(problems, self._http) == []
+        ):
+            if time.monotonic() > deadline:
+                self._late.append(f"{victim.name} after {fault.kind}: {self._absent()}")
+                break
+            if not self._deployment.alive:
+                raise ChaosError(f"the deployment has ended\n{self._deployment.last_words()}")
+            await asyncio.sleep(LOOK_SECONDS)
+        event.until = time.perf_counter()
+        await watching
+        self._read_lines(event, victim, since)
+
+    def _absent(self) -> str:
+        absent = [each.name for each in self._deployment.processes.values() if not each.whole]
+        return ", ".join(absent) or f"{problems(self._http)}"
+
+    def _watch_health(self, event: Event, victim: Process) -> None:
+        """Asks /health until it names a problem, or nobody will any more."""
+        while not event.until and time.perf_counter() - event.at < HEALTH_SECONDS * 5:
+            if problems(self._http):
+                event.noticed, event.by = time.perf_counter() - event.at, "/health"
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _read_lines(self, event: Event, victim: Process, since: float) -> None:
+        """Who said first that something is wrong, other than the victim, and who lost what."""
+        lines = [line for line in list(self._deployment.lines) if line.at >= since]
+        told = next((line for line in lines if self._tells(line, victim)), None)
+        if told is not None and (event.noticed is None or told.at - since < event.noticed):
+            event.noticed, event.by = told.at - since, self._who(told)
+        for line in lines:
+            if "go on elsewhere" in line.text:
+                event.touched += [int(number) for number in _TOUCHED.findall(line.text)]
+
+    def _tells(self, line: Line, victim: Process) -> bool:
+        if line.process < 0:
+            # A service manager's word counts where nobody else could have one.
+            return victim.role == "router" and f"process {victim.number} " in line.text
+        return line.process != victim.number and bool(_LEVEL.search(line.text))
+
+    def _who(self, line: Line) -> str:
+        if line.process < 0:
+            return "the service manager"
+        return f"log of {self._deployment.processes[line.process].role}"
+
+
+def problems(http: str) -> list[str] | None:
+    """What /health says is wrong; None: nobody answers."""
+    found = _get(http, "/health")
+    return None if found is None else found.get("problems", [])
+
+
+def what_is_left(http: str) -> str:
+    """Names of the counts that are not zero although nobody asks any more."""
+    load = (_get(http, "/pipeline") or {"load": {"running": "unknown"}})["load"]
+    left = {name: load.get(name) for name in ("running", "waiting", "prompts", "held")}
+    for worker in load.get("workers", []):
+        left[f"routed_{worker['role']}_{worker['name']}"] = worker["routed"]
+    return " ".join(f"{name}={value}" for name, value in left.items() if value)
+
+
+def _get(http: str, path: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        with urllib.request.urlopen(f"http://{http}{path}", timeout=HEALTH_SECONDS) as answer:
+            return msgspec.json.decode(answer.read())
+    return None
+
+
+def resources(deployment: Deployment) -> Mapping[int, tuple[str, float, int]]:
+    """pid → name, MB of memory, file descriptors."""
+    return {process.pid: entry for process, entry in _resources(deployment)}
+
+
+def _resources(deployment: Deployment) -> Iterator[tuple[Process, tuple[str, float, int]]]:
+    for process in deployment.processes.values():
+        folder = Path("/proc", f"{process.pid}")
+        with contextlib.suppress(OSError, StopIteration):
+            lines = (folder / "status").read_text().splitlines()
+            kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+            files = len(list((folder / "fd").iterdir()))
+            yield process, (process.name, kilobytes / 1024, files)
+
+
+def survivors(
+    before: Mapping[int, tuple[str, float, int]], after: Mapping[int, tuple[str, float, int]]
+) -> list[Survivor]:
+    """Processes that are in both."""
+    return [
+        Survivor(name=name, memory=(memory, after[pid][1]), files=(files, after[pid][2]))
+        for pid, (name, memory, files) in before.items()
+        if pid in after
+    ]

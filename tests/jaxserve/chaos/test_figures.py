@@ -1,0 +1,96 @@
+"""The arithmetic of a storm, on requests and faults that are written down here."""
+
+from jaxserve.bench.report import missed
+from jaxserve.chaos.figures import Event, Found, Survivor, back, lost, p99, parts
+from jaxserve.chaos.load import Record, how_it_failed
+
+
+def event(at=10.0, until=14.0, kind="kill", role="domain", **changed):
+    values = {"victim": 0, "seconds": 0.0, "how": "", "size": 0.0, "name": role, "noticed": 0.3}
+    return Event(kind=kind, role=role, at=at, until=until, **(values | changed))
+
+
+def record(number, start, arrivals, end="right", **changed):
+    finish = arrivals[-1] if arrivals else start
+    values = {"number": number, "face": "http", "question": 0, "finish": finish}
+    return Record(start=start, arrivals=arrivals, end=end, **(values | changed))
+
+
+def test_back_is_the_longest_wait_from_the_fault_on():
+    records = [
+        record(0, 8.0, [9.0, 11.5, 11.6]),  # waits from 9.0, of which 1.5 s after the fault
+        record(1, 12.0, [12.7, 12.8]),  # began after it
+        record(2, 1.0, [2.0, 9.9]),  # was over
+        record(3, 9.5, [19.0], "cancelled"),
+    ]
+    assert back(event(), 20.0, records) == 1.5
+    assert back(event(at=11.7), 20.0, records) == 12.7 - 12.0
+
+
+def test_gaps_of_those_that_lost_their_worker_are_not_others():
+    steady = record(0, 0.0, [n / 100 for n in range(200)])
+    touched = record(1, 0.0, [n / 2 for n in range(8)])
+    assert round(p99([steady, touched], 0.0, 3.0, set()), 3) == 0.5
+    assert round(p99([steady, touched], 0.0, 3.0, {1}), 3) == 0.01
+    assert p99([touched], 0.0, 3.0, set()) is None, "too few"
+
+
+def test_a_request_is_lost_unless_its_own_connection_was_killed():
+    cut = record(0, 11.0, [12.0], "cut")
+    assert lost(cut, [event(role="domain")])
+    assert lost(cut, [event(role="router", at=20.0, until=30.0)])
+    assert not lost(cut, [event(role="router")])
+    assert not lost(record(0, 11.0, [12.0], "failed"), [])
+
+
+def test_limits():
+    good = Found(
+        events=[event(), event(at=20.0, until=21.0, noticed=1.9)],
+        records=[record(0, 9.0, [9.5, 11.0])],
+        calm=(0.0, 5.0),
+        survivors=[Survivor(name="router", memory=(100.0, 110.0), files=(20, 25))],
+    )
+    assert missed(parts(good)) == []
+    bad = Found(
+        events=[event(), event(at=20.0, until=21.0, noticed=None)],
+        records=[
+            record(0, 9.0, [9.5, 21.0]),
+            record(1, 9.0, [], "wrong"),
+            record(2, 9.0, [], "hung"),
+            record(3, 9.0, [], "cut"),
+            record(4, 9.0, [], "failed"),
+        ],
+        calm=(0.0, 5.0),
+        survivors=[Survivor(name="router", memory=(100.0, 130.0), files=(20, 60))],
+        left="held=1",
+        late="domain 0 after kill",
+    )
+    assert missed(parts(bad)) == [
+        "kill domain: noticed, longest",
+        "kill domain: longest wait for a token, longest",
+        "all: wrong",
+        "all: hung",
+        "all: lost without a word",
+        "all: failed, with a reason",
+        "all: processes that did not come back",
+        "all: kinds of state left at the end",
+        "all: router: MB after (100)",
+        "all: router: files after (20)",
+    ]
+
+
+def test_a_short_pause_need_not_be_noticed():
+    assert not event(kind="stop", seconds=1.5).to_be_noticed
+    assert event(kind="stop", seconds=2.5).to_be_noticed
+    assert not event(kind="stop", role="router", seconds=5.0).to_be_noticed
+    assert not event(kind="disk", seconds=5.0).to_be_noticed
+
+
+def test_what_clients_make_of_errors():
+    assert how_it_failed("ValueError: status 429: b'…'") == "refused"
+    assert how_it_failed("ValueError: the server says {'message': 'lost 4 workers'}") == "failed"
+    assert how_it_failed("EOFError: the answer ended in the middle") == "cut"
+    assert how_it_failed("ConnectionRefusedError: [Errno 111]") == "cut"
+    assert how_it_failed("gRPC UNAVAILABLE: Socket closed") == "cut"
+    assert how_it_failed("gRPC UNAVAILABLE: the router is starting") == "refused"
+    assert how_it_failed("gRPC INTERNAL: invalid logits") == "failed"

@@ -1,0 +1,19 @@
+"""Questions are a function of the seed."""
+
+from jaxserve.chaos.questions import questions
+
+
+def test_half_greedy_some_long_all_different():
+    found = questions(3, 12, longest=40)
+    assert found == questions(3, 12, longest=40)
+    assert found != questions(4, 12, longest=40)
+    assert len({question.prompt for question in found}) == 12
+    assert [question.seed is None for question in found] == [True, False] * 6
+    assert max(question.tokens for question in found) == 40
+    assert all("\n" in question.prompt for question in found)
+
+
+def test_token_ids_for_a_model_without_words():
+    found = questions(3, 6, longest=40, vocab=9)
+    assert [len(question.prompt) for question in found] == [42, 7, 7, 42, 7, 7]
+    assert all(0 <= token < 9 for question in found for token in question.prompt)
