@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
@@ -63,7 +64,6 @@ COPIED = (
 )
 """Files that are copied beside the weights: configuration, tokenizer, chat template, licence."""
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 Records = dict[str, StoredLeaf]
 
@@ -310,21 +310,6 @@ def verify(
         problems += _damaged(folder, {name: record})
         on_block(done + 1, len(manifest.blocks), name)
     return problems
-
-
-def fingerprint(folder: Path) -> str:
-    """A digest of a folder's config.json and of the size, header and samples of every weight
-    file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            for sample in range(_SAMPLES):
-                file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _copied(source: Path) -> list[Path]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+import jaxserve
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
@@ -155,4 +157,6 @@ def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine)
         eos_token_ids=sorted(read_special_tokens(deployment.model).eos),
         info=info,
         instance=secrets.token_hex(4),
+        weights=weights_digest(deployment.model),
+        version=jaxserve.__version__,
     )

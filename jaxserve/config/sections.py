@@ -308,10 +308,14 @@ class Fleet(Section, frozen=True):
     """Requests that may wait at a domain for a slot and pages, until another domain has some;
     further ones stay at their prefill worker, which keeps their pages (`pages.held`), or at the
     router where there is none, as many as `prefill_waiting` says."""
+    replay: Literal["same_weights", "any_weights"] = "same_weights"
+    """Where a request goes on whose domain is lost or drains, when it has tokens already: on
+    workers with the weights that it began with, or, while weights are replaced, on any."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Workers that a request may lose before it fails."""
     absent_seconds: Seconds = 60.0
-    """How long a request waits while no worker is there that could run it."""
+    """How long a request waits while no worker is there that could run it: none of the role, or
+    none with the weights that it began with."""
     ttft_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """Target for the time to the first token; 0: none."""
     tpot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0

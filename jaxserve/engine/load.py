@@ -38,7 +38,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       name: its address.
       role: "prefill" or "domain".
-      status: "ready", "suspect" (its step loop does not go round, or it drains) or "absent".
+      status: "ready", "suspect" (its step loop does not go round), "draining", "drained" or
+        "absent".
       running, waiting, kv_usage: as of `EngineLoad`.
       held: requests whose pages it keeps for a domain.
       routed: this router's requests that it has.
@@ -90,6 +91,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       held: of a prefill worker, requests whose pages are kept for a domain.
       workers: of a fleet.
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
+      moves: of a fleet, how often a request went on elsewhere because its worker drains.
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: those of the figures that each domain has of its own.
       hand_offs: what its end of the pages link has done; of a fleet, what all have; None: there is
@@ -111,6 +113,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     held: int = 0
     workers: list[WorkerLoad] = []
     replays: int = 0
+    moves: int = 0
     refusals: int = 0
     domains: list[DomainLoad] = []
     hand_offs: PagesLoad | None = None

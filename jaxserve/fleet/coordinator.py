@@ -27,7 +27,7 @@ from collections.abc import Callable
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import PATIENCE
 from jaxserve.engine.request import MAX_PRIORITY, FinishReason, TokenOutput
-from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import Placement
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.routed import Job, Routed, Worker
@@ -75,6 +75,8 @@ class Coordinator:
         self.wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
         self.replays = 0
         """Requests that were begun again elsewhere because a worker was lost."""
+        self.moves = 0
+        """Likewise, because one drains."""
         self.refusals = 0
 
     @property
@@ -110,8 +112,8 @@ class Coordinator:
             return []
         worker.load, worker.others = state.load, state.others
         worker.suspect = state.turn_age > self._cluster.heartbeat_seconds or state.status != "ready"
-        self.placement.changed(worker)
-        return self._go_on()
+        self.placement.drains(worker, state.drain)
+        return (self._drain(worker) if worker.drain else []) + self._go_on()
 
     # ------------------------------------------------------------------------------ requests
 
@@ -170,7 +172,7 @@ class Coordinator:
         if worker is not None and not request.asked:
             worker.full_until = self._clock() + FULL_SECONDS
             self.placement.changed(worker)
-        if not isinstance(error, OverloadedError):
+        if not isinstance(error, OverloadedError | DrainingError):
             return self._lost(request, str(error)) + self._go_on()
         if request.place == "domain":
             self._take_from_domain(request)
@@ -229,8 +231,12 @@ class Coordinator:
             for request in list(queue):
                 role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
                 seconds = self.placement.absent(role)
+                why = f"no {role} worker was there"
+                if not seconds and not self.placement.takes(request.weights):
+                    seconds = now - request.placed_at
+                    why = f"no domain with weights {request.weights} (fleet.replay) was there"
                 if seconds > self._fleet.absent_seconds:
-                    why = f"no {role} worker was there for {seconds:.0f} s (fleet.absent_seconds)"
+                    why += f" for {seconds:.0f} s (fleet.absent_seconds)"
                     actions += self._end(request, "error", why, unavailable=True)
         return actions + self._go_on() + self._move()
 
@@ -245,6 +251,21 @@ class Coordinator:
             actions.append(SendWithdraw(request.worker.name, request.attempt))
         return actions
 
+    def _drain(self, worker: Worker) -> list[Action]:
+        """Has requests leave a worker that takes nothing new."""
+        actions: list[Action] = []
+        moving = sum(bool(r.emitted) and r.place != "domain" for r in self.requests.values())
+        for request in self.placement.leaving(worker, moving):
+            if request.place == "domain" and request.last_at is None:
+                request.asked = True
+                actions.append(SendWithdraw(worker.name, request.attempt))
+                continue
+            if request.place == "domain":
+                actions.append(SendCancel(worker.name, request.attempt))
+            self.moves += 1
+            actions += self._again(request)
+        return actions
+
     def _place(self, request: Routed) -> Action | None:
         """Sends a request to a worker; None where none has room for it."""
         if self.placement.prefills(request):
@@ -257,6 +278,7 @@ class Coordinator:
         attempt = self._attempt(request)
         self._leave_queue(request)
         request.place, request.prefill, request.prefill_attempt = "prefill", worker, attempt
+        request.weights = worker.facts.weights
         request.cost = self.placement.cost(request, worker)
         self._estimates.began(worker, request.cost, self._clock())
         worker.requests[attempt] = request
@@ -271,6 +293,7 @@ class Coordinator:
         attempt = self._attempt(request)
         self._leave_queue(request)
         request.place, request.worker, request.attempt = "domain", worker, attempt
+        request.weights = worker.facts.weights
         request.last_at, request.asked, request.placed_at = None, False, self._clock()
         request.promised = self._estimates.promised(request)
         worker.promised += request.promised
@@ -326,6 +349,8 @@ class Coordinator:
 
     def _queue(self, request: Routed, name: str) -> None:
         request.place = "waiting" if name == "waiting" else "held"
+        if name == "waiting" and (not request.emitted or self._fleet.replay == "any_weights"):
+            request.weights = ""
         request.placed_at = self._clock()
         bisect.insort(self._queues[name], request, key=lambda other: other.rank)
 
@@ -343,7 +368,7 @@ class Coordinator:
         blocked: set[str] = set()
         first = [queue[:LOOK_AHEAD] for queue in self._queues.values()]
         for request in heapq.merge(*first, key=lambda request: request.rank):
-            needs = self.placement.needs(request)
+            needs = self.placement.alike(request)
             if needs in blocked:
                 continue
             queue = self._queues[request.place]
@@ -356,13 +381,10 @@ class Coordinator:
         return actions
 
     def _lost(self, request: Routed, why: str) -> list[Action]:
-        """A worker has lost a request: it begins again from its token log, somewhere else."""
-        self._unqueue(request)
-        self._take_from_domain(request)
-        actions = self._release(request)
-        request.source, request.found, request.direct = None, None, False
+        """A worker has lost a request."""
         request.lost += 1
         self.replays += 1
+        actions = self._again(request)
         if request.lost > self._fleet.attempts:
             return actions + self._end(
                 request,
@@ -371,6 +393,14 @@ class Coordinator:
                 f"{self._fleet.attempts})",
                 unavailable=True,
             )
+        return actions
+
+    def _again(self, request: Routed) -> list[Action]:
+        """A request begins again from its token log, somewhere else."""
+        self._unqueue(request)
+        self._take_from_domain(request)
+        actions = self._release(request)
+        request.source, request.found, request.direct = None, None, False
         if request.emitted:
             request.blocks = blocks_of(request.tokens, request.job.cache_salt)
         self._queue(request, "waiting")

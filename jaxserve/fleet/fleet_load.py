@@ -5,6 +5,17 @@ from collections.abc import Sequence
 from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
+from jaxserve.fleet.routed import Worker
+
+
+def worker_status(worker: Worker) -> str:
+    """Of a worker that is connected: "ready", "suspect" (its step loop does not go round),
+    "draining", or "drained": no router has a request there."""
+    if not worker.drain:
+        return "suspect" if worker.suspect else "ready"
+    load = worker.load
+    left = worker.count + load.running + load.waiting + load.prompts + load.held
+    return "draining" if left else "drained"
 
 
 def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
@@ -20,7 +31,7 @@ def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
             WorkerLoad(
                 name=place.address,
                 role=place.role,
-                status="suspect" if worker.suspect else "ready",
+                status=worker_status(worker),
                 running=load.running,
                 waiting=load.waiting + load.prompts,
                 held=load.held,
@@ -50,6 +61,7 @@ def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
         workers=workers,
         hand_offs=_hand_offs(domains, prefills),
         replays=coordinator.replays,
+        moves=coordinator.moves,
         refusals=coordinator.refusals,
     )
 

@@ -11,6 +11,7 @@ from typing import cast
 
 import jax
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import DecodeEnd, PrefillEnd
@@ -146,6 +147,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
     programs = transfer.programs
     facts = {
         "model": deployment_facts(deployment)["model"],
+        "weights": weights_digest(deployment.model),
         "layers": str(programs.layers),
         "kv_heads": str(programs.kv_heads),
         "widths": str(list(programs.widths)),

@@ -14,7 +14,7 @@ from jaxserve.errors import OverloadedError
 from jaxserve.fleet.estimates import Estimates
 from jaxserve.fleet.prefix_index import PrefixIndex
 from jaxserve.fleet.routed import Routed, Worker
-from jaxserve.fleet.worker_frames import WorkerRole
+from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.fleet.worker_table import WorkerTable
 
 STRANDED_SECONDS = 0.5
@@ -35,21 +35,27 @@ class Placement:
         self._fleet, self._clock = deployment.fleet, clock
         self._wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
         self._roles: dict[WorkerRole, dict[str, Worker]] = {"prefill": {}, "domain": {}}
-        self._absent: dict[WorkerRole, float] = dict.fromkeys(self._roles, clock())
+        self._absent: dict[WorkerRole, float | None] = dict.fromkeys(self._roles, clock())
+        self._weights: dict[str, int] = {}  # digest → number
         self.workers: dict[str, Worker] = {}
         """Those that are connected, by name."""
         self.index = PrefixIndex()
         self.estimates = Estimates(deployment)
         self._tables: dict[WorkerRole, WorkerTable] = {
-            role: WorkerTable(self.estimates.taken) for role in self._roles
+            role: WorkerTable(
+                self.estimates.taken, lambda worker: self._weights[worker.facts.weights]
+            )
+            for role in self._roles
         }
 
     def join(self, worker: Worker) -> None:
         """A worker is there."""
         self.leave(worker.name)
+        self._weights.setdefault(worker.facts.weights, len(self._weights))
         self.workers[worker.name] = self._roles[worker.facts.role][worker.name] = worker
         self._tables[worker.facts.role].join(worker)
         self.index.join(worker.name, worker.facts.tokens)
+        self._note_absence(worker.facts.role)
 
     def leave(self, name: str) -> Worker | None:
         """A worker is gone; returns what was known of it."""
@@ -57,12 +63,16 @@ class Placement:
         if worker is None:
             return None
         self.index.leave(name)
-        alike = self._roles[worker.facts.role]
-        del alike[name]
+        del self._roles[worker.facts.role][name]
         self._tables[worker.facts.role].leave(worker)
-        if not alike:
-            self._absent[worker.facts.role] = self._clock()
+        self._note_absence(worker.facts.role)
         return worker
+
+    def drains(self, worker: Worker, mode: DrainMode) -> None:
+        """A worker takes nothing new, or does again."""
+        worker.drain = mode
+        self.changed(worker)
+        self._note_absence(worker.facts.role)
 
     def changed(self, worker: Worker) -> None:
         """Something of a worker is different, but for its name and facts."""
@@ -73,8 +83,14 @@ class Placement:
         return list(self._roles[role].values())
 
     def absent(self, role: WorkerRole) -> float:
-        """For how many seconds no worker of a role has been there; 0 while one is."""
-        return 0.0 if self._roles[role] else self._clock() - self._absent[role]
+        """For how many seconds no worker of a role has taken requests; 0 while one does."""
+        since = self._absent[role]
+        return 0.0 if since is None else self._clock() - since
+
+    def takes(self, weights: str) -> bool:
+        """Whether a domain with these weights takes requests; with any, where they are empty."""
+        domains = self._roles["domain"].values()
+        return any(not d.drain and weights in ("", d.facts.weights) for d in domains)
 
     def prefills(self, request: Routed) -> bool:
         """Whether a prefill worker is to compute the prompt, rather than a domain."""
@@ -84,7 +100,7 @@ class Placement:
             return False
         length = len(request.job.prompt) + len(request.emitted)
         prefills = self._roles["prefill"]
-        if not prefills:
+        if self._absent["prefill"] is not None or not self._prefilled_alike(request):
             bound = self._pages.recompute_tokens
             return self._pages.on_failure == "fail" or bool(bound and length > bound)
         page = next(iter(prefills.values())).facts.page_size
@@ -101,6 +117,10 @@ class Placement:
             return "domain"
         return "long prefill" if self._is_long(request) else "prefill"
 
+    def alike(self, request: Routed) -> str:
+        """The same of two requests where `needs` is, and the weights that they may run on."""
+        return f"{self.needs(request)} {request.weights}"
+
     def cost(self, request: Routed, worker: Worker) -> float:
         """Of a request's prompt for a prefill worker."""
         length = len(request.job.prompt) + len(request.emitted)
@@ -111,6 +131,7 @@ class Placement:
         """The one that will have computed the prompt first; None where none has room."""
         table = self._tables["prefill"]
         usable = table.usable(self._clock())
+        usable &= self._fits(request, table)
         if self._prefill.long_tokens:
             alike = usable & (table["reserved"] == self._is_long(request))
             usable = alike if alike.any() else usable
@@ -134,6 +155,7 @@ class Placement:
         table = self._tables["domain"]
         usable = table.usable(self._clock())
         count, slots = table["count"], table["slots"]
+        usable &= self._fits(request, table)
         usable &= count < slots + self._fleet.domain_waiting
         if not usable.any():
             return None
@@ -171,6 +193,27 @@ class Placement:
                     found.append(request)
         return heapq.nsmallest(max(0, free), found, key=lambda request: request.rank)
 
+    def leaving(self, worker: Worker, moving: int) -> list[Routed]:
+        """Requests that are to leave a worker that drains: those that may wait for a slot there,
+        and, where they are to move, as many others as there is room for elsewhere; so many that
+        had tokens already are on their way."""
+        requests = sorted(worker.requests.values(), key=lambda request: request.rank)
+        if worker.facts.role == "prefill":
+            move = worker.drain == "move" and self._absent["prefill"] is None
+            return [one for one in requests if move and one.place == "prefill"]
+        others = [other for other in self._usable("domain") if other is not worker]
+        found = [one for one in requests if one.last_at is None and not one.asked]
+        if worker.drain != "move":
+            return found
+        free: dict[str, int] = {}
+        for other in others:
+            room = max(0, other.facts.slots - other.count)
+            free[other.facts.weights] = free.get(other.facts.weights, 0) + room
+        if self._fleet.replay == "any_weights":
+            free = dict.fromkeys(self._weights, sum(free.values()))
+        begun = [one for one in requests if one.last_at is not None]
+        return found + begun[: max(0, free.get(worker.facts.weights, 0) - moving)]
+
     def room_for(self, request: Routed, waiting: int) -> Worker | None:
         """The worker for a new request, where so many wait for one already; None: it waits, too.
 
@@ -179,7 +222,7 @@ class Placement:
         """
         fleet = self._fleet
         role: WorkerRole = "prefill" if self.prefills(request) else "domain"
-        if not self._roles[role]:
+        if self._absent[role] is not None:
             if waiting >= fleet.prefill_waiting:
                 raise OverloadedError(f"{waiting} requests wait for a {role} worker to be there")
             return None
@@ -199,6 +242,32 @@ class Placement:
             cost = 0.0 if prefill is None else self.cost(request, prefill)
             self.estimates.check(prefill, cost, list(self._usable("domain")))
         return worker
+
+    def _note_absence(self, role: WorkerRole) -> None:
+        if any(not worker.drain for worker in self._roles[role].values()):
+            self._absent[role] = None
+        elif self._absent[role] is None:
+            self._absent[role] = self._clock()
+
+    def _prefilled_alike(self, request: Routed) -> bool:
+        """Whether a prefill worker has the weights of a request, and so could compute for it."""
+        if not request.weights or len(self._weights) < 2:
+            return True
+        prefills = self._roles["prefill"].values()
+        return any(w.facts.weights == request.weights for w in prefills if not w.drain)
+
+    def _fits(self, request: Routed, table: WorkerTable) -> np.ndarray | bool:
+        """[workers] of a table that is up to date: which have the weights that a request may run
+        on; for one that may run on any, those that some domain has that takes requests."""
+        if len(self._weights) < 2:
+            return True
+        if request.weights:
+            return table["weights"] == self._weights.get(request.weights, -1)
+        domains = self._tables["domain"]
+        takes = domains.usable(self._clock())
+        if table is domains or not takes.any():
+            return True
+        return np.isin(table["weights"], domains["weights"][takes])
 
     def _is_long(self, request: Routed) -> bool:
         bound = self._prefill.long_tokens

@@ -49,20 +49,36 @@ class Registry:
         self._fleet, self._look_up = fleet, look_up
         self._long = prefill.long_workers
         self._known: dict[str, list[str]] = {}
+        self._added: dict[str, Place] = {}
+        self._removed: set[str] = set()
         self._stopping = threading.Event()
         if fleet.registry == "kubernetes":
             self.look()
             threading.Thread(target=self._run, name="registry", daemon=True).start()
 
     def places(self) -> list[Place]:
-        """All of them, in the order of the file."""
+        """All of them, in the order of the file, then those that were added."""
         fleet = self._fleet
         prefill, domains = self._resolved(fleet.prefill), self._resolved(fleet.domains)
         first_long = len(prefill) - self._long
-        return [
+        found = [
             *(Place(a, "prefill", number >= first_long) for number, a in enumerate(prefill)),
             *(Place(address, "domain") for address in domains),
         ]
+        if not self._added and not self._removed:
+            return found
+        left = [p for p in found if p.address not in self._removed | self._added.keys()]
+        return left + list(self._added.values())
+
+    def add(self, place: Place) -> None:
+        """One more place, or another role for one, until this process ends."""
+        self._removed.discard(place.address)
+        self._added = {**self._added, place.address: place}
+
+    def remove(self, address: str) -> None:
+        """A place where no worker is to be looked for any more."""
+        self._removed = {*self._removed, address}
+        self._added = {a: place for a, place in self._added.items() if a != address}
 
     def look(self) -> None:
         """Looks all names up again."""

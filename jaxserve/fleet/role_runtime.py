@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
@@ -63,6 +64,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
 def _hello(deployment: Deployment, contract: Contract, role: Role) -> Hello:
     known = deployment_facts(deployment)
     facts = {key: known[key] for key in AGREED}
+    facts["weights"] = weights_digest(deployment.model)
     facts |= {f"contract.{name}": str(value) for name, value in contract.facts().items()}
     versions = {"jax": jax.__version__, "platform": jax.default_backend()}
     return make_hello(role, facts, versions=versions)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import TokenOutput
-from jaxserve.fleet.worker_frames import WorkerFacts
+from jaxserve.fleet.worker_frames import DrainMode, WorkerFacts
 from jaxserve.link.pages import PagesSource
 
 
@@ -65,6 +65,8 @@ class Routed:
     promised: int = 0
     """Tokens that it will take of its domain's cache, by estimate."""
     renew_at: float = 0.0
+    weights: str = ""
+    """Of the workers that may run it, from the first one on; empty: any."""
     lost: int = 0
     """Workers that it has lost."""
     placed_at: float = 0.0
@@ -111,7 +113,9 @@ class Worker:
     others: int = 0
     """Requests of other routers, by its last state."""
     suspect: bool = False
-    """Whether its step loop has not gone round for some time."""
+    """Whether its step loop has not gone round for some time, or it takes nothing new."""
+    drain: DrainMode = ""
+    """Whether it takes nothing new, and what its requests are to do."""
     full_until: float = 0.0
     """It has said that it has no room."""
     work: float = 0.0

@@ -34,7 +34,8 @@ from jaxserve.fleet.request_frames import (
     Outputs,
     without_grammar,
 )
-from jaxserve.fleet.routed import Job, Routed
+from jaxserve.fleet.rolling import Rolling
+from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
     End,
@@ -102,6 +103,8 @@ class RouterEngine:
             silent=deployment.cluster.heartbeat_seconds,
             stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
         )
+        self.rolling = Rolling(self._registry, self.connections, self._workers)
+        """Changes of the fleet, for operators."""
 
     def start(self) -> None:
         """Begins to look for workers."""
@@ -266,6 +269,10 @@ class RouterEngine:
                     self._view = view
             ended = self._send(actions)
         self._deliver(ended)
+
+    def _workers(self) -> Mapping[str, Worker]:
+        with self._lock:
+            return dict(self._coordinator.placement.workers)
 
     def _outputs(self, outputs: list[TokenOutput]) -> None:
         """Logs tokens, and passes them on."""

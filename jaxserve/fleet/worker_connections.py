@@ -203,6 +203,15 @@ class WorkerConnections:
                 self._changed.add(wire)
             self.wake()
 
+    def forget(self, address: str, why: str) -> None:
+        """Gives the connection to a place up that is none any more; from any thread."""
+        wire = self._wires.get(address)
+        if wire is not None:
+            wire.lost = wire.lost or why
+            with self._lock:
+                self._changed.add(wire)
+            self.wake()
+
     def wake(self) -> None:
         """Has the thread look around at once."""
         with contextlib.suppress(OSError):  # it has been woken already, or is closed
@@ -350,7 +359,8 @@ class WorkerConnections:
         try:
             with cut_off(channel.shutdown, HANDSHAKE_SECONDS):
                 channel.authenticate(self._token, accepted=False)
-                channel.send(frames.encode(frames.Join(self._router, jaxserve.__version__)))
+                join = frames.Join(self._router, jaxserve.__version__, frames.PROTOCOL)
+                channel.send(frames.encode(join))
                 answer = frames.decode_from_worker(channel.receive())
             if isinstance(answer, frames.Refused):
                 raise ConfigError(answer.reason)

@@ -1,7 +1,7 @@
 """What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
 
-    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | Withdraw | AskPipeline
-                                | Echo)*
+    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | Withdraw | Drain
+                                | AskPipeline | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
 Every request has an id that its router made for this attempt to run it, different from all others'.
@@ -23,7 +23,14 @@ from jaxserve.observe.view import PipelineView
 WORKER_FRAME_BYTES = 1 << 28
 """Cap of one frame: a prompt takes four bytes a token."""
 
+PROTOCOL = 2
+"""Raised whenever a frame changes its meaning. Routers and workers of different versions work
+together while it is the same, so that they can be replaced one by one."""
+
 WorkerRole = Literal["prefill", "domain"]
+DrainMode = Literal["", "finish", "move"]
+"""What becomes of the requests of a worker that takes nothing new: they `finish` there, or those
+that others have room for `move`; empty: it does not drain."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +49,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       eos_token_ids: the model's end ids.
       info: what `model_info` of the engine says.
       instance: different after every start of the worker.
+      weights: digest of the checkpoint's weights; a request never goes from one to another.
+      version: of the software; for people.
     """
 
     name: str
@@ -56,6 +65,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     info: dict[str, Any]
     instance: str
+    weights: str = ""
+    version: str = ""
 
     @property
     def tokens(self) -> int:
@@ -68,6 +79,7 @@ class Join(Frame):
 
     router: str
     version: str
+    protocol: int = 0
 
 
 class Submit(Frame):
@@ -118,6 +130,13 @@ class Withdraw(Frame):
     request_id: str
 
 
+class Drain(Frame):
+    """Takes nothing new from any router, or, with an empty mode, does again; all are told by
+    `State`."""
+
+    mode: DrainMode = ""
+
+
 class AskPipeline(Frame):
     """Asks for a view of the steps measured last; answered by `Pipeline`."""
 
@@ -162,6 +181,7 @@ class State(Frame):
       status: of the engine.
       turn_age: seconds since its step loop last went round: a loop that is stuck grows old.
       others: requests that it has of other routers.
+      drain: whether it takes nothing new, and what its requests are to do.
     """
 
     status: str
@@ -169,6 +189,7 @@ class State(Frame):
     load: EngineLoad
     failure: str | None = None
     others: int = 0
+    drain: DrainMode = ""
 
 
 class Pipeline(Frame):
@@ -177,7 +198,9 @@ class Pipeline(Frame):
     view: PipelineView
 
 
-FromRouter = Join | Submit | Prefill | Release | Renew | Cancel | Withdraw | AskPipeline | Echo
+FromRouter = (
+    Join | Submit | Prefill | Release | Renew | Cancel | Withdraw | Drain | AskPipeline | Echo
+)
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
 
 encode = msgspec.msgpack.Encoder().encode

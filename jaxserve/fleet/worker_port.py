@@ -110,6 +110,9 @@ class WorkerPort:
         self.engine: WorkerEngine | None = None
         self.facts: frames.WorkerFacts | None = None
         self.draining = False
+        """Whether the worker ends."""
+        self.drain: frames.DrainMode = ""
+        """What an operator has said; see `frames.Drain`."""
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._routers: set[RouterConnection] = set()
@@ -130,6 +133,13 @@ class WorkerPort:
     def refuse(self) -> None:
         """Takes nothing new; what runs goes on."""
         self.draining = True
+
+    def drains(self, mode: frames.DrainMode) -> None:
+        """Takes nothing new while the mode is not empty; all routers hear of it."""
+        if mode != self.drain:
+            logger.info("drain: %s", mode or "no more")
+        self.drain = mode
+        self._send_state()
 
     def stop(self, grace: float) -> None:
         """Ends all connections, once their last outputs are sent or `grace` seconds are over."""
@@ -154,9 +164,10 @@ class WorkerPort:
         engine = self.engine
         assert engine is not None
         failure = None if engine.failure is None else str(engine.failure)
-        status = "draining" if self.draining and engine.status == "ready" else engine.status
+        drain = self.drain or ("finish" if self.draining else "")
+        status = "draining" if drain and engine.status == "ready" else engine.status
         age = time.monotonic() - engine.last_turn
-        return frames.State(status, age, engine.load(), failure, others)
+        return frames.State(status, age, engine.load(), failure, others, drain)
 
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
@@ -212,8 +223,11 @@ class WorkerPort:
     def _refusal(self, join: frames.FromRouter) -> str:
         if not isinstance(join, frames.Join):
             return f"{type(join).__name__} came before Join"
-        if join.version != jaxserve.__version__:
-            return f"the router is version {join.version}, this worker {jaxserve.__version__}"
+        if join.protocol != frames.PROTOCOL:
+            return (
+                f"the router (version {join.version}) speaks protocol {join.protocol}, this worker "
+                f"(version {jaxserve.__version__}) {frames.PROTOCOL}"
+            )
         if self.engine is None:
             return "is starting"
         return ""
@@ -299,6 +313,8 @@ class RouterConnection:
                 if request_id in self._submitted:
                     self._withdrawn.add(request_id)
                     self._engine.withdraw(request_id)
+            case frames.Drain(mode=mode):
+                self._port.drains(mode)
             case frames.AskPipeline():
                 self.post(frames.Pipeline(self._engine.pipeline()))
             case frames.Echo():
@@ -309,8 +325,8 @@ class RouterConnection:
     def _try(self, frame: Any, take: Callable[[Any], None]) -> None:
         """Takes a request, or says why not."""
         try:
-            if self._port.draining:
-                raise DrainingError("the worker is shutting down and takes no new requests")
+            if self._port.draining or self._port.drain:
+                raise DrainingError("the worker drains and takes no new requests")
             take(frame)
         except Exception as error:
             refusal = Refusal.of(error)

@@ -19,7 +19,9 @@ COLUMNS = {
     "pace": np.float64,
     "work": np.float64,
     "speed": np.float64,
+    "weights": np.int64,
 }
+"""Types by name. `weights` numbers the digests of checkpoints."""
 
 
 class WorkerTable:
@@ -27,13 +29,14 @@ class WorkerTable:
 
     Args:
       taken: tokens of a worker's cache that requests take.
+      weights: number of a worker's weights.
     """
 
-    def __init__(self, taken: Callable[[Worker], float]):
+    def __init__(self, taken: Callable[[Worker], float], weights: Callable[[Worker], int]):
         self.workers: list[Worker] = []
         self.rows: dict[str, int] = {}
         """By name."""
-        self._taken = taken
+        self._taken, self._weights = taken, weights
         self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, kind) for name, kind in COLUMNS.items()
         }
@@ -74,6 +77,7 @@ class WorkerTable:
             columns["slots"][row], columns["tokens"][row] = worker.facts.slots, worker.facts.tokens
             columns["taken"][row], columns["pace"][row] = self._taken(worker), worker.pace
             columns["work"][row], columns["speed"][row] = worker.work, worker.speed
+            columns["weights"][row] = self._weights(worker)
         self._changed.clear()
         return ~columns["suspect"] & (columns["full_until"] <= now)
 

@@ -311,6 +311,7 @@ class _EngineCollector(Collector):
         yield requests
         yield pages
         yield self._counter("replays", "Requests that lost their worker.", load.replays)
+        yield self._counter("moves", "Requests that left a worker that drains.", load.moves)
         yield self._counter("refusals", "Requests for which there was no room.", load.refusals)
 
     def _domain_metrics(self, load: EngineLoad) -> Iterator[Metric]:

@@ -51,7 +51,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 async def state(service: Service, exchange: Exchange) -> None:
     """Status, load and running requests."""
-    _check_host(exchange)
+    check_host(exchange)
     requests = service.live_requests()
     await exchange.reply(
         State(
@@ -64,7 +64,7 @@ async def state(service: Service, exchange: Exchange) -> None:
 
 async def abort(service: Service, exchange: Exchange) -> None:
     """Aborts a request of any client."""
-    _check_host(exchange)
+    check_host(exchange)
     request = await exchange.read(Abort)
     if not service.live_requests().abort(request.request_id):
         raise HttpError(404, "no such request is running", param="request_id", code="unknown")
@@ -87,7 +87,7 @@ class ExpertMover(Protocol):
 
 async def rebalance(service: Service, exchange: Exchange) -> None:
     """Moves experts to where there is less to do, or says what that would bring."""
-    _check_host(exchange)
+    check_host(exchange)
     request = await exchange.read(Rebalance)
     mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
     if mover is None:
@@ -101,7 +101,7 @@ async def rebalance(service: Service, exchange: Exchange) -> None:
 
 async def log_level(service: Service, exchange: Exchange) -> None:
     """Sets the level of a logger."""
-    _check_host(exchange)
+    check_host(exchange)
     request = await exchange.read(LogLevel)
     if request.logger.partition(".")[0] != "jaxserve":
         raise HttpError(400, "logger: only jaxserve's own", param="logger")
@@ -111,14 +111,15 @@ async def log_level(service: Service, exchange: Exchange) -> None:
 
 async def drain(service: Service, exchange: Exchange) -> None:
     """Drains and ends the process, as SIGTERM does."""
-    _check_host(exchange)
+    check_host(exchange)
     if service.on_drain is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(Status(status="draining"))
     asyncio.get_running_loop().call_soon(service.on_drain)
 
 
-def _check_host(exchange: Exchange) -> None:
+def check_host(exchange: Exchange) -> None:
+    """Refuses names that are not this machine's; raises HttpError."""
     host = exchange.headers.get("host", "")
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     if not is_loopback(name.strip("[]")):

@@ -9,8 +9,17 @@ from typing import Literal
 
 import msgspec
 
+from jaxserve.fleet.rolling import WorkerStatus
 from jaxserve.roles.expert_policy import Proposal
-from jaxserve.server.http import information, live, operations, requests, responses, tokens
+from jaxserve.server.http import (
+    information,
+    live,
+    operations,
+    requests,
+    responses,
+    role_operations,
+    tokens,
+)
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.errors import ErrorForm
@@ -247,6 +256,54 @@ ADMIN_ENDPOINTS = (
         summary="Move experts to where there is less to do, or say what that would bring",
         takes=operations.Rebalance,
         gives=Proposal,
+        statuses=(403, 409, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/roles",
+        handler=role_operations.roles,
+        summary="The workers of a fleet",
+        gives=role_operations.Roles,
+        statuses=(403, 404, *INFORMATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/roles/drain",
+        method="POST",
+        handler=role_operations.drain_worker,
+        summary="Have a worker of a fleet take nothing new",
+        takes=role_operations.DrainWorker,
+        gives=WorkerStatus,
+        statuses=(403, 409, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/roles/resume",
+        method="POST",
+        handler=role_operations.resume_worker,
+        summary="Have it take requests again",
+        takes=role_operations.ResumeWorker,
+        gives=WorkerStatus,
+        statuses=(403, 409, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/roles/add",
+        method="POST",
+        handler=role_operations.add_worker,
+        summary="Look for a worker at one more address",
+        takes=role_operations.AddWorker,
+        gives=WorkerStatus,
+        statuses=(403, 409, *GENERATION),
+        counted=False,
+    ),
+    Endpoint(
+        path="/roles/remove",
+        method="POST",
+        handler=role_operations.remove_worker,
+        summary="Look for none there any more",
+        takes=role_operations.RemoveWorker,
+        gives=WorkerStatus,
         statuses=(403, 409, *GENERATION),
         counted=False,
     ),

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import conversion
-from jaxserve.checkpoint.conversion import convert, fingerprint, verify
+from jaxserve.checkpoint.conversion import convert, verify
+from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
 from jaxserve.checkpoint.store import open_checkpoint

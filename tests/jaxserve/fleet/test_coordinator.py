@@ -49,8 +49,11 @@ class World:
         self.log: dict[str, list[int]] = {}
         self.withdrawn: set[str] = set()
         self.sent: list[Any] = []
+        self.begun: dict[str, str] = {}
 
-    def facts(self, role: str, slots: int = 4, tokens: int = 16000) -> WorkerFacts:
+    def facts(
+        self, role: str, slots: int = 4, tokens: int = 16000, weights: str = ""
+    ) -> WorkerFacts:
         return WorkerFacts(
             name=role,
             role=role,
@@ -64,6 +67,7 @@ class World:
             eos_token_ids=[],
             info={},
             instance="i",
+            weights=weights,
         )
 
     def join(self, name: str, reserved: bool = False, **options: Any) -> None:
@@ -98,14 +102,21 @@ class World:
                 case End(request=request, reason=reason):
                     self._end(request.job.request_id, reason)
                 case SendPrefill(worker=worker, attempt=attempt, request=request):
-                    assert worker in workers
+                    assert workers[worker].facts.weights == request.weights
                     length = len(request.tokens)
                     self.prompts[attempt] = worker, request, length
                 case SendSubmit(worker=worker, attempt=attempt, request=request):
-                    assert worker in workers
+                    assert workers[worker].facts.weights == request.weights
+                    began = self.begun.setdefault(request.job.request_id, request.weights)
+                    if request.emitted and self.deployment.fleet.replay == "same_weights":
+                        assert request.weights == began
+                    if not request.emitted:
+                        self.begun[request.job.request_id] = request.weights
                     assert request.emitted == self.log[request.job.request_id]
                     if request.source is not None:
                         assert request.source.hand_off in self.held, "pages that are still held"
+                        holder = self.held[request.source.hand_off]
+                        assert workers[holder].facts.weights == request.weights
                         assert request.source.tokens == len(request.tokens) // PAGE * PAGE
                     self.running[attempt] = worker, request
                 case SendRelease(worker=worker, attempt=attempt):
@@ -167,6 +178,8 @@ def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | N
         return [w for w in placement.of(role) if not w.suspect and w.full_until <= now]
 
     prefills = usable("prefill")
+    versions = {w.facts.weights for w in usable("domain")}
+    prefills = [w for w in prefills if not versions or w.facts.weights in versions]
     long = deployment.prefill.long_tokens
     if long and any(w.reserved == (length >= long) for w in prefills):
         prefills = [w for w in prefills if w.reserved == (length >= long)]
@@ -196,10 +209,19 @@ class Fleet(RuleBasedStateMachine):
     NAMES = ("p0", "p1", "d0", "d1")
 
     @initialize(
-        waiting=st.integers(0, 2), held=st.integers(1, 3), fail=st.booleans(), long=st.booleans()
+        waiting=st.integers(0, 2),
+        held=st.integers(1, 3),
+        fail=st.booleans(),
+        long=st.booleans(),
+        versions=st.booleans(),
+        replay=st.sampled_from(["same_weights", "any_weights"]),
     )
-    def begin(self, waiting, held, fail, long):
+    def begin(self, waiting, held, fail, long, versions, replay):
+        self.weights = dict.fromkeys(self.NAMES, "old")
+        if versions:
+            self.weights |= {"p1": "new", "d1": "new"}
         self.world = World(
+            fleet__replay=replay,
             fleet__domain_waiting=waiting,
             fleet__prefill_waiting=2,
             fleet__attempts=100,
@@ -219,7 +241,8 @@ class Fleet(RuleBasedStateMachine):
     def join(self, which):
         if which not in self.there:
             tokens = 320 if which == "d1" else 16000
-            self.world.join(which, which == "p1" and self.long, slots=2, tokens=tokens)
+            options = {"slots": 2, "tokens": tokens, "weights": self.weights[which]}
+            self.world.join(which, which == "p1" and self.long, **options)
 
     @rule(which=st.sampled_from(NAMES))
     def leave(self, which):
@@ -281,11 +304,17 @@ class Fleet(RuleBasedStateMachine):
             self.world.take(self.world.coordinator.cancel(name))
             assert self.world.ended[name] == "cancelled"
 
-    @rule(which=st.sampled_from(NAMES), age=st.sampled_from([0.0, 9.0]), others=st.integers(0, 1))
-    def state(self, which, age, others=0):
+    @rule(
+        which=st.sampled_from(NAMES),
+        age=st.sampled_from([0.0, 9.0]),
+        others=st.integers(0, 1),
+        drain=st.sampled_from(["", "", "", "finish", "move"]),
+    )
+    def state(self, which, age, others=0, drain=""):
         held = sum(worker == which for worker in self.world.held.values())
         load = EngineLoad(running=0, held=held, kv_usage=[0.5])
-        news = State("ready", age, load, others=others)
+        status = "draining" if drain else "ready"
+        news = State(status, age, load, others=others, drain=drain)
         self.world.take(self.world.coordinator.state(which, news))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 12.0]))
@@ -323,7 +352,7 @@ class Fleet(RuleBasedStateMachine):
             return
         for name in self.NAMES:
             if name not in self.there:
-                self.world.join(name, slots=2)
+                self.world.join(name, slots=2, weights=self.weights[name])
             self.state(name, 0.0)
         for _ in range(10_000):
             if self.world.prompts:

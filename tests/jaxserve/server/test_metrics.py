@@ -181,7 +181,7 @@ def test_the_workers_of_a_fleet() -> None:
     ]
     metrics = Metrics("m")
     engine = FakeEngine([5])
-    engine.load = lambda: EngineLoad(workers=workers, replays=4, refusals=5)
+    engine.load = lambda: EngineLoad(workers=workers, replays=4, moves=3, refusals=5)
     metrics.watch(engine)
     found = samples(metrics)
     assert found["worker_up role=prefill worker=p:1"] == 1
@@ -191,3 +191,4 @@ def test_the_workers_of_a_fleet() -> None:
     assert found["worker_handed_tokens_total role=prefill worker=p:1"] == 640
     assert "worker_handed_tokens_total role=domain worker=d:1" not in found
     assert (found["replays_total"], found["refusals_total"]) == (4, 5)
+    assert found["moves_total"] == 3

@@ -8,6 +8,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.rolling import Rolling, WorkerStatus
 from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
@@ -73,6 +75,30 @@ def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:
     assert admin.post("/experts/rebalance", json={}).status_code == 200
     assert admin.post("/experts/rebalance", json={}).status_code == 409
     assert asked == [True, False, False]
+
+
+def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
+    answer = admin.get("/roles")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_fleet")
+    one = WorkerStatus(worker="a:1", role="domain", status="ready", weights="f00d")
+    rolling = Mock(spec=Rolling)
+    rolling.workers.return_value = [one]
+    rolling.drain.return_value = rolling.add.return_value = one
+    rolling.remove.side_effect = ConfigError("worker a:1: is ready; drain it first")
+    rig.engine.rolling = rolling
+    assert admin.get("/roles").json()["workers"][0]["weights"] == "f00d"
+    for name, body in (
+        ("drain", {"worker": "a:1", "mode": "move"}),
+        ("resume", {"worker": "a:1"}),
+        ("add", {"worker": "b:1", "role": "prefill", "long": True}),
+    ):
+        assert admin.post(f"/roles/{name}", json=body).json()["worker"] == "a:1"
+    assert [call.args for call in rolling.drain.call_args_list] == [("a:1", "move"), ("a:1", "")]
+    rolling.add.assert_called_once_with("b:1", "prefill", True)
+    answer = admin.post("/roles/remove", json={"worker": "a:1"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_such_change")
+    for name, body in (("drain", {}), ("drain", {"worker": "a:1", "mode": "now"}), ("add", {})):
+        assert admin.post(f"/roles/{name}", json=body).status_code == 400
 
 
 def test_log_level(admin: httpx.Client) -> None:

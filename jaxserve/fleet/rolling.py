@@ -1,0 +1,138 @@
+"""Changes of a fleet while it serves: what operators and autoscalers ask a router for.
+
+Workers drain and are replaced, come and go. A drain is the worker's own state, which all routers
+learn from it: a router that is started later knows it, too. Which places are looked at is each
+router's own affair (`registry.py`). Behind `POST /roles/...` on the admin port.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.fleet_load import worker_status
+from jaxserve.fleet.registry import Place, Registry
+from jaxserve.fleet.routed import Worker
+from jaxserve.fleet.worker_connections import WorkerConnections
+from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
+from jaxserve.link.channel import split_address
+
+
+class WorkerStatus(msgspec.Struct, kw_only=True):
+    """One worker as this router knows it.
+
+    Attributes:
+      worker: its address.
+      status: "ready", "suspect", "draining", "drained" (it may be ended) or "absent".
+      drain: "finish" or "move" while it takes nothing new.
+      routed: requests of this router that it has.
+      others: requests of other routers.
+      weights: digest of its checkpoint's weights.
+      version: of its software.
+      why: it is absent.
+    """
+
+    worker: str
+    role: WorkerRole
+    status: str
+    drain: DrainMode = ""
+    routed: int = 0
+    others: int = 0
+    weights: str = ""
+    version: str = ""
+    why: str = ""
+
+
+class Rolling:
+    """Carries such changes out. Any thread may call it.
+
+    Args:
+      workers: those that are connected, by address; called under no lock.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        connections: WorkerConnections,
+        workers: Callable[[], Mapping[str, Worker]],
+    ):
+        self._registry, self._connections, self._workers = registry, connections, workers
+
+    def workers(self) -> list[WorkerStatus]:
+        """All workers, in the order of the registry."""
+        there, why = self._workers(), self._connections.absences()
+        return [self._status(place, there.get(place.address), why) for place in self._places()]
+
+    def drain(self, address: str, mode: DrainMode) -> WorkerStatus:
+        """Has a worker take nothing new; with an empty mode, take requests again.
+
+        Raises:
+          ConfigError: it is not connected.
+        """
+        worker = self._connected(address)
+        self._connections.send(address, frames.Drain(mode))
+        return self._status(self._place(address), worker, {})
+
+    def add(self, address: str, role: WorkerRole, long: bool) -> WorkerStatus:
+        """Looks for a worker at one more address, from now on.
+
+        Raises:
+          ConfigError: it is no address, or looked at already.
+        """
+        split_address(address)
+        if any(place.address == address for place in self._places()):
+            raise ConfigError(f"worker {address}: is one of the fleet already")
+        place = Place(address, role, long)
+        self._registry.add(place)
+        return self._status(place, None, {address: "not reached yet"})
+
+    def remove(self, address: str, force: bool) -> WorkerStatus:
+        """Looks for no worker at an address any more. With `force` also for one that has requests,
+        which go on elsewhere.
+
+        Raises:
+          ConfigError: there is no such place, or its worker is not drained.
+        """
+        place, worker = self._place(address), self._workers().get(address)
+        if worker is not None and worker_status(worker) != "drained" and not force:
+            raise ConfigError(
+                f"worker {address}: is {worker_status(worker)} and has {worker.count} requests; "
+                "drain it first, or force it"
+            )
+        self._registry.remove(address)
+        self._connections.forget(address, "it was removed from the fleet")
+        return self._status(place, None, {address: "removed"})
+
+    def _places(self) -> Sequence[Place]:
+        return self._registry.places()
+
+    def _place(self, address: str) -> Place:
+        for place in self._places():
+            if place.address == address:
+                return place
+        known = ", ".join(place.address for place in self._places())
+        raise ConfigError(f"worker {address}: not one of the fleet, which has {known}")
+
+    def _connected(self, address: str) -> Worker:
+        self._place(address)
+        worker = self._workers().get(address)
+        if worker is None:
+            why = self._connections.absences().get(address, "")
+            raise ConfigError(f"worker {address}: is not there: {why}")
+        return worker
+
+    def _status(self, place: Place, worker: Worker | None, why: Mapping[str, str]) -> WorkerStatus:
+        if worker is None:
+            reason = why.get(place.address, "")
+            return WorkerStatus(worker=place.address, role=place.role, status="absent", why=reason)
+        return WorkerStatus(
+            worker=place.address,
+            role=worker.facts.role,
+            status=worker_status(worker),
+            drain=worker.drain,
+            routed=len(worker.requests),
+            others=worker.others,
+            weights=worker.facts.weights,
+            version=worker.facts.version,
+        )
