@@ -144,14 +144,9 @@ def build_attention(
     return programs, attention_executables(programs, buckets, compiled), weights
 
 
-class _Layer(NamedTuple):
-    """What the stages of one layer run, looked up once."""
-
-    attend: Call
-    """In layer 0 the program `enter`."""
-    send: SendMessage
-    receive: ReceiveAnswer
-    leaves: Leaves
+_Layer = tuple[Call, SendMessage, ReceiveAnswer, Leaves]
+"""What the stages of one layer run, looked up once: the attend program, in layer 0 `enter`, both
+directions of the link, and the weights. No named tuple: Python takes those apart more slowly."""
 
 
 class _Pass(NamedTuple):
@@ -183,9 +178,9 @@ class AttentionWorker:
         self._executables, self._weights = executables, weights
         kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
         lanes = programs.deployment.lanes
-        self._layers = {
+        self._layers: dict[tuple[int, Bucket], list[_Layer]] = {
             (lane, bucket): [
-                _Layer(
+                (
                     hot_call(bound.attend[kind] if layer else bound.enter),
                     link.sender(layer, bucket.tokens, lane),
                     link.receiver(layer, bucket.tokens, lane),
@@ -238,11 +233,10 @@ class AttentionWorker:
             arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 
     def begin(self, plan: StepPlan) -> Stages:
-        """Puts a step on a lane. Its stages: for each layer attend, dispatch and combine, likewise
-        for each pass of a prediction module, and leave at the end.
+        """Puts a step on a lane. Its stages: for each layer attend, which sends its message, too,
+        and combine, likewise for each pass of a prediction module, and leave at the end.
 
-        They make the message in attend, nothing in dispatch, the answer in combine, and a
-        `Finished` in leave.
+        They make the message in attend, the answer in combine, and a `Finished` in leave.
         """
         return self._step(plan, *self._put(plan))
 
@@ -261,9 +255,9 @@ class AttentionWorker:
         combined: Arrays = self._weights.embedding
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
-            yield message
             send(message)
-            yield None
+            yield message
+            del message
             combined = receive()
             yield combined[0]
         last, sampled, logits, *lengths = executables.leave(
@@ -296,9 +290,8 @@ class AttentionWorker:
             x, message, *pages[one.layer] = one.predict(
                 hidden, batch, end.table, *pages[one.layer], *weights.embedding, *one.leaves
             )
-            yield message
             one.send(message)
-            yield None
+            yield message
             combined = one.receive()
             yield combined[0]
             hidden, batch, drafts = one.next(

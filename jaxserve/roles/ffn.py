@@ -140,8 +140,9 @@ class FFNWorker:
         tables, counts = self.slots.tables, self.slots.counts
 
         def run(message: Arrays) -> Arrays:
-            *answer, counts[number] = moe(*message, tables[number], counts[number], *leaves[layer])
-            return answer
+            made = moe(*message, tables[number], counts[number], *leaves[layer])
+            counts[number] = made[-1]
+            return made[:-1]
 
         return run
 
@@ -160,6 +161,7 @@ class FFNWorker:
             message = receive()
             yield message[0]
             results = run(message)
+            del message
             yield results[0]
             send(*results)
             yield None

@@ -168,7 +168,7 @@ class TestOneRole:
     def test_attention(self):
         ran = []
         cell = self.run(Workers(attention=(self.worker(ran, "attention"),)))
-        assert len(ran) == 2 * 3 + 1  # attend, dispatch and combine of each layer, and leave
+        assert len(ran) == 2 * 2 + 1  # attend, which sends, and combine of each layer, and leave
         assert cell.position() == ("leave", 0, 2, 7)
 
     def test_ffn(self):
@@ -180,5 +180,5 @@ class TestOneRole:
         ran = []
         workers = Workers((self.worker(ran, "a"),), (self.worker(ran, "f"),))
         self.run(workers)
-        # attend, dispatch (sent, received), ffn, combine (sent, received), …, leave
-        assert "".join(ran) == "aaff" + "fa" + "aaff" + "fa" + "fa"
+        # attend (sent), dispatch (received), ffn, combine (sent, received), …, leave
+        assert "".join(ran) == "aff" + "fa" + "aff" + "fa" + "fa"
