@@ -4,6 +4,7 @@ Called by `scheduler.py`, whose docstring has the policy. Plain arithmetic over 
 """
 
 import bisect
+import itertools
 from collections.abc import Sequence as Items
 
 from jaxserve.engine.dp_group import DPGroup
@@ -99,7 +100,8 @@ class GroupLoad:
           prefix: those that the group's prefix cache has.
         """
         computed = pages - len(prefix)
-        unused = sum(not node.users for node in prefix)  # they count as free until now
+        # Pages without users count as free until now; they are the last ones of a path.
+        unused = sum(1 for _ in itertools.takewhile(lambda node: not node.users, reversed(prefix)))
         if computed > self._available - unused:
             return None
         return self._used + unused + 2 * computed

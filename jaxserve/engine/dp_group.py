@@ -84,8 +84,7 @@ class DPGroup:
         """What the prefix cache has of the sequence's tokens."""
         if self.cache is None:
             return []
-        salt = sequence.request.params.cache_salt
-        return self.cache.match(salt, sequence.tokens, sequence.reusable)
+        return self.cache.match(sequence.keys, sequence.reusable)
 
     def allocate(self, count: int) -> list[int]:
         """Takes pages of which there are enough, if need be out of the prefix cache."""
@@ -161,18 +160,16 @@ class DPGroup:
         if self.cache is None:
             return
         self.changed = True
-        size, salt = self._page_size, sequence.request.params.cache_salt
-        for page in range(len(sequence.prefix), min(cached, len(sequence.tokens)) // size):
-            tokens = sequence.tokens[page * size : (page + 1) * size]
-            if not self.cache.extend(sequence.prefix, salt, tokens, sequence.page_ids[page]):
+        full = min(cached, len(sequence.tokens)) // self._page_size
+        for page in range(len(sequence.prefix), full):
+            if not self.cache.extend(sequence.prefix, sequence.keys, sequence.page_ids[page]):
                 break  # another sequence published the same text first, and uses it
 
     def hold(self, sequence: Sequence) -> None:
         """Keeps the pages of the sequence's prompt in use, as far as the prefix cache has them."""
         assert self.cache is not None
         request = sequence.request
-        salt, prompt = request.params.cache_salt, request.prompt
-        path = self.cache.match(salt, prompt, len(prompt))
+        path = self.cache.match(sequence.keys, len(request.prompt))
         self.cache.acquire(path)
         self.held[request.request_id] = path
         self.changed = True

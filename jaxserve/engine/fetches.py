@@ -71,7 +71,7 @@ class Fetches:
             start,
             stop,
             sequence.home.group,
-            sequence.tokens[: source.tokens],
+            sequence.tokens[: source.tokens].tolist(),
         )
         self._orders[ticket], self._sequences[ticket] = order, sequence
         self._done[ticket] = self._arrived[ticket] = start

@@ -22,7 +22,7 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, NewSequence, RowOptions, StepPlan
 
 RECENT_TOKENS = 256
-"""Tokens of a sequence that are kept in an array before they join its list."""
+"""Tokens of a sequence that are kept in the lane's array before they join its own."""
 
 
 class StepInFlight(NamedTuple):
@@ -43,7 +43,7 @@ class StepInFlight(NamedTuple):
 class LaneSlots:
     """All rows of one lane; every array has an entry a row.
 
-    A resident sequence's own list of tokens may lack the last ones: see `write_back`.
+    A resident sequence's own tokens may lack the last ones: see `write_back`.
 
     Args:
       lane: its number.
@@ -112,7 +112,7 @@ class LaneSlots:
         self.last_token = counts()
         """The last of its known tokens."""
         self.recent = np.zeros((rows, RECENT_TOKENS), np.int32)
-        """The last of its known tokens, where its own list does not have them yet."""
+        """The last of its known tokens, where its own array does not have them yet."""
         self.recent_count = counts()
         self.published = counts()
         """Full pages that were offered to the prefix cache."""
@@ -362,10 +362,10 @@ class LaneSlots:
             self.write_back(row)
 
     def write_back(self, row: int) -> Sequence:
-        """Brings the list of tokens of the row's sequence up to date; returns the sequence."""
+        """Brings the tokens of the row's sequence up to date; returns the sequence."""
         sequence: Sequence = self.sequences[row]
         if count := int(self.recent_count[row]):
-            sequence.tokens += self.recent[row, :count].tolist()
+            sequence.tokens.frombytes(self.recent[row, :count].tobytes())
             self.recent_count[row] = 0
         return sequence
 

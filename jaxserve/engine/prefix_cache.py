@@ -2,17 +2,51 @@
 
 A radix tree with one edge a page, and one root a tenant. Called by the scheduler through `DPGroup`.
 Pages are ints; the KV entries they name live on the attention mesh. A page in the tree is full and
-is never written again: a sequence that continues it writes to a page of its own.
+is never written again: a sequence that continues it writes to a page of its own. What leads to it
+are the very tokens, so whatever is found is what was looked for.
 
 Ownership: every page belongs to the pool's free list, to one sequence, or to the tree. A node in
 use keeps its page, and so do the nodes above it, because a sequence uses a whole path. Unused nodes
 stay until pages run out, and are then evicted, least recently used first.
 """
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxserve.engine.pages import PageAllocator
+
+
+class PageKeys:
+    """The keys of a sequence's full pages, made once for the caches of all DP groups.
+
+    A page's key is the bytes of its token ids, which keep their hash.
+
+    Args:
+      salt: tenants with different ones share nothing.
+      tokens: of the sequence; more may join them at the end.
+      page_size: tokens a page.
+    """
+
+    __slots__ = ("_made", "_page_size", "_tokens", "salt")
+
+    def __init__(self, salt: str, tokens: array[int], page_size: int):
+        self.salt = salt
+        self._tokens, self._page_size = tokens, page_size
+        self._made: list[bytes] = []
+
+    def first(self, pages: int) -> list[bytes]:
+        """The keys of so many pages, all full."""
+        if pages > len(self._made):
+            self[pages - 1]
+        return self._made[:pages]
+
+    def __getitem__(self, page: int) -> bytes:
+        """The key of a page, which has to be full."""
+        made, size = self._made, self._page_size
+        for start in range(len(made) * size, (page + 1) * size, size):
+            made.append(self._tokens[start : start + size].tobytes())
+        return made[page]
 
 
 class PageNode:
@@ -20,19 +54,19 @@ class PageNode:
 
     Attributes:
       page_id: in the group's pool; -1 in a root.
-      tokens: what it holds.
+      key: the tokens that it holds, see `PageKeys`.
       parent: the page before it, or a root.
-      children: the pages that follow it, by their tokens.
+      children: the pages that follow it, by their keys.
       users: sequences that hold it.
     """
 
-    __slots__ = ("children", "page_id", "parent", "tokens", "users")
+    __slots__ = ("children", "key", "page_id", "parent", "users")
 
-    def __init__(self, page_id: int, tokens: tuple[int, ...], parent: "PageNode | None"):
+    def __init__(self, page_id: int, key: bytes, parent: "PageNode | None"):
         self.page_id = page_id
-        self.tokens = tokens
+        self.key = key
         self.parent = parent
-        self.children: dict[tuple[int, ...], PageNode] = {}
+        self.children: dict[bytes, PageNode] = {}
         self.users = 0
 
 
@@ -57,20 +91,20 @@ class PrefixCache:
         """Pages that no sequence uses, which `evict` can give back."""
         return len(self._idle)
 
-    def match(self, salt: str, tokens: Sequence[int], longest: int) -> list[PageNode]:
-        """The path of the longest cached prefix of `tokens`, of at most `longest` tokens.
+    def match(self, keys: PageKeys, longest: int) -> list[PageNode]:
+        """The path of a sequence's longest cached prefix, of at most `longest` of its tokens.
 
         The caller does not hold it yet: see `acquire`.
         """
         path: list[PageNode] = []
-        node = self._roots.get(salt)
-        size = self._page_size
-        for start in range(0, longest - size + 1, size):
+        node = self._roots.get(keys.salt)
+        if node is None:
+            return path
+        for key in keys.first(longest // self._page_size):
+            node = node.children.get(key)
             if node is None:
                 break
-            node = node.children.get(tuple(tokens[start : start + size]))
-            if node is not None:
-                path.append(node)
+            path.append(node)
         return path
 
     def acquire(self, path: Iterable[PageNode]) -> None:
@@ -87,7 +121,7 @@ class PrefixCache:
             if not node.users:
                 self._idle[node] = None
 
-    def extend(self, path: list[PageNode], salt: str, tokens: Sequence[int], page_id: int) -> bool:
+    def extend(self, path: list[PageNode], keys: PageKeys, page_id: int) -> bool:
         """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
 
         If the tree has a page with the same text, the new one replaces it where that is unused.
@@ -95,7 +129,7 @@ class PrefixCache:
 
         Args:
           path: extended in place.
-          tokens: of the page.
+          keys: of the sequence whose page it is.
 
         Returns:
           whether the page was added.
@@ -103,8 +137,8 @@ class PrefixCache:
         if path:
             parent = path[-1]
         else:
-            parent = self._roots.setdefault(salt, PageNode(-1, (), None))
-        key = tuple(tokens)
+            parent = self._roots.setdefault(keys.salt, PageNode(-1, b"", None))
+        key = keys[len(path)]
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = PageNode(page_id, key, parent)
@@ -124,7 +158,7 @@ class PrefixCache:
             node, _ = self._idle.popitem(last=False)
             assert not node.children
             assert node.parent is not None
-            del node.parent.children[node.tokens]
+            del node.parent.children[node.key]
             self._pool.free([node.page_id])
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             del self._roots[salt]
@@ -153,8 +187,8 @@ class PrefixCache:
                 f"has {node.users} users, but {users[node]} sequences hold it": node.users
                 != users[node],
                 "is not where its tokens say": parent is None
-                or parent.children.get(node.tokens) is not node
-                or len(node.tokens) != self._page_size,
+                or parent.children.get(node.key) is not node
+                or len(node.key) != self._page_size * array("i").itemsize,
                 "is used, and the page before it is not": parent is not None
                 and bool(node.users)
                 and parent.page_id >= 0

@@ -46,9 +46,10 @@ from jaxserve.engine.fetches import Fetches
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs, append_tokens
+from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, TokenOutput
 from jaxserve.engine.rules import RequestRules
-from jaxserve.engine.sequence import Sequence, group_of
+from jaxserve.engine.sequence import Sequence, group_of, token_array
 from jaxserve.engine.step_composer import StepComposer
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan
@@ -348,9 +349,10 @@ class Scheduler:
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt that a prefix cache has now."""
-        salt, prompt = request.params.cache_salt, request.prompt
+        prompt = request.prompt
+        keys = PageKeys(request.params.cache_salt, token_array(prompt), self.page_size)
         caches = [group.cache for group in self._groups if group.cache is not None]
-        found = [len(cache.match(salt, prompt, len(prompt) - 1)) for cache in caches]
+        found = [len(cache.match(keys, len(prompt) - 1)) for cache in caches]
         return max(found, default=0) * self.page_size
 
     def take_admitted(self) -> list[Sequence]:
@@ -429,11 +431,13 @@ class Scheduler:
         return True
 
     def _sequence(self, request: Request, due_at: float | None = None) -> Sequence:
+        tokens = token_array(request.prompt, request.emitted)
         return Sequence(
             request,
             (due(request) if due_at is None else due_at, self._requests_seen),
             self._limits.max_generated(request),
-            [*request.prompt, *request.emitted],
+            tokens,
+            PageKeys(request.params.cache_salt, tokens, self.page_size),
             source=request.source,
             scores=None if request.params.prompt_logprobs is None else [None],
         )

@@ -4,13 +4,15 @@ Made and changed by the scheduler alone. What changes at every step (how many to
 in flight) is kept in arrays while the sequence has a slot: see `lane_slots.py`.
 """
 
+import struct
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxserve.engine.logprobs import TokenLogprobs
-from jaxserve.engine.prefix_cache import PageNode
+from jaxserve.engine.prefix_cache import PageKeys, PageNode
 from jaxserve.engine.request import Request
 from jaxserve.engine.rules import RequestRules
 from jaxserve.link.pages import PagesSource
@@ -43,8 +45,10 @@ class Sequence:
     """When it is due, and its number among all requests: the order of admission, for life."""
     max_generated: int
     """Generated tokens at which it ends: max_tokens, or what max_length leaves."""
-    tokens: list[int]
-    """The prompt and every generated token that the host knows."""
+    tokens: array[int]
+    """The prompt and every generated token that the host knows; see `token_array`."""
+    keys: PageKeys
+    """Of its tokens' full pages, in prefix caches."""
     status: Literal["waiting", "running", "ended"] = "waiting"
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
@@ -175,6 +179,14 @@ class Sequence:
         if rules is None and logprobs is None and not targets:
             return None
         return RowOptions(row, rules, logprobs, targets, params.prompt_logprobs or 0)
+
+
+def token_array(*parts: list[int]) -> array[int]:
+    """Token ids one after the other, four bytes each: lists of Python's ints are slow to read."""
+    packed = array("i")
+    for tokens in parts:  # array("i", tokens) would take four times as long
+        packed.frombytes(struct.pack(f"{len(tokens)}i", *tokens))
+    return packed
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -3,8 +3,9 @@ import pytest
 from jaxserve.engine.admission import GroupLoad, due
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
+from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.sequence import Sequence, token_array
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,8 @@ def group(slots=2):
 
 def sequence(max_generated=1, prompt=(1, 2, 3)):
     request = Request(request_id="a", prompt=list(prompt), params=SamplingParams())
-    return Sequence(request, (0.0, 0), max_generated, list(prompt))
+    tokens = token_array(request.prompt)
+    return Sequence(request, (0.0, 0), max_generated, tokens, PageKeys("", tokens, 2))
 
 
 def test_an_empty_group_costs_what_is_taken_and_what_is_computed():

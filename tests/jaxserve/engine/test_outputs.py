@@ -1,11 +1,14 @@
 from jaxserve.engine.outputs import StepOutputs
+from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.sequence import Sequence, token_array
 
 
 def sequence(request_id):
     request = Request(request_id=request_id, prompt=[1, 2], params=SamplingParams())
-    return Sequence(request, (0.0, 0), 8, [1, 2], found=2, queue_seconds=0.5)
+    tokens = token_array([1, 2])
+    keys = PageKeys("", tokens, 2)
+    return Sequence(request, (0.0, 0), 8, tokens, keys, found=2, queue_seconds=0.5)
 
 
 def test_plain_tokens_become_outputs_between_the_special_ones():

@@ -1,12 +1,14 @@
 """The tree of cached pages: literal cases, and any order of use against a dictionary."""
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxserve.engine.pages import PageAllocator
-from jaxserve.engine.prefix_cache import PrefixCache
+from jaxserve.engine.prefix_cache import PageKeys, PrefixCache
 
 
 def make(pages=8, page_size=2):
@@ -14,13 +16,17 @@ def make(pages=8, page_size=2):
     return PrefixCache(pool, page_size), pool
 
 
+def keys(tokens, salt=""):
+    return PageKeys(salt, array("i", tokens), 2)
+
+
 def put(cache, pool, tokens, salt="", path=None):
     """Publishes the full pages of a sequence; returns the path that it holds."""
-    path = cache.match(salt, tokens, len(tokens)) if path is None else path
+    path = cache.match(keys(tokens, salt), len(tokens)) if path is None else path
     cache.acquire(path)
-    for start in range(len(path) * 2, len(tokens) - 1, 2):
+    for _ in range(len(path), len(tokens) // 2):
         (page_id,) = pool.allocate(1)
-        assert cache.extend(path, salt, tokens[start : start + 2], page_id)
+        assert cache.extend(path, keys(tokens, salt), page_id)
     return path
 
 
@@ -32,24 +38,42 @@ def test_full_pages_of_equal_beginnings():
     cache, pool = make()
     path = put(cache, pool, [1, 2, 3, 4, 5])
     assert page_ids(path) == [0, 1]
-    assert page_ids(cache.match("", [1, 2, 3, 4, 9, 9], 6)) == [0, 1]
-    assert page_ids(cache.match("", [1, 2, 3, 9], 4)) == [0]
-    assert cache.match("", [2, 2, 3, 4], 4) == []
-    assert cache.match("", [1], 1) == []
+    assert page_ids(cache.match(keys([1, 2, 3, 4, 9, 9]), 6)) == [0, 1]
+    assert page_ids(cache.match(keys([1, 2, 3, 9]), 4)) == [0]
+    assert cache.match(keys([2, 2, 3, 4]), 4) == []
+    assert cache.match(keys([1]), 1) == []
 
 
 def test_no_more_than_wanted():
     cache, pool = make()
     put(cache, pool, [1, 2, 3, 4])
-    assert [len(cache.match("", [1, 2, 3, 4], longest)) for longest in range(5)] == [0, 0, 1, 1, 2]
+    assert [len(cache.match(keys([1, 2, 3, 4]), longest)) for longest in range(5)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_tenants_do_not_meet():
     cache, pool = make()
     put(cache, pool, [1, 2], salt="a")
-    assert cache.match("b", [1, 2], 2) == []
-    assert cache.match("", [1, 2], 2) == []
-    assert len(cache.match("a", [1, 2], 2)) == 1
+    assert cache.match(keys([1, 2], "b"), 2) == []
+    assert cache.match(keys([1, 2]), 2) == []
+    assert len(cache.match(keys([1, 2], "a"), 2)) == 1
+
+
+def test_keys_are_the_tokens_and_grow_with_them():
+    tokens = array("i", [1, 2, 3])
+    grown = PageKeys("a", tokens, 2)
+    (first,) = grown.first(1)
+    assert first == array("i", [1, 2]).tobytes() == grown[0]
+    tokens.extend([4, 2**31 - 1])
+    assert grown[1] == array("i", [3, 4]).tobytes()
+    assert grown.first(2) == [first, grown[1]]
+    assert grown.first(1)[0] is first, "made once"
+    assert grown.first(0) == []
 
 
 def test_what_is_used_stays_and_the_longest_unused_goes_first():
@@ -62,11 +86,11 @@ def test_what_is_used_stays_and_the_longest_unused_goes_first():
     cache.release(third)
     assert cache.idle == 2
     cache.evict(1)
-    assert cache.match("", [1, 2, 5, 6], 4) == first[:1]
+    assert cache.match(keys([1, 2, 5, 6]), 4) == first[:1]
     assert pool.free_pages == 2
     cache.evict(5)
     assert pool.free_pages == 3
-    assert cache.match("", [7, 8], 2) == []
+    assert cache.match(keys([7, 8]), 2) == []
     cache.release(first)
     assert cache.idle == 2
     cache.evict(2)
@@ -80,7 +104,7 @@ def test_leaves_go_before_what_they_stand_on():
     cache.release(path)
     for left in (2, 1, 0):
         cache.evict(1)
-        assert len(cache.match("", [1, 2, 3, 4, 5, 6], 6)) == left
+        assert len(cache.match(keys([1, 2, 3, 4, 5, 6]), 6)) == left
 
 
 def test_the_same_page_twice():
@@ -89,11 +113,11 @@ def test_the_same_page_twice():
     path = put(cache, pool, [1, 2, 3, 4])
     (mine,) = pool.allocate(1)
     other = []
-    assert not cache.extend(other, "", [1, 2], mine)
+    assert not cache.extend(other, keys([1, 2]), mine)
     assert other == []
     cache.release(path)
-    assert cache.extend(other, "", [1, 2], mine)
-    assert page_ids(cache.match("", [1, 2, 3, 4], 4)) == [mine, 1]
+    assert cache.extend(other, keys([1, 2]), mine)
+    assert page_ids(cache.match(keys([1, 2, 3, 4]), 4)) == [mine, 1]
     assert pool.free_pages == 8 - 2
     cache.check_integrity([other])
     pool.check_integrity([cache.page_ids()])
@@ -105,7 +129,7 @@ def test_the_same_page_twice():
         (lambda cache, path: setattr(path[0], "users", 2), "page 0 has 2 users, but 1"),
         (lambda cache, path: path[0].parent.children.clear(), r"pages \[0, 1\] are held but not"),
         (lambda cache, path: cache._idle.update({path[1]: None}), "idle pages and pages without"),
-        (lambda cache, path: setattr(path[1], "tokens", (9, 9)), "page 1 is not where its tokens"),
+        (lambda cache, path: setattr(path[1], "key", b"99"), "page 1 is not where its tokens"),
     ],
 )
 def test_integrity_names_what_is_wrong(harm, message):
@@ -136,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
     def enter(self, salt, tokens, data):
         """As the scheduler does: match, hold, take pages for the rest, publish."""
         longest = data.draw(st.integers(0, len(tokens)), "longest")
-        path = self.cache.match(salt, tokens, longest)
+        path = self.cache.match(keys(tokens, salt), longest)
         for index, node in enumerate(path):
             assert self.texts[node.page_id] == (salt, *tokens[: 2 * index + 2])
         assert 2 * len(path) <= longest
@@ -159,8 +183,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         path, own, salt, tokens = data.draw(st.sampled_from(self.held), "sequence")
         start = 2 * len(path)
-        page = tokens[start : start + 2]
-        if len(page) == 2 and self.cache.extend(path, salt, page, own[0]):
+        full = start + 2 <= len(tokens)
+        if full and self.cache.extend(path, keys(tokens, salt), own[0]):
             self.texts[own.pop(0)] = (salt, *tokens[: start + 2])
 
     @rule(data=st.data())
