@@ -16,9 +16,10 @@ from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
-from jaxserve.engine.engine import Broadcast, Driver, Engine, Explain
+from jaxserve.engine.engine import Engine, Explain
 from jaxserve.engine.garbage import freeze
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.stepper import Broadcast, Driver
 from jaxserve.mesh import Role, Submeshes, memory_limit
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.observe.probe import Probe

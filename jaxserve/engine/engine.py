@@ -1,8 +1,7 @@
 """The thread around the loop: takes requests from any thread, runs steps, delivers outputs.
 
-What is done next is decided by `loop.py`. The engine's thread feeds it events and carries its
-actions out: it tells the followers the plans of a boundary, has the driver enqueue stages until a
-lane has left its step, and waits for results, with a deadline. Knows nothing of text or networks.
+What is done next is decided by `loop.py`, which the engine's thread feeds with events; `stepper.py`
+carries it out. Knows nothing of text or networks.
 """
 
 import atexit
@@ -14,29 +13,21 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.garbage import IdleCollection, thaw
+from jaxserve.engine.garbage import thaw
 from jaxserve.engine.hand_off import PREFILL_PARAMS, HandOffs, OnHeld
 from jaxserve.engine.load import DomainLoad, EngineLoad
-from jaxserve.engine.loop import (
-    Await,
-    DropFetch,
-    Enqueue,
-    ExportPages,
-    Fetch,
-    Idle,
-    ImportPages,
-    Loop,
-)
+from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.placement import choose_domain
 from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
 from jaxserve.engine.request_checks import RequestChecks
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.stepper import Broadcast, Driver, Stepper
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
@@ -47,19 +38,11 @@ from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_balancer import MovesExperts
-from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.page_transfer import PageAccess
-from jaxserve.roles.sampling import Finished
-from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.worker import lane_of_all
 
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
-Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
-"""Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
 Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
@@ -68,21 +51,6 @@ FAILED_SECONDS = 1.0
 """How long `close` waits for a device read after a failure."""
 EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for the step loop of an engine that was not closed."""
-
-
-class Driver(Protocol):
-    """What the loop needs of `pipeline.driver`."""
-
-    @property
-    def active(self) -> bool: ...
-    @property
-    def idle_lanes(self) -> list[int]: ...
-    @property
-    def slots(self) -> ExpertSlots | None: ...
-    def begin(self, plan: StepPlan) -> None: ...
-    def advance(self) -> Finished: ...
-    def position(self) -> tuple[str, int, int, int] | None: ...
-    def page_access(self, domain: int = 0, **options: Any) -> PageAccess: ...
 
 
 class Engine:
@@ -119,7 +87,6 @@ class Engine:
         self.driver = driver
         self.schedulers = list(schedulers)
         self._checks = RequestChecks(self.schedulers[0].check, vocab, eos_token_ids)
-        self._broadcast = broadcast
         self._explain = explain or (lambda error: error)
         self._info = info or {}
         self._watch = watch
@@ -129,17 +96,26 @@ class Engine:
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
         self._grammars: dict[str, Grammar] = {}
-        self._orders: list[Action] = []  # that followers are to be told
         self._queued = 0
         self._status = "starting"
         self._last_turn = time.monotonic()
         self._failure: EngineFailedError | None = None
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
-        self._results = ResultReader()
-        self._garbage = IdleCollection()
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
         self.hand_offs = HandOffs(self._loop, self._post)
         """Links to prefill workers or decode domains, set up before the start."""
+        self._results = ResultReader()
+        self._stepper = Stepper(
+            self._loop,
+            driver,
+            self.hand_offs,
+            self._results,
+            step_seconds=deployment.cluster.step_seconds,
+            failure=lambda: self._failure,
+            broadcast=broadcast,
+            watch=watch,
+            experts=experts,
+        )
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -399,6 +375,7 @@ class Engine:
         if self._thread.is_alive():
             return
         self._watch = self.experts = None  # it moves the weights of experts
+        self.__dict__.pop("_stepper", None)
         if self.__dict__.pop("driver", None) is not None:
             gc.collect()  # programs and weights refer to each other
 
@@ -478,66 +455,16 @@ class Engine:
                 command = self._commands.popleft()
             self._deliver(command())
         self._deliver(self._loop.tick())
-        while self._loop.in_flight and self._results.ready():
-            self._complete()
+        while (outputs := self._stepper.completed()) is not None:
+            self._deliver(outputs)
 
     def _step(self) -> None:
-        """Carries out the loop's next action."""
-        match self._loop.next(self.driver.idle_lanes):
-            case Enqueue(steps):
-                self._enqueue([step.plan for step in steps])
-            case Await():
-                self._complete()
-            case Fetch() | DropFetch() | ImportPages() | ExportPages() as action:
-                self._tell(self.hand_offs.orders(action))
-                self.hand_offs.carry_out(action)
-            case Idle(until):
-                self._sleep(until)
-
-    def _tell(self, orders: Sequence[Action]) -> None:
-        """The followers take part in what is done to pages now: at once, or, where a lane is inside
-        a step, before what is enqueued next."""
-        if self._broadcast is None or not orders:
-            return
-        self._orders += orders
-        if not self.driver.active:
-            self._broadcast([], False, self._take_orders())
-
-    def _take_orders(self) -> list[Action]:
-        orders, self._orders = self._orders, []
-        return orders
-
-    def _enqueue(self, plans: list[StepPlan]) -> None:
-        """One boundary: followers hear of the plans, then stages until a lane leaves."""
-        measured = self._watch is not None and self._watch.next()
-        self._begin(plans, measured)
-        for plan in plans:
-            self.driver.begin(plan)
-        finished = self.driver.advance()
-        self._garbage.worked()
-        self._loop.enqueued(lane_of_all(finished.plan, len(self.schedulers)))
-        self._results.read(finished)
-
-    def _begin(self, plans: list[StepPlan], measured: bool) -> None:
-        """Tells the followers what comes, and carries out what comes before the plans."""
-        actions = () if self.experts is None else self.experts.due()
-        if self._broadcast is not None and (plans or actions or self.driver.active):
-            self._broadcast(plans, measured, [*self._take_orders(), *actions])
-        if self.experts is None or not actions:
-            return
-        slots = self.driver.slots
-        if slots is not None:
-            for action in actions:
-                slots.carry_out(action)
-        self.experts.carried_out(actions)
-
-    def _complete(self) -> None:
-        """Waits for the oldest step's tokens and delivers them."""
-        plan, result = self._results.take(
-            self.deployment.cluster.step_seconds, lambda: self._failure
-        )
-        lane = lane_of_all(plan, len(self.schedulers))
-        self._deliver(self._loop.complete(lane, plan, result))
+        """Carries out the loop's next action; waits for a command if there is nothing to do."""
+        done = self._stepper.step()
+        if isinstance(done, Idle):
+            self._sleep(done.until)
+        elif done is not None:
+            self._deliver(done)
 
     def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
@@ -558,17 +485,11 @@ class Engine:
                 self.cancel(output.request_id)
 
     def _sleep(self, until: float | None) -> None:
-        """Nothing to do: check some of the books, collect garbage, then wait for a command.
+        """Waits for a command.
 
         Args:
           until: `time.monotonic` seconds of the next deadline, if there is one.
         """
-        if self._watch is not None:
-            self._watch.idle()
-        for scheduler in self.schedulers:
-            scheduler.check_next_group()
-        self._garbage.idle()
-        self._begin([], measured=False)
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):

@@ -1,0 +1,164 @@
+"""Carries out what the loop decides next, on the engine's thread.
+
+It tells the followers the plans of a boundary, has the driver enqueue stages until a lane has left
+its step, waits for results with a deadline, and hands what concerns pages to `hand_off.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxserve.engine.garbage import IdleCollection
+from jaxserve.engine.hand_off import HandOffs
+from jaxserve.engine.loop import (
+    Await,
+    DropFetch,
+    Enqueue,
+    ExportPages,
+    Fetch,
+    Idle,
+    ImportPages,
+    Loop,
+)
+from jaxserve.engine.outputs import StepOutputs
+from jaxserve.engine.results import ResultReader
+from jaxserve.errors import EngineFailedError
+from jaxserve.observe.watch import Watch
+from jaxserve.roles.actions import Action
+from jaxserve.roles.expert_balancer import MovesExperts
+from jaxserve.roles.expert_slots import ExpertSlots
+from jaxserve.roles.page_transfer import PageAccess
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.worker import lane_of_all
+
+Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
+"""Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
+
+
+class Driver(Protocol):
+    """What runs the steps of this process: `roles/cell.py`, or a program of all stages."""
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def idle_lanes(self) -> list[int]: ...
+    @property
+    def slots(self) -> ExpertSlots | None: ...
+    def begin(self, plan: StepPlan) -> None: ...
+    def advance(self) -> Finished: ...
+    def position(self) -> tuple[str, int, int, int] | None: ...
+    def page_access(self, domain: int = 0, **options: Any) -> PageAccess: ...
+
+
+class Stepper:
+    """Carries out one action after the other.
+
+    Args:
+      loop: decides them.
+      driver: enqueues the steps.
+      hand_offs: read and write pages.
+      results: of the steps.
+      step_seconds: how long a step may take.
+      failure: why the engine failed; a wait for a result ends with it.
+      broadcast: tells the followers what comes, before the driver runs it; None: there are none.
+      watch: measures the pipeline; None: it is not measured.
+      experts: moves experts, or asks the runtime that has them to; None: there are none.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        driver: Driver,
+        hand_offs: HandOffs,
+        results: ResultReader,
+        *,
+        step_seconds: float,
+        failure: Callable[[], EngineFailedError | None],
+        broadcast: Broadcast | None,
+        watch: Watch | None,
+        experts: MovesExperts | None,
+    ):
+        self._loop, self._driver, self._hand_offs = loop, driver, hand_offs
+        self._results = results
+        self._step_seconds, self._failure = step_seconds, failure
+        self._broadcast, self._watch, self._experts = broadcast, watch, experts
+        self._orders: list[Action] = []  # that followers are to be told
+        self._garbage = IdleCollection()
+
+    def completed(self) -> StepOutputs | None:
+        """What the oldest step in flight gave, if that is there already."""
+        return self._complete() if self._loop.in_flight and self._results.ready() else None
+
+    def step(self) -> StepOutputs | Idle | None:
+        """Carries out the loop's next action.
+
+        Returns:
+          what a step gave, or that there is nothing to do, for which the caller waits.
+
+        Raises:
+          EngineFailedError: a result did not come in time.
+        """
+        match self._loop.next(self._driver.idle_lanes):
+            case Enqueue(steps):
+                self._enqueue([step.plan for step in steps])
+            case Await():
+                return self._complete()
+            case Fetch() | DropFetch() | ImportPages() | ExportPages() as action:
+                self._tell(self._hand_offs.orders(action))
+                self._hand_offs.carry_out(action)
+            case Idle() as idle:
+                self._tidy_up()
+                return idle
+        return None
+
+    def _tell(self, orders: Sequence[Action]) -> None:
+        """The followers take part in what is done to pages now: at once, or, where a lane is inside
+        a step, before what is enqueued next."""
+        if self._broadcast is None or not orders:
+            return
+        self._orders += orders
+        if not self._driver.active:
+            self._broadcast([], False, self._take_orders())
+
+    def _take_orders(self) -> list[Action]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _enqueue(self, plans: list[StepPlan]) -> None:
+        """One boundary: followers hear of the plans, then stages until a lane leaves."""
+        measured = self._watch is not None and self._watch.next()
+        self._begin(plans, measured)
+        for plan in plans:
+            self._driver.begin(plan)
+        finished = self._driver.advance()
+        self._garbage.worked()
+        self._loop.enqueued(lane_of_all(finished.plan, len(self._loop.schedulers)))
+        self._results.read(finished)
+
+    def _begin(self, plans: list[StepPlan], measured: bool) -> None:
+        """Tells the followers what comes, and carries out what comes before the plans."""
+        actions = () if self._experts is None else self._experts.due()
+        if self._broadcast is not None and (plans or actions or self._driver.active):
+            self._broadcast(plans, measured, [*self._take_orders(), *actions])
+        if self._experts is None or not actions:
+            return
+        slots = self._driver.slots
+        if slots is not None:
+            for action in actions:
+                slots.carry_out(action)
+        self._experts.carried_out(actions)
+
+    def _complete(self) -> StepOutputs:
+        """Waits for the oldest step's tokens."""
+        plan, result = self._results.take(self._step_seconds, self._failure)
+        lane = lane_of_all(plan, len(self._loop.schedulers))
+        return self._loop.complete(lane, plan, result)
+
+    def _tidy_up(self) -> None:
+        """Nothing to do: checks some of the books, collects garbage, and moves experts."""
+        if self._watch is not None:
+            self._watch.idle()
+        for scheduler in self._loop.schedulers:
+            scheduler.check_next_group()
+        self._garbage.idle()
+        self._begin([], measured=False)
