@@ -194,7 +194,13 @@ class Cluster(Section, frozen=True):
     step_seconds: Seconds = 30.0
     """Deadline of a step."""
     heartbeat_seconds: Seconds = 5.0
-    """Silence after which a process counts as dead."""
+    """Silence after which a process counts as dead. After 0.3 of it (at least 1.25 seconds) it is
+    suspect: named in log, metrics and `/health`, and given nothing new."""
+
+    @property
+    def suspect_seconds(self) -> float:
+        """Silence after which a process is suspect; signs of life come twice a second."""
+        return max(1.25, 0.3 * self.heartbeat_seconds)
 
 
 class Prefill(Section, frozen=True):

@@ -116,6 +116,8 @@ class Engine:
             watch=watch,
             experts=experts,
         )
+        self.find_problems: Callable[[], list[str]] = list
+        """What is wrong with runtimes that this one needs, in words; from any thread."""
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -159,6 +161,7 @@ class Engine:
             compilations=self.compilations_after_ready,
             held=self.hand_offs.held,
             hand_offs=self.hand_offs.load,
+            problems=self.find_problems(),
             domains=[
                 DomainLoad(
                     running=scheduler.num_running,

@@ -38,8 +38,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       name: its address.
       role: "prefill" or "domain".
-      status: "ready", "suspect" (its step loop does not go round), "draining", "drained" or
-        "absent".
+      status: "ready", "suspect" (it is silent, or its step loop does not go round), "draining",
+        "drained" or "absent".
+      why: it is not ready, in words.
       running, waiting, kv_usage: as of `EngineLoad`.
       held: requests whose pages it keeps for a domain.
       routed: this router's requests that it has.
@@ -50,6 +51,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: str
     status: str
+    why: str = ""
     running: int = 0
     waiting: int = 0
     held: int = 0
@@ -97,6 +99,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       hand_offs: what its end of the pages link has done; of a fleet, what all have; None: there is
         none.
       drafts: of all domains together; None: there are none.
+      problems: what is wrong with workers that this one needs, in words; now.
+      losses: of a fleet, role → cause → how often a worker was lost or suspect because of it.
     """
 
     running: int = 0
@@ -118,6 +122,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     domains: list[DomainLoad] = []
     hand_offs: PagesLoad | None = None
     drafts: DraftCounts | None = None
+    problems: list[str] = []
+    losses: dict[str, dict[str, int]] = {}
 
     @classmethod
     def of(
@@ -130,6 +136,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         compilations: int,
         held: int = 0,
         hand_offs: PagesLoad | None = None,
+        problems: Sequence[str] = (),
     ) -> "EngineLoad":
         """Of all domains together.
 
@@ -150,5 +157,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             held=held,
             domains=list(domains),
             hand_offs=hand_offs,
+            problems=list(problems),
             drafts=DraftCounts.sum([one.drafts for one in domains if one.drafts is not None]),
         )

@@ -67,6 +67,7 @@ def open_attention(
     warm_up(runtime)
     experts = RemoteExperts(client.ask) if role.config.experts else None
     engine = make_engine(runtime, experts=experts, eos_token_ids=ends)
+    engine.find_problems = lambda: client.problems
     prepare(engine)
     engine.start()
     return engine, client

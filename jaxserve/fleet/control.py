@@ -235,5 +235,5 @@ def _differences(follower: Mapping[str, str], leader: Mapping[str, str], name: s
 
 
 def heartbeat_interval(cluster: Cluster) -> float:
-    """Seconds between two heartbeats, short enough for both deadlines that build on them."""
-    return min(cluster.heartbeat_seconds / 2, cluster.step_seconds / 4)
+    """Seconds between two heartbeats, short enough for all deadlines that build on them."""
+    return min(cluster.heartbeat_seconds / 5, cluster.step_seconds / 4)

@@ -105,15 +105,31 @@ class Coordinator:
                 request.prefill = None
         return actions + self._go_on()
 
+    def requests_of(self, name: str) -> list[str]:
+        """Ids of the requests that a worker has."""
+        worker = self.placement.workers.get(name)
+        found = [] if worker is None else worker.requests.values()
+        return [request.job.request_id for request in found]
+
     def state(self, name: str, state: State) -> list[Action]:
         """How a worker does."""
         worker = self.placement.workers.get(name)
         if worker is None:
             return []
         worker.load, worker.others = state.load, state.others
-        worker.suspect = state.turn_age > self._cluster.heartbeat_seconds or state.status != "ready"
+        worker.why = ""
+        if state.status != "ready":
+            worker.why = f"it is {state.status}"
+        elif state.turn_age > self._cluster.suspect_seconds:
+            worker.why = f"its step loop has stood still for {state.turn_age:.1f} s"
         self.placement.drains(worker, state.drain)
         return (self._drain(worker) if worker.drain else []) + self._go_on()
+
+    def silent(self, name: str, seconds: float) -> None:
+        """A worker has said nothing for so long; until it does, it gets nothing new."""
+        if (worker := self.placement.workers.get(name)) is not None:
+            worker.why = f"it has been silent for {seconds:.1f} s"
+            self.placement.changed(worker)
 
     # ------------------------------------------------------------------------------ requests
 

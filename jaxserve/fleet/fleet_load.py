@@ -1,6 +1,8 @@
 """What metrics and the page show of a fleet: the load of each worker, and of all together."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
 from jaxserve.fleet.coordinator import Coordinator
@@ -18,20 +20,40 @@ def worker_status(worker: Worker) -> str:
     return "draining" if left else "drained"
 
 
-def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
-    """Of the workers that are connected; those that are not are listed as absent."""
+def fleet_load(
+    coordinator: Coordinator,
+    places: Sequence[Place],
+    absences: Mapping[str, str] = MappingProxyType({}),
+    losses: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> EngineLoad:
+    """Of the workers that are connected; those that are not are listed as absent.
+
+    Args:
+      absences: address → why nobody is connected there.
+      losses: role → cause → workers that were lost.
+    """
     workers, placement = [], coordinator.placement
+    problems = []
+    numbers: Counter[str] = Counter()
     for place in places:
         worker = placement.workers.get(place.address)
+        whose = f"{place.role} worker {numbers[place.role]}"
+        numbers[place.role] += 1
         if worker is None:
-            workers.append(WorkerLoad(name=place.address, role=place.role, status="absent"))
+            why = absences.get(place.address, "it has not joined")
+            problems.append(f"{whose}: {why}")
+            workers.append(
+                WorkerLoad(name=place.address, role=place.role, status="absent", why=why)
+            )
             continue
         load = worker.load
+        problems += [f"{whose}: {what}" for what in (worker.why, *load.problems) if what]
         workers.append(
             WorkerLoad(
                 name=place.address,
                 role=place.role,
                 status=worker_status(worker),
+                why=worker.why,
                 running=load.running,
                 waiting=load.waiting + load.prompts,
                 held=load.held,
@@ -63,6 +85,8 @@ def fleet_load(coordinator: Coordinator, places: Sequence[Place]) -> EngineLoad:
         replays=coordinator.replays,
         moves=coordinator.moves,
         refusals=coordinator.refusals,
+        problems=problems,
+        losses={role: dict(causes) for role, causes in dict(losses).items()},
     )
 
 

@@ -50,6 +50,8 @@ class FollowerState:
         """When its last message came."""
         self.advanced_at = now
         """When it last had nothing to do or completed a boundary."""
+        self.suspect = False
+        """Whether it was said that it is silent."""
         self.collected: dict[str, Collected] = {}
 
     @property
@@ -75,6 +77,18 @@ class FollowerState:
                 self.position = position or self.position
             case Leaving():
                 self.leaving = True
+
+    def doubt(self, now: float, seconds: float) -> str:
+        """What is to be said when it becomes suspect, after so many seconds of silence, and when it
+        is not any more; otherwise empty."""
+        silent = now - self.message_at
+        suspect = self.ready and not self.closed and silent > seconds
+        if suspect is self.suspect:
+            return ""
+        self.suspect = suspect
+        if suspect:
+            return self.describe(f"suspect, no heartbeat for {silent:.1f} s")
+        return "" if self.closed else f"{self.identity}: well again"
 
     def describe(self, problem: str = "") -> str:
         """The follower, what is wrong with it, and where it was seen last."""

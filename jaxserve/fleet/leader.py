@@ -370,6 +370,9 @@ class Leader:
                 if self._closed:
                     return
                 drain = bool(self._drain_reason) and not drain_told and not self._closing
+                for follower in self._followers.values():
+                    if doubt := follower.doubt(now, self._cluster.suspect_seconds):
+                        logger.warning("%s", doubt)
                 failed = self._find_failure(now)
                 if not drain and not failed:
                     self._changed.wait(tick)

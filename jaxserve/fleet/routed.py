@@ -112,8 +112,8 @@ class Worker:
     load: EngineLoad = field(default_factory=EngineLoad)
     others: int = 0
     """Requests of other routers, by its last state."""
-    suspect: bool = False
-    """Whether its step loop has not gone round for some time, or it takes nothing new."""
+    why: str = ""
+    """It gets nothing new: it is silent, its step loop does not go round, or it is not ready."""
     drain: DrainMode = ""
     """Whether it takes nothing new, and what its requests are to do."""
     full_until: float = 0.0
@@ -130,6 +130,11 @@ class Worker:
     """Of a domain: seconds between the tokens of a request; 0: not known yet."""
     handed: int = 0
     """Of a prefill worker: tokens whose pages it has handed over."""
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it gets nothing new."""
+        return bool(self.why)
 
     @property
     def count(self) -> int:

@@ -49,6 +49,8 @@ from jaxserve.fleet.routing_actions import (
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.observe.view import PipelineView
 
+MOST_NAMED = 32
+"""Requests that a line of the log names."""
 CLOSE_SECONDS = 2.0
 """For requests that are cancelled at the end."""
 
@@ -100,6 +102,7 @@ class RouterEngine:
             token,
             self.name,
             self,
+            suspect=deployment.cluster.suspect_seconds,
             silent=deployment.cluster.heartbeat_seconds,
             stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
         )
@@ -131,7 +134,13 @@ class RouterEngine:
     def load(self) -> EngineLoad:
         """Of all workers, by what they said last."""
         with self._lock:
-            return fleet_load(self._coordinator, self._registry.places())
+            connections = self.connections
+            return fleet_load(
+                self._coordinator,
+                self._registry.places(),
+                connections.absences(),
+                connections.losses,
+            )
 
     def pipeline(self) -> PipelineView:
         """Asks the first domain for a view; returns the one that the previous call asked for."""
@@ -226,11 +235,16 @@ class RouterEngine:
         """See `Receiver`."""
         with self._lock:
             before = self._coordinator.replays
+            affected = self._coordinator.requests_of(place.address)
             ended = self._send(self._coordinator.left(place.address))
             replays = self._coordinator.replays - before
             self._note_limits()
         if replays:
-            logger.warning("%d requests of %s go on elsewhere", replays, place.address)
+            logger.warning(
+                "%d requests of %s go on elsewhere: %s%s",
+                *(replays, place.address, ", ".join(sorted(affected)[:MOST_NAMED])),
+                ", …" if len(affected) > MOST_NAMED else "",
+            )
         self._deliver(ended)
 
     def turn(self) -> None:
@@ -258,7 +272,10 @@ class RouterEngine:
         with self._lock:
             match frame:
                 case frames.State():
+                    worker = coordinator.placement.workers[place.address]
+                    before = worker.why
                     actions = coordinator.state(place.address, frame)
+                    _say(place, before, worker.why)
                 case frames.Held(request_id=attempt, source=source) if source is not None:
                     actions = coordinator.held(attempt, source)
                 case frames.Held(request_id=attempt, refusal=refusal) if refusal is not None:
@@ -273,6 +290,15 @@ class RouterEngine:
     def _workers(self) -> Mapping[str, Worker]:
         with self._lock:
             return dict(self._coordinator.placement.workers)
+
+    def silent(self, place: Place, seconds: float) -> None:
+        """See `Receiver`."""
+        with self._lock:
+            worker = self._coordinator.placement.workers.get(place.address)
+            if worker is not None:
+                before = worker.why
+                self._coordinator.silent(place.address, seconds)
+                _say(place, before, worker.why)
 
     def _outputs(self, outputs: list[TokenOutput]) -> None:
         """Logs tokens, and passes them on."""
@@ -401,3 +427,11 @@ class RouterEngine:
 
 def _seconds(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _say(place: Place, before: str, now: str) -> None:
+    """Tells when a worker becomes suspect, and when it is not any more."""
+    if now and not before:
+        logger.warning("%s worker %s is suspect: %s", place.role, place.address, now)
+    elif before and not now:
+        logger.info("%s worker %s is well again", place.role, place.address)

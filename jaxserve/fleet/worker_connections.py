@@ -55,6 +55,9 @@ class Receiver(Protocol):
     def received(self, place: Place, frame: frames.FromWorker) -> None:
         """A frame of a worker that is there."""
 
+    def silent(self, place: Place, seconds: float) -> None:
+        """A worker that is there has said nothing for so long; again and again."""
+
     def turn(self) -> None:
         """Called very often, and soon after `wake`."""
 
@@ -72,9 +75,16 @@ class _Wire:
         """Whether its first state has come, by which it is well."""
         self.lost = ""
         """Why it is to be given up."""
+        self.cause = ""
+        """The same in one of a few words: closed, silent, stuck, failed, unread."""
         self._received = bytearray()
         self._unsent = bytearray()
         self._sending = threading.Lock()
+
+    def lose(self, cause: str, why: str) -> None:
+        """It is to be given up; the first reason counts."""
+        if not self.lost:
+            self.cause, self.lost = cause, why
 
     @property
     def wants_to_send(self) -> bool:
@@ -89,7 +99,7 @@ class _Wire:
         with self._sending:
             self._unsent += b"".join(parts)
             if len(self._unsent) > MAX_UNSENT_BYTES:
-                self.lost = f"it has left {len(self._unsent)} bytes unread"
+                self.lose("unread", f"it has left {len(self._unsent)} bytes unread")
             return self._flush()
 
     def flush(self) -> None:
@@ -135,7 +145,7 @@ class _Wire:
         except BlockingIOError:
             return False
         except OSError as error:
-            self.lost = self.lost or str(error)
+            self.lose("closed", str(error))
             self._unsent.clear()
         return True
 
@@ -148,6 +158,7 @@ class WorkerConnections:
       token: that the workers know.
       router: name of this router.
       receiver: of what happens.
+      suspect: seconds without a frame after which the receiver is told so.
       silent: seconds without a frame after which a worker counts as gone.
       stuck: seconds for which its step loop may stand still.
     """
@@ -158,11 +169,13 @@ class WorkerConnections:
         token: str,
         router: str,
         receiver: Receiver,
+        suspect: float,
         silent: float,
         stuck: float,
     ):
         self._places, self._token, self._router = places, token, router
-        self._receiver, self._silent, self._stuck = receiver, silent, stuck
+        self._receiver = receiver
+        self._suspect, self._silent, self._stuck = suspect, silent, stuck
         self._dialling = ThreadPoolExecutor(DIALLING_THREADS, "dial")
         self._clock = AwakeClock(1.0)
         self._stopping = False
@@ -174,6 +187,8 @@ class WorkerConnections:
         # Written by the connections' thread:
         self._wires: dict[str, _Wire] = {}
         self._reasons: dict[str, str] = {}  # address → why it is not there
+        self.losses: dict[str, dict[str, int]] = {}
+        """Role → cause → workers that were there and are not any more."""
         self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -267,9 +282,12 @@ class WorkerConnections:
             if now >= wire.echo_at:
                 wire.echo_at = now + ECHO_SECONDS
                 wire.send([frames.Echo(0)])
-            if now - wire.heard > self._silent:
-                wire.lost = wire.lost or f"it has been silent for {now - wire.heard:.1f} s"
+            silent = now - wire.heard
+            if silent > self._silent:
+                wire.lose("silent", f"it has been silent for {silent:.1f} s")
                 self._look_after(wire)
+            elif silent > self._suspect and wire.joined:
+                self._receiver.silent(wire.place, silent)
         self._dial(now)
         self._receiver.tick()
 
@@ -290,16 +308,16 @@ class WorkerConnections:
         try:
             found = wire.read()
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            wire.lost = wire.lost or str(error) or type(error).__name__
+            wire.lose("closed", str(error) or type(error).__name__)
             return
         if found:
             wire.heard = now
         for frame in found:
             if isinstance(frame, frames.State):
                 if frame.failure is not None:
-                    wire.lost = frame.failure
+                    wire.lose("failed", frame.failure)
                 elif frame.turn_age > self._stuck:
-                    wire.lost = f"its step loop has stood still for {frame.turn_age:.0f} s"
+                    wire.lose("stuck", f"its step loop has stood still for {frame.turn_age:.0f} s")
                 elif not wire.joined:
                     wire.joined = True
                     logger.info("%s worker %s is there", wire.facts.role, wire.place.address)
@@ -327,6 +345,8 @@ class WorkerConnections:
             self._due[address] = self._clock.now + DIAL_SECONDS
         if wire.joined:
             logger.warning("%s worker %s is gone: %s", wire.facts.role, address, wire.lost)
+            causes = self.losses.setdefault(wire.place.role, {})
+            causes[wire.cause] = causes.get(wire.cause, 0) + 1
             self._receiver.left(wire.place, wire.lost)
 
     def _dial(self, now: float) -> None:

@@ -46,8 +46,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     handshake: float = 5.0
-    probe: float = 1.0
-    suspect: float = 2.0
+    probe: float = 0.5
+    suspect: float = 1.5
     down: float = 5.0
     answer: float = 30.0
     absent: float = 60.0

@@ -350,6 +350,7 @@ class Peer:
         """Why it is not up, for people."""
         self.connections = 0
         self._state = PeerState.CONNECTING
+        self._said = False  # that it is suspect
         self._us, self._token = us, token
         self._device, self._deadlines = device, deadlines
         self._on_change, self._limit = on_change, limit
@@ -421,7 +422,7 @@ class Peer:
                 return
             self._become(PeerState.UP, "")
             logger.info("link to %s is up: %s", self.address, theirs.worker)
-            connection.serve(lambda: self._limit(self))
+            connection.serve(functools.partial(self._allowed, connection))
             if not self._closing.is_set():
                 logger.warning("link to %s is down: %s", self.address, connection.failure)
             self._become(PeerState.DOWN, connection.failure or "")
@@ -430,6 +431,26 @@ class Peer:
                 connection.fail("closed here")
             self.connection = None
             channel.close()
+
+    def _allowed(self, connection: Connection) -> float:
+        """Seconds of silence; says when the peer becomes suspect, and when it is not any more."""
+        suspect = connection.silent > self._deadlines.suspect
+        if suspect and not self._said:
+            logger.warning("link to %s is suspect: %s", self.address, self.describe())
+        elif self._said and not suspect:
+            logger.info("link to %s is well again", self.address)
+        self._said = suspect
+        return self._limit(self)
+
+    def describe(self) -> str:
+        """What is wrong; empty while it is up."""
+        state, connection = self.state, self.connection
+        if state is PeerState.UP:
+            return ""
+        if state is PeerState.SUSPECT and connection is not None:
+            return f"silent for {connection.silent:.1f} s"
+        failure = connection.failure if connection is not None else None
+        return failure or self.reason or state.value
 
     def _become(self, state: PeerState, reason: str) -> None:
         self._state, self.reason = state, reason

@@ -205,6 +205,12 @@ class PullClient:
         )
 
     @property
+    def problems(self) -> list[str]:
+        """What is wrong with ffn workers, by their place among the addresses; from any thread."""
+        found = enumerate(peer.describe() for peer in self.peers)
+        return [f"ffn worker {number}: {what}" for number, what in found if what]
+
+    @property
     def in_use(self) -> str | None:
         """Address of the ffn worker that gets the messages; None before and after a loss."""
         for peer in self.peers:

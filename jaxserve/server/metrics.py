@@ -243,6 +243,13 @@ class _EngineCollector(Collector):
         )
         if load.drafts is not None:
             yield from self._draft_metrics(load.drafts)
+        problems = GaugeMetricFamily(
+            PREFIX + "problems",
+            "Workers that this process needs and that are absent, suspect or unwell.",
+            labels=[LABEL],
+        )
+        problems.add_metric([self._model], len(load.problems))
+        yield problems
         if load.workers:
             yield from self._fleet_metrics(load)
         if load.hand_offs is not None:
@@ -310,6 +317,15 @@ class _EngineCollector(Collector):
         yield up
         yield requests
         yield pages
+        losses = CounterMetricFamily(
+            PREFIX + "worker_losses",
+            "Workers that were there and were given up: closed, silent, stuck, failed or unread.",
+            labels=[LABEL, "role", "cause"],
+        )
+        for role, causes in load.losses.items():
+            for cause, count in causes.items():
+                losses.add_metric([self._model, role, cause], count)
+        yield losses
         yield self._counter("replays", "Requests that lost their worker.", load.replays)
         yield self._counter("moves", "Requests that left a worker that drains.", load.moves)
         yield self._counter("refusals", "Requests for which there was no room.", load.refusals)

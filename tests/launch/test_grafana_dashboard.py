@@ -32,7 +32,12 @@ def exposition():
     own = FakeEngine.load
 
     def load(engine: FakeEngine) -> EngineLoad:
-        return msgspec.structs.replace(own(engine), workers=workers, hand_offs=PagesLoad())
+        return msgspec.structs.replace(
+            own(engine),
+            workers=workers,
+            hand_offs=PagesLoad(),
+            losses={"domain": {"silent": 1}},
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "load", load)

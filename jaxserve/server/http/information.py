@@ -2,6 +2,8 @@
 
 import time
 
+from msgspec import UNSET
+
 import jaxserve
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
@@ -21,7 +23,8 @@ STUCK_SECONDS = 60.0
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    """Liveness: the process is starting, or its step loop has iterated recently."""
+    """Liveness: the process is starting, or its step loop has iterated recently. It also names what
+    is wrong with workers that this process needs, which does not make it any less alive."""
     loop = service.step_loop
     status = "starting" if loop is None else loop.status
     stuck = 0.0
@@ -30,7 +33,8 @@ async def health(service: Service, exchange: Exchange) -> None:
     if status in ("failed", "closed") or stuck > STUCK_SECONDS:
         why = f"the step loop has not moved for {stuck:.0f} s" if stuck > STUCK_SECONDS else status
         raise HttpError(503, f"not alive: {why}", code="not_alive")
-    await exchange.reply(Status(status=status))
+    found = service.generator.engine.load().problems if service.generator is not None else []
+    await exchange.reply(Status(status=status, problems=found or UNSET))
 
 
 async def ready(service: Service, exchange: Exchange) -> None:

@@ -247,9 +247,14 @@ class Text(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The response of /health and /ready."""
+    """The response of /health and /ready.
+
+    Attributes:
+      problems: of /health, what is wrong with workers that this process needs.
+    """
 
     status: str
+    problems: list[str] | UnsetType = UNSET
 
 
 class Version(msgspec.Struct, kw_only=True):

@@ -464,6 +464,30 @@ class TestChoices:
         assert isinstance(world.sent[-1], SendSubmit)
         assert world.sent[-1].worker == where
 
+    @pytest.mark.parametrize(
+        ("news", "why"),
+        [
+            (State("ready", 1.6, EngineLoad()), "its step loop has stood still for 1.6 s"),
+            (State("draining", 0.0, EngineLoad()), "it is draining"),
+            (None, "it has been silent for 1.7 s"),
+        ],
+    )
+    def test_a_suspect_gets_nothing_new_until_it_is_well(self, news, why):
+        world = World(prefill__workers=0, fleet__prefill=[])
+        world.join("d0")
+        world.join("d1")
+        if news is None:
+            world.coordinator.silent("d0", 1.7)
+        else:
+            world.take(world.coordinator.state("d0", news))
+        assert world.coordinator.placement.workers["d0"].why == why
+        for n in range(1, 4):
+            world.submit(f"a{n}", 10)
+        assert {action.worker for action in world.sent} == {"d1"}
+        world.take(world.coordinator.state("d0", State("ready", 1.4, EngineLoad())))
+        world.submit("a4", 10)
+        assert world.sent[-1].worker == "d0"
+
     def test_requests_of_other_routers_count(self):
         world = World(prefill__workers=0, fleet__prefill=[])
         world.join("d0")

@@ -60,6 +60,17 @@ def test_silence_is_named_before_the_step_that_waits_for_it() -> None:
     assert "no heartbeat for 40.0 s" in blame(waiting, silent, now=45.0, last=3)
 
 
+def test_a_suspect_is_named_once_and_when_it_is_well_again() -> None:
+    state = follower(2, message_at=5.0)
+    assert state.doubt(6.4, 1.5) == ""
+    assert "process 2" in (said := state.doubt(6.6, 1.5))
+    assert "suspect, no heartbeat for 1.6 s; no step seen yet" in said
+    assert state.doubt(6.8, 1.5) == ""
+    state.message_at = 6.9
+    assert state.doubt(7.0, 1.5).endswith("well again")
+    assert follower(1, ready=False).doubt(50.0, 1.5) == "", "it loads"
+
+
 def test_before_ready_silence_may_last_for_start_seconds() -> None:
     assert blame(follower(1, ready=False), now=99.0) == ""
     assert "no heartbeat for 101.0 s" in blame(follower(1, ready=False), now=101.0)

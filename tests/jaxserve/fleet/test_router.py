@@ -179,8 +179,30 @@ def test_a_lost_domain_s_requests_go_on_elsewhere(how):
         assert len(replayed) == lost
         assert all(source is not None for _, _, source in replayed), "prefilled once more"
         assert fleet.router.load().replays == lost
+        cause = {"killed": "closed"}.get(how, how)
+        assert fleet.router.load().losses == {"domain": {cause: 1}}
         victim.close()
         fleet.prefills[0].engine.held.clear() if how == "stuck" else fleet.until_idle()
+
+
+def test_a_silent_worker_is_named_before_it_is_given_up(caplog):
+    with rig(0, 2, cluster__heartbeat_seconds=5) as fleet:
+        victim = fleet.domains[1]
+        assert fleet.router.load().problems == []
+        victim.port._send_state = lambda: None
+        until(lambda: fleet.router.load().problems)
+        (problem,) = fleet.router.load().problems
+        assert problem.startswith("domain worker 1: it has been silent for 1.")
+        assert [worker.status for worker in fleet.router.load().workers] == ["ready", "suspect"]
+        assert f"domain worker {victim.address} is suspect" in caplog.text
+        del victim.port._send_state
+        until(lambda: fleet.router.load().problems == [])
+        assert fleet.router.load().losses == {}
+        victim.kill()
+        until(lambda: fleet.router.load().losses == {"domain": {"closed": 1}})
+        (problem,) = fleet.router.load().problems
+        assert problem.startswith("domain worker 1: ")
+        victim.close()
 
 
 def test_lost_pages_are_made_again():

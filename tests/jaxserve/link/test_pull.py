@@ -328,11 +328,13 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
         server.send_signal(signal.SIGSTOP)
         link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
         wait_until(lambda: link.peers[0].state is not PeerState.UP)
+        assert link.problems[0].startswith("ffn worker 0: silent for ")
         wait_until(lambda: link.peers[0].state is not PeerState.SUSPECT)
         server.send_signal(signal.SIGCONT)
         check(link, 1)
         assert link.counters.resends == 1
         assert "silent for" in link.counters.last_failure
+        assert link.problems == []
 
 
 def test_other_facts_are_refused_by_name(server) -> None:

@@ -78,6 +78,7 @@ class FakeEngine:
     cached_tokens: int = 0
     max_length: int = 100
     status: str = "ready"
+    problems: list[str] = field(default_factory=list)
     failure: EngineFailedError | None = None
     view: PipelineView = field(default_factory=PipelineView)
     prompts: list[list[int]] = field(default_factory=list)
@@ -137,6 +138,7 @@ class FakeEngine:
         return EngineLoad(
             running=running,
             waiting=2,
+            problems=self.problems,
             kv_usage=[0.25, 0.75],
             page_size=16,
             pages=10,

@@ -42,6 +42,8 @@ def test_health_over_a_life() -> None:
     life.open(generator)
     assert client.get("/ready").json() == {"status": "ready"}
     assert client.get("/health").json() == {"status": "ready"}
+    engine.problems = ["domain worker 1: silent for 1.6 s"]
+    assert client.get("/health").json() == {"status": "ready", "problems": engine.problems}
     life.refuse()
     response = client.get("/ready")
     assert response.status_code == 503
