@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
+import msgspec
 
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.source import CheckpointNames
@@ -36,7 +37,7 @@ from jaxserve.roles.expert_balancer import (
 )
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.program_cache import use_compilation_cache
-from jaxserve.roles.step_plan import SequenceRow, SlotRules, StepPlan, plan_of_rows
+from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPlan, plan_of_rows
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer
 
@@ -209,11 +210,13 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
                 logprobs=0,
                 targets=[0],
                 drafts=bucket.drafts,
-                cached=bytes(4) if deployment.drafts and not deployment.modules else b"",
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
             slots = deployment.scheduler.slots
             plan = plan_of_rows(lane, -1, bucket, groups, slots=slots)
+            if deployment.drafts:
+                said = [] if deployment.modules else [SaidTokens(0, 0, bytes(4))]
+                plan = msgspec.structs.replace(plan, proposes=True, said=said)
             plans.append(plan.in_domain(domain))
     return plans
 

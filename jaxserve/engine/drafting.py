@@ -10,13 +10,16 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-ENOUGH = 3
+ENOUGH = 8
 """Steps of a size and kind that are measured before they are compared."""
 PROBE_STEPS = 4
-"""Steps that are taken the other way, to see whether it is the better one by now. A drafter that
-rests while there are no drafts proposes nothing of use for the first of them."""
-FIRST_INTERVAL, LAST_INTERVAL = 64, 1024
-"""Steps between probes; twice as many after each that changed nothing."""
+"""Steps that are taken the other way, to see whether it is the better one by now. None are verified
+in the first of them, as none were proposed before."""
+FIRST_INTERVAL, LAST_INTERVAL = 256, 4096
+"""Steps from probe to probe; twice as many after each that changed nothing. So probes are at most
+one step in 64."""
+MARGIN = 1.05
+"""By so much the other way has to be faster before it is taken."""
 RECENT = 0.1
 """Weight of a new measurement in a moving average."""
 MOST_TIMES = 3.0
@@ -79,6 +82,8 @@ class DraftPolicy:
         self._most, self._automatic = most, automatic
         self._held = float(most)
         """Drafts of a sequence that hold, a moving average."""
+        self._held_of = 0
+        """How many steps have told."""
         self._seconds: dict[tuple[int, int], tuple[int, float]] = {}
         """By size and drafts: how many steps were measured, and their average."""
         self._probes: dict[int, tuple[int, int]] = {}
@@ -89,22 +94,30 @@ class DraftPolicy:
         self._took: int | None = None
         """Drafts of the step that took its time last."""
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, *, prefills: bool = False) -> int:
         """Most drafts of a sequence in the next step, `most` or 0.
 
         Args:
-          rows: sequences that decode in it.
+          rows: sequences that take part.
+          prefills: whether some of them prefill. Such steps are not measured, and nothing is tried
+            in them: they are as those of about as many sequences that decode.
         """
-        if not self._automatic or not rows:
+        if not self._automatic:
             return self._most
         size = rows.bit_length()
+        if prefills:
+            known = min(self._better, key=lambda other: abs(other - size), default=None)
+            return self._most if known is None else self._better[known]
         for drafts in (self._most, 0):
             if self._seconds.get((size, drafts), (0, 0.0))[0] < ENOUGH:
                 return drafts
         with_drafts, without = self._seconds[size, self._most][1], self._seconds[size, 0][1]
-        better = self._most if (1 + self._held) * without >= with_drafts else 0
+        gain = (1 + self._held) * without / with_drafts
+        before = self._better.get(size)
+        least = {None: 1.0, 0: MARGIN, self._most: 1 / MARGIN}[before]
+        better = self._most if gain >= least else 0
         left, interval = self._probes.get(size, (FIRST_INTERVAL, FIRST_INTERVAL))
-        if self._better.get(size, better) != better:
+        if before not in (None, better):
             left = interval = FIRST_INTERVAL
         self._better[size] = better
         if left == 0:
@@ -127,7 +140,9 @@ class DraftPolicy:
             return
         full = drafts == self._most  # not those near their end
         if full.any():
-            self._held += RECENT * (float(accepted[full].mean()) - self._held)
+            self._held_of += 1
+            weight = max(RECENT, 1 / self._held_of)
+            self._held += weight * (float(accepted[full].mean()) - self._held)
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """How long a step took that did nothing but decode.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, NewSequence, RowOptions, StepPlan
+from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, RowOptions, SaidTokens, StepPlan
 
 RECENT_TOKENS = 256
 """Tokens of a sequence that are kept in the lane's array before they join its own."""
@@ -50,7 +50,8 @@ class LaneSlots:
       groups: DP groups.
       slots: of each.
       page_size: tokens a page.
-      tells_tokens: whether the workers are told the tokens that a new sequence finds in the cache.
+      looks_up: whether workers look drafts up in what sequences have said, and have to be told
+        what no step of theirs says.
       ahead: cache entries that drafts are written to behind those of a step, where there is room.
     """
 
@@ -61,11 +62,11 @@ class LaneSlots:
         groups: int,
         slots: int,
         page_size: int,
-        tells_tokens: bool = False,
+        looks_up: bool = False,
         ahead: int = 0,
     ):
         self.lane, self.groups, self.slots = lane, groups, slots
-        self.page_size, self._tells_tokens, self._ahead = page_size, tells_tokens, ahead
+        self.page_size, self._looks_up, self._ahead = page_size, looks_up, ahead
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -109,6 +110,10 @@ class LaneSlots:
         """Whether it asks more of a step than a token."""
         self.draftable = flags()
         """Whether it may be given drafts."""
+        self.proposed = flags()
+        """Whether its last step was followed by proposing drafts."""
+        self.recorded = counts()
+        """So many of its first tokens, at least, are in what drafts are looked up in."""
         self.last_token = counts()
         """The last of its known tokens."""
         self.recent = np.zeros((rows, RECENT_TOKENS), np.int32)
@@ -134,7 +139,8 @@ class LaneSlots:
         self.cached[row] = self.found[row] = cached
         self.pending[row] = self.in_flight[row] = self.pages_told[row] = self.slack[row] = 0
         self.most_cached[row] = -(-sequence.longest_cache // self.page_size) * self.page_size
-        self.draftable[row] = sequence.draftable
+        self.draftable[row], self.proposed[row] = sequence.draftable, False
+        self.recorded[row] = 0
         self.room[row] = len(sequence.page_ids) * self.page_size
         self.grammar[row], self.options[row] = sequence.has_grammar, sequence.has_options
         self.last_token[row] = sequence.tokens[-1]
@@ -172,10 +178,10 @@ class LaneSlots:
 
     def drafts(self, decoding: np.ndarray, most: int) -> np.ndarray:
         """How many drafts each row of a mask could be given, of at most so many: none beyond its
-        end, none beyond its last page, and none where nothing has been proposed yet."""
+        end, none beyond its last page, and none where none were proposed."""
         left = np.minimum(self.longest - self.length, self.most_cached - self.cached - self.slack)
         count = np.minimum(left - 1, most)
-        return np.where(decoding & self.draftable & ~self.fresh, np.maximum(count, 0), 0)
+        return np.where(decoding & self.draftable & self.proposed, np.maximum(count, 0), 0)
 
     def _decodes(self) -> np.ndarray:
         return (self.cached > 0) & (self.length - self.cached == 1)
@@ -195,8 +201,11 @@ class LaneSlots:
           decode: rows that decode a token, ascending.
           chunks: row → tokens to prefill.
           buckets: the sizes that steps may have.
-          drafts: of every row of the lane; None: none.
+          drafts: of every row of the lane; None: none, and none are proposed for the next step.
         """
+        proposes = drafts is not None
+        if drafts is not None and self._looks_up and not drafts.any():
+            drafts = None
         rows, counts = decode, np.ones(len(decode), np.int32)
         if drafts is not None:
             counts += drafts[decode]
@@ -233,14 +242,21 @@ class LaneSlots:
             buckets.smallest(int(tokens), pages, 0 if own is None else buckets.drafts),
             columns=np.stack([rows, counts, reach - slack, sample_counts]),
             token_ids=token_ids,
-            new_sequences=[self._new_sequence(row) for row in rows[~self.told[rows]].tolist()],
+            new_sequences=[
+                self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
+            ],
             new_pages=self._new_pages(rows, told),
             options=options,
             temperatures=self._temperatures(rows) if has_rules else None,
             unknown_lengths=unknown,
+            proposes=proposes,
+            said=self._unrecorded(rows) if proposes and self._looks_up else [],
         )
         if own is not None:
             self.slack[rows] += own
+        self.proposed[rows] = proposes
+        if proposes:
+            self.recorded[rows] = kv_lengths
         self.cached[rows] = kv_lengths
         self.length[rows] += samples
         self.pending[rows] += samples
@@ -249,11 +265,14 @@ class LaneSlots:
         self.told[rows] = True
         return plan, StepInFlight(number, rows, certain, samples, kv_lengths, own)
 
-    def _new_sequence(self, row: int) -> NewSequence:
-        told = int(self.cached[row]) if self._tells_tokens else 0
-        sequence = self.write_back(row) if told else self.sequences[row]
-        made: NewSequence = sequence.sampling(row, told)
-        return made
+    def _unrecorded(self, rows: np.ndarray) -> list[SaidTokens]:
+        """Tokens before those that a step feeds, of which no step that proposes drafts tells."""
+        said = []
+        for row in rows[self.recorded[rows] < self.cached[rows]].tolist():
+            start, stop = int(self.recorded[row]), int(self.cached[row])
+            tokens = np.asarray(self.write_back(row).tokens[start:stop], "<i4")
+            said.append(SaidTokens(row, start, tokens.tobytes()))
+        return said
 
     def _with_chunks(
         self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]
@@ -319,6 +338,7 @@ class LaneSlots:
             assert accepted is not None
             self.slack[rows] -= step.drafts
             self.cached[rows] += accepted
+            self.recorded[rows] += accepted
             self.length[rows] += accepted
         return step.samples & ~self.ended[rows]
 
@@ -334,6 +354,8 @@ class LaneSlots:
         self.cached[rows] -= step.counts
         if step.drafts is not None:
             self.slack[rows] -= step.drafts
+        self.recorded[rows] = np.minimum(self.recorded[rows], self.cached[rows])
+        self.proposed[rows] = False
         self.fresh[rows] = self.cached[rows] == self.found[rows]
         self.told[rows] = False
         self.pages_told[rows] = 0

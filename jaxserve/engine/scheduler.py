@@ -122,7 +122,7 @@ class Scheduler:
                 groups=groups,
                 slots=slots,
                 page_size=page_size,
-                tells_tokens=drafts > 0 and not modules,
+                looks_up=drafts > 0 and not modules,
                 ahead=ahead,
             )
             for lane in range(lanes)
@@ -148,7 +148,6 @@ class Scheduler:
             token_budget=token_budget,
             prefill_tokens=prefill_tokens or token_budget,
             policy=self.draft_policy,
-            predicts=modules > 0,
             ahead=ahead,
             preempt=self._preempt,
         )
@@ -253,7 +252,7 @@ class Scheduler:
         prefilling = slots.prefilling(decoding)
         if waiting == "grammars":
             prefilling &= ~slots.grammar
-        drafts = self._composer.drafts(slots, decoding)
+        drafts = self._composer.drafts(slots, decoding, prefilling)
         chunks = self._composer.chunks(slots, decoding, prefilling, drafts)
 
         decode = np.flatnonzero(decoding)

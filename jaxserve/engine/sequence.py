@@ -142,8 +142,8 @@ class Sequence:
         if not any(self.allowed):
             raise ValueError("the grammar allows no token")
 
-    def sampling(self, row: int, told: int = 0) -> NewSequence:
-        """Its sampling parameters, as the workers keep them, and the first `told` of its tokens."""
+    def sampling(self, row: int) -> NewSequence:
+        """Its sampling parameters, as the workers keep them."""
         params = self.request.params
         return NewSequence(
             row,
@@ -152,7 +152,6 @@ class Sequence:
             params.top_p,
             params.min_p,
             self.request.seed,
-            np.asarray(self.tokens[:told], "<i4").tobytes(),
         )
 
     def options(

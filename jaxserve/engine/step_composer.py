@@ -15,6 +15,9 @@ from jaxserve.engine.drafting import DraftPolicy
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.sequence import Sequence, group_of
 
+BESIDE_PREFILL = 8
+"""Drafts take a part of the token budget that prompts could use, but no more than one in this."""
+
 
 class StepComposer:
     """Composes the steps of all lanes of one domain.
@@ -25,7 +28,6 @@ class StepComposer:
       token_budget: most tokens a DP group and step.
       prefill_tokens: most prefill tokens a DP group and step beside decoding.
       policy: whether the next steps have drafts; None: no step has.
-      predicts: whether prediction modules make them, which run in every step with drafts.
       ahead: cache entries behind those of a step that drafts are written to.
       preempt: takes its pages from a running sequence, as soon as no step of it is in flight.
     """
@@ -38,13 +40,12 @@ class StepComposer:
         token_budget: int,
         prefill_tokens: int,
         policy: DraftPolicy | None,
-        predicts: bool,
         ahead: int,
         preempt: Callable[[Sequence], None],
     ):
         self._groups, self._slots = groups, slots
         self._token_budget, self._prefill_tokens = token_budget, prefill_tokens
-        self._policy, self._predicts, self._ahead = policy, predicts, ahead
+        self._policy, self._ahead = policy, ahead
         self._preempt = preempt
 
     def give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
@@ -74,19 +75,21 @@ class StepComposer:
         group.grow(sequence)
         return True
 
-    def drafts(self, slots: LaneSlots, decoding: np.ndarray) -> np.ndarray | None:
-        """How many drafts of every row the step verifies; None: it verifies none, and prediction
-        modules, which have to see prompts, need not run.
+    def drafts(
+        self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray
+    ) -> np.ndarray | None:
+        """How many drafts of every row the step verifies; None: none, and it is not followed by any
+        either, so nothing need be proposed.
 
         Pages for them are taken from those that nobody is owed.
         """
-        policy = self._policy
-        if policy is None or not (self._predicts or decoding.any()):
-            return None
-        most = policy.choose(int(decoding.sum()))
-        if not most:
+        policy, prefills = self._policy, bool(prefilling.any())
+        rows = int(decoding.sum() + prefilling.sum())
+        if policy is None or not rows or not (most := policy.choose(rows, prefills=prefills)):
             return None
         drafts = slots.drafts(decoding, most)
+        if prefills:
+            drafts = self._beside_prefill(slots, decoding, prefilling, drafts)
         reach = slots.cached + slots.slack + 1
         wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
         for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():
@@ -97,7 +100,23 @@ class StepComposer:
                     drafts[row] = min(drafts[row], slots.room[row] - reach[row])
                     break
                 group.grow(sequence)
-        return drafts if self._predicts or drafts.any() else None
+        return drafts
+
+    def _beside_prefill(
+        self,
+        slots: LaneSlots,
+        decoding: np.ndarray,
+        prefilling: np.ndarray,
+        drafts: np.ndarray,
+    ) -> np.ndarray:
+        """As many of the drafts, the first rows first, as prompts leave room for."""
+        unfed = np.where(prefilling, slots.length - slots.cached, 0)
+        wanted = np.minimum(unfed.reshape(-1, self._slots).sum(axis=1), self._prefill_tokens)
+        left = self._token_budget - decoding.reshape(-1, self._slots).sum(axis=1) - wanted
+        most = np.maximum(left, self._token_budget // BESIDE_PREFILL)
+        drafts = drafts.reshape(-1, self._slots)
+        fit = np.cumsum(drafts, axis=1) <= most[:, None]
+        return np.where(fit, drafts, 0).reshape(-1)
 
     def chunks(
         self,

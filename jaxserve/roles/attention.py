@@ -268,7 +268,7 @@ class AttentionWorker:
             plan, executables.sampling, batch, before, (last, sampled, logits), stream
         )
         self._last_tokens[lane] = last
-        if self._drafting is not None and drafting is not None:
+        if self._drafting is not None and drafting is not None and plan.proposes:
             end = self._drafting.end(finished, batch, table, stream, last, lengths)
             if executables.passes is not None:
                 drafts = yield from self._predict(executables.passes, end)

@@ -186,7 +186,7 @@ class ColocatedWorker:
             plan, sampling, batch, before, (last, sampled, logits), (x,)
         )
         self._last_tokens[plan.lane] = last
-        if self._drafting is not None and drafting is not None:
+        if self._drafting is not None and drafting is not None and plan.proposes:
             end = self._drafting.end(finished, batch, table, (x,), last, lengths)
             if predict is not None:
                 finished = self._drafting.keep(finished, self._predict(predict, end))

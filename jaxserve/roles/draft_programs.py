@@ -7,15 +7,21 @@ weights: prompt lookup (Saxena, 2023, "Prompt lookup decoding"), which proposes 
 last tokens where they came before.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxserve.model.attention.batch import positions
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket
 from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.step_plan import SaidTokens
 
 LOOKED_UP = (3, 2)
 """So many last tokens are looked up, the first that are found."""
+RECALLED = 1024
+"""Tokens a DP group that `recall` takes at a time."""
 
 
 def resolve(programs: TokenPrograms, bucket: Bucket) -> Program:
@@ -71,7 +77,9 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         position = jnp.where(position < 0, width, position)
         said = history[0].at[slot, position].set(fields["token_ids"], mode="drop")
-        said = said.at[jnp.arange(slots), lengths[0]].set(last[0], mode="drop")
+        fed = jnp.diff(fields["query_start"]) > 0
+        end = jnp.where(fed, lengths[0], width)
+        said = said.at[jnp.arange(slots), end].set(last[0], mode="drop")
         return said[None], looked_up(said, lengths[0], count)[None]
 
     groups = programs.groups
@@ -92,14 +100,13 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 
 def recall(programs: TokenPrograms) -> Program:
-    """(history, words) → history: writes the first tokens of one sequence a DP group. `words` are
-    int32 `[groups, 2 + width]`: a slot, how many tokens, and those."""
+    """(history, words) → history: writes tokens as `recall_words` has them, `RECALLED` a DP
+    group."""
     slots, width = programs.slots, history_width(programs)
 
     def body(history: Array, words: Array) -> Array:
-        slot, count, tokens = words[0, 0], words[0, 1], words[0, 2:]
-        written = (jnp.arange(slots)[:, None] == slot) & (jnp.arange(width)[None] < count)
-        return jnp.where(written, tokens[None], history[0])[None]
+        slot, place, token = words[0]
+        return history.at[0, slot, place].set(token, mode="drop")
 
     return Program(
         "recall",
@@ -107,12 +114,30 @@ def recall(programs: TokenPrograms) -> Program:
         programs.mesh,
         (
             programs.shape(programs.groups, slots, width),
-            programs.shape(programs.groups, 2 + width),
+            programs.shape(programs.groups, 3, RECALLED),
         ),
         (ROWS, ROWS),
         ROWS,
         donated=(0,),
     )
+
+
+def recall_words(said: Sequence[SaidTokens], groups: int, slots: int) -> np.ndarray:
+    """int32 `[groups, 3, tokens]`: of each token its slot, its place in the sequence, and itself;
+    whole runs of `RECALLED`, filled up with a slot that there is not."""
+    parts: list[list[np.ndarray]] = [[] for _ in range(groups)]
+    for row, start, data in said:
+        tokens = np.frombuffer(data, "<i4")
+        group, slot = divmod(row, slots)
+        place = np.arange(start, start + len(tokens))
+        parts[group].append(np.stack([np.full_like(place, slot), place, tokens]))
+    most = max(sum(part.shape[1] for part in own) for own in parts)
+    words = np.full((groups, 3, -(-most // RECALLED) * RECALLED), slots, np.int32)
+    for group, own in enumerate(parts):
+        if own:
+            joined = np.concatenate(own, axis=1)
+            words[group, :, : joined.shape[1]] = joined
+    return words
 
 
 def looked_up(

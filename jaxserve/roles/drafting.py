@@ -100,8 +100,10 @@ class Drafting:
     ) -> jax.Array:
         """The step's batch array, complete."""
         lane = plan.lane
-        if self._lookup is not None:
-            self._lookup.begin(executables, plan)
+        if not plan.proposes and not plan.on_device:
+            return batch
+        if self._lookup is not None and plan.said:
+            self._lookup.take_in(executables, plan)
         batch, self._lengths[lane] = executables.resolve(
             batch, last, self._lengths[lane], self._drafts[lane]
         )
@@ -158,18 +160,14 @@ class PromptLookup:
         lanes = range(programs.deployment.lanes)
         self._said = [sharded_zeros(shape, np.dtype(np.int32), sharding) for _ in lanes]
 
-    def begin(self, executables: DraftingExecutables, plan: StepPlan) -> None:
-        """Takes in what the cache has of sequences that are new."""
-        for sequence in plan.new_sequences:
-            if sequence.cached:
-                tokens = np.frombuffer(sequence.cached, "<i4")
-                group, slot = divmod(sequence.row, self._slots)
-                words = np.zeros((self._groups, 2 + self._width), np.int32)
-                words[group, 0], words[group, 1] = slot, len(tokens)
-                words[group, 2 : 2 + len(tokens)] = tokens
-                said = self._said[plan.lane]
-                assert executables.recall is not None
-                self._said[plan.lane] = executables.recall(said, self._put(words))
+    def take_in(self, executables: DraftingExecutables, plan: StepPlan) -> None:
+        """Adds what the plan tells of sequences, as much at a time as the program takes."""
+        assert executables.recall is not None
+        words = draft_programs.recall_words(plan.said, self._groups, self._slots)
+        at_once = draft_programs.RECALLED
+        for start in range(0, words.shape[2], at_once):
+            some = self._put(np.ascontiguousarray(words[:, :, start : start + at_once]))
+            self._said[plan.lane] = executables.recall(self._said[plan.lane], some)
 
     def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
         """What followed where the last tokens came before."""

@@ -9,6 +9,7 @@ A *row* is a slot of a lane counted over all DP groups: `group * slots + slot`.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "Bucket",
     "NewSequence",
     "RowOptions",
+    "SaidTokens",
     "SequenceRow",
     "SlotRules",
     "StepPlan",
@@ -64,9 +66,17 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: float = 0.0
     seed: int = 0
     """uint32; the noise of a draw depends on it and on the token's position alone."""
-    cached: bytes = b""
-    """int32, its first tokens, that are in the cache and of which no step of the row tells; empty
-    where drafts are not looked up in what a sequence has said."""
+
+
+class SaidTokens(NamedTuple):
+    """Tokens of a row's sequence, where drafts are looked up in what it has said, that are in its
+    cache and of which no step tells that proposes drafts."""
+
+    row: int
+    start: int
+    """Place of the first one in the sequence."""
+    tokens: bytes
+    """int32."""
 
 
 class RowOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,6 +120,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Of the runtime's; `lane` is one of its lanes."""
     on_device: bytes = b""
     """int32: see `unknown_lengths`."""
+    proposes: bool = False
+    """Whether drafts are proposed after the step, for the next one of its sequences. Not where
+    steps are faster without drafts: then it does nothing that one of a deployment without them
+    would not do."""
+    said: list[SaidTokens] = []
 
     @classmethod
     def of(
@@ -125,6 +140,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         options: list[RowOptions],
         temperatures: np.ndarray | None = None,
         unknown_lengths: np.ndarray | None = None,
+        proposes: bool = False,
+        said: list[SaidTokens] | None = None,
     ) -> "StepPlan":
         """A plan from arrays; see the properties. `temperatures`: where some row has rules."""
         return cls(
@@ -140,6 +157,8 @@ class StepPlan(msgspec.Struct, frozen=True):
             on_device=b""
             if unknown_lengths is None
             else unknown_lengths.astype("<i4", copy=False).tobytes(),
+            proposes=proposes,
+            said=said or [],
         )
 
     def in_domain(self, domain: int) -> "StepPlan":
@@ -256,7 +275,6 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
     """How many of the tokens, the last ones, are drafts."""
     length_on_device: bool = False
     """Whether `kv_length` is only the least that it may be."""
-    cached: bytes = b""
 
 
 def plan_of_rows(
@@ -292,11 +310,12 @@ def plan_of_rows(
         columns=np.asarray(columns, np.int32).reshape(-1, 4).T,
         token_ids=np.asarray([token for _, row in rows for token in row.token_ids], np.int32),
         new_sequences=[
-            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed, row.cached)
+            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed)
             for at, row in rows
         ],
         new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
         options=[one for one in options if one != RowOptions(one.row)],
         temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
         unknown_lengths=np.asarray(unknown, np.int32) if unknown else None,
+        proposes=bucket.drafts > 0,
     )

@@ -68,7 +68,6 @@ class Replica:
                     own.target_logprobs,
                     drafts=max(sampled - 1, 0),
                     length_on_device=row in unknown,
-                    cached=sampling.cached,
                 )
             )
             del tokens[:count]

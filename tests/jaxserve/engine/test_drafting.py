@@ -16,9 +16,9 @@ def run(policy: DraftPolicy, steps: int, seconds: dict[int, float], held: int, r
 
 
 def test_drafts_where_they_give_more_tokens_a_second():
-    chosen = run(DraftPolicy(3, automatic=True), 40, {3: 0.15, 0: 0.1}, held=1)
-    assert chosen[:8] == [3, 3, 3, 3, 0, 0, 0, 0]
-    assert set(chosen[8:]) == {3}
+    chosen = run(DraftPolicy(3, automatic=True), 60, {3: 0.15, 0: 0.1}, held=1)
+    assert chosen[:18] == [3] * 9 + [0] * 9
+    assert set(chosen[18:]) == {3}
 
 
 def test_a_step_after_one_of_the_other_kind_is_not_measured():
@@ -37,7 +37,7 @@ def test_a_step_after_one_of_the_other_kind_is_not_measured():
 def test_lanes_are_told_apart_where_drafts_are_counted():
     policy = DraftPolicy(2, automatic=True, lanes=2)
     for drafts, seconds in ((2, 0.2), (0, 0.1)):
-        for _ in range(4):
+        for _ in range(9):
             policy.took(1, drafts, seconds)
     for _ in range(40):  # drafts of a lane's first step after one without are not counted
         policy.completed(np.asarray([2]), np.asarray([0]), lane=0)
@@ -67,9 +67,34 @@ def test_probes_become_rare():
 
 def test_sizes_are_told_apart():
     policy = DraftPolicy(2, automatic=True)
-    run(policy, 20, {2: 0.1, 0: 0.1}, held=1, rows=1)
-    run(policy, 20, {2: 0.9, 0: 0.1}, held=1, rows=32)
+    run(policy, 40, {2: 0.1, 0: 0.1}, held=1, rows=1)
+    run(policy, 40, {2: 0.9, 0: 0.1}, held=1, rows=32)
     assert (policy.choose(1), policy.choose(32)) == (2, 0)
+
+
+def test_at_most_a_step_in_fifty_is_a_probe():
+    policy = DraftPolicy(3, automatic=True)
+    run(policy, 20, {3: 0.4, 0: 0.1}, held=0)
+    for steps in (300, 600, 3000):
+        assert (
+            sum(drafts == 3 for drafts in run(policy, steps, {3: 0.4, 0: 0.1}, held=0))
+            <= steps / 50
+        )
+
+
+def test_steps_that_prefill_try_nothing():
+    """They are as the nearest size that was decided; unknown, they have drafts."""
+    policy = DraftPolicy(2, automatic=True)
+    assert {policy.choose(3, prefills=True) for _ in range(40)} == {2}
+    run(policy, 40, {2: 0.9, 0: 0.1}, held=1, rows=32)
+    assert {policy.choose(rows, prefills=True) for rows in [3, 20, 500] * 400} == {0}
+
+
+def test_a_small_gain_changes_nothing():
+    policy = DraftPolicy(1, automatic=True)
+    run(policy, 40, {1: 0.22, 0: 0.1}, held=1)
+    later = run(policy, 4000, {1: 0.195, 0: 0.1}, held=1)
+    assert sum(drafts == 1 for drafts in later) <= 40
 
 
 def test_without_a_choice():

@@ -102,6 +102,7 @@ class Device:
         self.last_token = {}  # (lane, group, slot) -> token
         self.length = {}  # (lane, group, slot) -> cached tokens that hold
         self.drafts = {}  # (lane, group, slot) -> what may follow its last token
+        self.history = {}  # (lane, group, slot) -> position -> token, to look drafts up in
         self.accepted = 0
         self.counted = {}  # (lane, group, slot) -> positions whose tokens penalties count
 
@@ -109,6 +110,9 @@ class Device:
         """Returns `sampled[group][slot]`, of a step with drafts `sampled[group][slot][place]`."""
         most = plan.bucket.drafts
         sampled = [[[NOT_SAMPLED] * (1 + most) for _ in range(self.slots)] for _ in plan.groups]
+        for at, start, tokens in plan.plan.said:
+            said = enumerate(np.frombuffer(tokens, np.int32).tolist(), start)
+            self.history.setdefault((plan.lane, *divmod(at, self.slots)), {}).update(said)
         for group, rows in enumerate(plan.groups):
             for row in rows:
                 home = (plan.lane, group, row.slot)
@@ -123,7 +127,17 @@ class Device:
                     self.last_token[home] = run[-1]
                     self.length[home] = len(tokens) - row.drafts + len(run) - 1
                     self.drafts[home] = _guesses(row.seed, tokens[: self.length[home]] + run[-1:])
+                    tokens = tokens[: self.length[home]] + run[-1:]
+                if plan.plan.proposes:
+                    self._look_up(home, row, tokens)
         return sampled if most else [[run[0] for run in runs] for runs in sampled]
+
+    def _look_up(self, home: tuple[int, int, int], row: SequenceRow, tokens: list[int]) -> None:
+        """Adds what the step fed and sampled, and finds everything that the sequence has said."""
+        history = self.history.setdefault(home, {})
+        for position in range(row.kv_length - len(row.token_ids), len(tokens)):
+            history[position] = tokens[position]
+        assert [history.get(position) for position in range(len(tokens))] == tokens
 
     def _resolved(self, home: tuple[int, int, int], row: SequenceRow) -> SequenceRow:
         """With what only the device knows."""
@@ -159,6 +173,8 @@ class Device:
                 self.last_token[home] = NOT_SAMPLED
                 self.counted[home] = [NOT_SAMPLED]
                 start, end = row.kv_length - len(row.token_ids), row.kv_length
+                said = self.history.get(home, {}).items()
+                self.history[home] = {place: token for place, token in said if place < start}
                 if row.length_on_device:
                     start = max(start, self.length[home])
                     end = len(row.page_ids) * self.page_size
@@ -242,6 +258,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
         )
         self.scheduler = FullScheduler(**vars(self.limits))
+        if drafts:
+            dice = data.draw(st.randoms(use_true_random=False), "dice")
+            often = data.draw(st.sampled_from([1.0, 0.5]), "how often there are drafts")
+            policy = self.scheduler.draft_policy
+            policy.choose = lambda *_, **__: drafts if dice.random() < often else 0
         self.device = Device(self.limits, self.requests)
         self.enqueued = [deque() for _ in range(self.limits.lanes)]  # steps the device has not run
         self.ran = [deque() for _ in range(self.limits.lanes)]  # steps and what they sampled
