@@ -22,7 +22,7 @@ from jaxserve.planner import report
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
-from jaxserve.planner.deployment_file import deployment_text, write_deployment
+from jaxserve.planner.deployment_file import deployment_text, write_largest
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import Hardware, load_hardware
@@ -100,16 +100,13 @@ class _Results(NamedTuple):
 
 def _search(options: argparse.Namespace) -> int:
     attention, ffn = _hardware(options)
-    formats = Formats(
-        weights=options.weights,
-        cache=options.cache,
-        dispatch=options.dispatch,
-        compute=options.compute,
-    )
+    model = load_model(options.model, options.configs)
+    context = tokens(options.context)
+    _check_context(options, context)
     calculator = Calculator(
-        load_model(options.model, options.configs),
-        tokens(options.context),
-        formats,
+        model,
+        context,
+        _formats(options, {**attention, **ffn}),
         assumptions(options.assume),
         read_calibration(options.calibration, options.configs),
     )
@@ -121,13 +118,14 @@ def _search(options: argparse.Namespace) -> int:
     )
     skew = read_skew(options.skew) if options.skew is not None else None
     accepted = _accepted(options, calculator)
-    found = Searcher(calculator, attention, ffn, accepted, skew).search(target)
+    searcher = Searcher(calculator, attention, ffn, accepted, skew)
+    found = searcher.search(target)
     if not found.plans:
         print(f"error: {why_not(calculator, attention, ffn, target, found)}", file=sys.stderr)
         return 1
     hardware = {**attention, **ffn}
     if options.write:
-        _write(options, found.plans[0], calculator, hardware)
+        _write(options, found.plans[0], searcher, hardware)
     results = _results(options, found, calculator, target, hardware)
     if options.svg:
         options.svg.write_text(_picture(options, results, calculator, target), encoding="utf-8")
@@ -138,6 +136,26 @@ def _search(options: argparse.Namespace) -> int:
     else:
         _print(results, found.plans[0])
     return 0
+
+
+def _check_context(options: argparse.Namespace, context: int) -> None:
+    """Refuses a context that the model has no positions for."""
+    config = model_config(model_folder(options.model, options.configs))
+    if config is not None and context > config.max_positions:
+        raise ConfigError(
+            f"--context {options.context}: {options.model} has {config.max_positions} positions"
+        )
+
+
+def _formats(options: argparse.Namespace, hardware: dict[str, Hardware]) -> Formats:
+    """The number formats; what is not given is FP8, or INT8 if some of the hardware has no FP8."""
+    without = [name for name, each in hardware.items() if not each.stores("fp8")]
+    asked = {name: getattr(options, name) for name in ("weights", "cache", "dispatch")}
+    for name, value in asked.items():
+        if value == "fp8" and without:
+            raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
+        asked[name] = value or ("int8" if without else "fp8")
+    return Formats(**asked, compute=options.compute)
 
 
 def _accepted(options: argparse.Namespace, calculator: Calculator) -> Acceptance:
@@ -233,23 +251,33 @@ def _hardware(options: argparse.Namespace) -> tuple[dict[str, Hardware], dict[st
 
 
 def _write(
-    options: argparse.Namespace, plan: Plan, calculator: Calculator, hardware: dict[str, Hardware]
+    options: argparse.Namespace, plan: Plan, searcher: Searcher, hardware: dict[str, Hardware]
 ) -> None:
     folder = model_folder(options.model, options.configs)
     config = model_config(folder)
     if config is None:
         raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
-    text = deployment_text(
-        plan,
-        folder.resolve(),
-        config,
-        calculator.context,
-        calculator.formats,
-        calculator.assumed,
-        hardware,
-        options.write.resolve().parent,
-    )
-    write_deployment(options.write, text, config)
+    calculator = searcher.calculator
+
+    def text_of(plan: Plan) -> str:
+        return deployment_text(
+            plan,
+            folder.resolve(),
+            config,
+            calculator.context,
+            calculator.formats,
+            calculator.assumed,
+            hardware,
+            options.write.resolve().parent,
+        )
+
+    written = write_largest(options.write, plan, searcher, text_of, config)
+    if written.batch != plan.batch:
+        print(
+            f"{options.write}: {written.batch} sequences a DP group and lane, not {plan.batch}: "
+            "with activations, as serve counts them, more do not fit",
+            file=sys.stderr,
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -291,7 +319,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--modes", nargs="+", choices=list(MODES), help="all of them")
     formats = get_args(Format)
     for name in ("weights", "cache", "dispatch"):
-        add(f"--{name}", choices=formats, default="fp8", help="number format: fp8")
+        add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
     add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
     add("--skew", help="of the experts' popularity, as of simulate: places them, with replicas")
     add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")

@@ -19,7 +19,7 @@ def why_not(
 ) -> str:
     """Explains which bound prevents the target, and lists single changes that would meet it."""
     if found.fastest is None:
-        lines = [_shortage(found, target)]
+        lines = [_shortage(found, target, _mixed(attention, ffn))]
     else:
         plan = found.fastest
         name, bound = plan.slowest
@@ -41,9 +41,16 @@ def _parts(name: str) -> tuple[str, ...]:
     return ("dispatch", "combine") if name == "link" else (name,)
 
 
-def _shortage(found: Found, target: Target) -> str:
+def _mixed(attention: Mapping[str, Hardware], ffn: Mapping[str, Hardware]) -> bool:
+    """Whether the roles have no platform in common."""
+    platforms = [{each.platform for each in role.values()} for role in (attention, ffn)]
+    return not platforms[0] & platforms[1]
+
+
+def _shortage(found: Found, target: Target, mixed: bool) -> str:
     if found.short is None:
-        return f"there is no layout of up to {target.max_devices} devices"
+        text = f"there is no layout of up to {target.max_devices} devices"
+        return f"{text} of one platform: GPUs and TPUs do not serve together" if mixed else text
     layout, role, needed, there = found.short
     return (
         f"nothing fits on up to {target.max_devices} devices: the nearest layout, {layout.devices} "
@@ -70,9 +77,11 @@ def _changes(
     formats = calculator.formats
     for field in ("weights", "cache"):
         if getattr(formats, field) == "bfloat16":
-            smaller = msgspec.structs.replace(formats, **{field: "fp8"})
+            stored = all(h.stores("fp8") for h in (*attention.values(), *ffn.values()))
+            name = "fp8" if stored else "int8"
+            smaller = msgspec.structs.replace(formats, **{field: name})
             if meets(calculator._replace(formats=smaller), target):
-                yield f"{field} in fp8"
+                yield f"{field} in {name}"
     context = calculator.context
     while context > 256:
         context //= 2

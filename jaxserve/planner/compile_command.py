@@ -97,7 +97,7 @@ def _line(one: "CompiledProgram") -> str:
 
 def available(deployment: Deployment, role: str, hardware: Hardware) -> float:
     """Bytes that a role may use of a device: all, or `memory_gb` if that is less."""
-    size = hardware.memory / hardware.jax_devices
+    size = hardware.memory
     wanted: float = getattr(deployment, role).memory_gb * GB
     return min(wanted or size, size)
 
@@ -135,7 +135,7 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
     roles = ["attention"] if deployment.mode == "colocated" else ["attention", "ffn"]
     unset = [role for role in roles if not getattr(deployment, role).memory_gb]
     if unset:
-        size = hardware.memory / hardware.jax_devices / GB
+        size = hardware.memory / GB
         found.append(f"{', '.join(unset)}.memory_gb is not set: {size:.1f} GB, the whole device")
     return found
 

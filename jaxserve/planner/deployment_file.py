@@ -2,6 +2,7 @@
 --write`; it knows the keys of `config/deployment.py`, not how a plan came about."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,11 @@ from jaxserve.config.deployment import load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.search import Plan
+from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.stages import Assumptions, Formats
 
-PAGE = 64
+PAGE = {"gpu": 64, "tpu": 128}
+"""Tokens of a page. The TPU kernels take an 8-bit cache in multiples of 128."""
 
 
 def deployment_text(
@@ -33,13 +35,14 @@ def deployment_text(
       hardware: the plan's hardware by name.
     """
     layout = plan.layout
+    page = PAGE.get(hardware[layout.attention].platform, 64)
     colocated = layout.mode != "afd"
     a, f = hardware[layout.attention], hardware[layout.ffn]
     kept = config.stored == "fp8_block" and formats.weights == "fp8"
     weights = "auto" if kept else formats.weights
     longest = min(config.max_positions, 2 * context)
-    pages_longest = -(-longest // PAGE)
-    pages = max(pages_longest, layout.lanes * plan.batch * -(-context // PAGE))
+    pages_longest = -(-longest // page)
+    pages = max(pages_longest, layout.lanes * plan.batch * -(-context // page))
     decoded = plan.batch * (1 + layout.drafts)
     budget = min(decoded + max(plan.batch, 128), 65536)
     usable = 1 - assumed.reserve / 2
@@ -64,7 +67,7 @@ def deployment_text(
         f"link: {{dispatch: {formats.dispatch}}}",
         "cache:",
         f"  format: {formats.cache}",
-        f"  page_size: {PAGE}",
+        f"  page_size: {page}",
         f"  pages: {pages}",
         "scheduler:",
         f"  slots: {plan.batch}",
@@ -94,6 +97,46 @@ def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
     except ConfigError:
         file.unlink()
         raise
+
+
+def write_largest(
+    file: Path,
+    plan: Plan,
+    searcher: Searcher,
+    text_of: Callable[[Plan], str],
+    config: ModelConfig,
+) -> Plan:
+    """Writes the plan, or its layout with the largest batch that `serve` would take: the search
+    knows of activations only that they need a part of the memory.
+
+    Args:
+      text_of: the file of a plan.
+
+    Returns:
+      the plan that was written.
+
+    Raises:
+      ConfigError: `serve` would refuse even one sequence a DP group and lane.
+    """
+    try:
+        write_deployment(file, text_of(plan), config)
+        return plan
+    except ConfigError:
+        if plan.batch == 1:
+            raise
+    low, high = 1, plan.batch - 1  # what fits, if anything does, and what has not been tried
+    best = searcher.evaluate(plan.layout, low)
+    write_deployment(file, text_of(best), config)
+    while low < high:
+        middle = (low + high + 1) // 2
+        tried = searcher.evaluate(plan.layout, middle)
+        try:
+            write_deployment(file, text_of(tried), config)
+            low, best = middle, tried
+        except ConfigError:
+            high = middle - 1
+    write_deployment(file, text_of(best), config)
+    return best
 
 
 def _path(model: Path, folder: Path) -> str:

@@ -45,7 +45,27 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device_kinds: list[str] = []
     """JAX's names of such devices."""
     jax_devices: Count = 1
-    """JAX devices per accelerator; 2 for TPU v7x, whose chips have two cores."""
+    """JAX devices per accelerator; 2 for TPU v7x, whose chips have two cores. The files describe
+    accelerators, as they are sold; `load_hardware` returns their JAX devices, which are what a
+    deployment counts."""
+
+    @property
+    def platform(self) -> str:
+        """`tpu`, `gpu`, or the name of an accelerator that JAX does not know."""
+        if any(kind.startswith("TPU") for kind in self.device_kinds):
+            return "tpu"
+        return "gpu" if self.device_kinds else self.name
+
+    def slice_of(self, devices: int) -> bool:
+        """Whether so many JAX devices come together: TPUs are rented as slices of 1, 2, 4, 8, …
+        chips."""
+        chips, rest = divmod(devices, self.jax_devices)
+        return self.platform != "tpu" or (rest == 0 and chips & (chips - 1) == 0)
+
+    def stores(self, number_format: str) -> bool:
+        """Whether weights and cache may be kept in this format there. A GPU widens what it cannot
+        multiply; a TPU without FP8 has no kernels for it."""
+        return number_format != "fp8" or self.platform != "tpu" or "fp8" in self.teraflops
 
     def flops(self, number_format: str) -> float:
         """Peak FLOP/s of matrix products in this format, or that of BF16 where it is
@@ -109,10 +129,10 @@ def known_hardware(folder: Path = CONFIGS) -> list[str]:
 def load_hardware(
     name: str, prices: Mapping[str, float] | None = None, folder: Path = CONFIGS
 ) -> Hardware:
-    """Loads known hardware by name, or a YAML file by its path.
+    """Loads known hardware by name, or a YAML file by its path: one of its JAX devices.
 
     Args:
-      prices: USD a device and hour by name, in place of the files'.
+      prices: USD an accelerator and hour by name, in place of the files'.
 
     Raises:
       ConfigError: it is unknown (the message lists the known ones), or its file is wrong.
@@ -130,7 +150,25 @@ def load_hardware(
     if problems:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     price = (prices or {}).get(name.lower(), hardware.price)
-    return msgspec.structs.replace(hardware, price=price)
+    return _jax_device(msgspec.structs.replace(hardware, price=price))
+
+
+def _jax_device(hardware: Hardware) -> Hardware:
+    """Its share of an accelerator, and of the fast link that the cores of a chip share."""
+    parts = hardware.jax_devices
+    if parts == 1:
+        return hardware
+    return msgspec.structs.replace(
+        hardware,
+        name=f"{hardware.name} core",
+        price=hardware.price / parts,
+        teraflops={name: value / parts for name, value in hardware.teraflops.items()},
+        memory_gb=hardware.memory_gb / parts,
+        memory_gb_s=hardware.memory_gb_s / parts,
+        link_gb_s=hardware.link_gb_s / parts,
+        devices_per_host=hardware.devices_per_host * parts,
+        link_devices=hardware.link_devices * parts,
+    )
 
 
 def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:

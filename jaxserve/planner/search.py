@@ -158,7 +158,7 @@ class Searcher:
         skew: Skew | None = None,
     ):
         self._skew = skew
-        self._calculator = calculator
+        self.calculator = self._calculator = calculator
         self._drafting = calculator._replace(model=calculator.model.with_module())
         self._attention, self._ffn = attention, ffn
         self._acceptance = acceptance
@@ -232,12 +232,22 @@ class Searcher:
         if "afd" in target.modes:
             for a_name, a in self._attention.items():
                 for f_name, f in self._ffn.items():
+                    if a.platform != f.platform:
+                        continue  # a GPU and a TPU have not served a model together
                     for a_devices in _device_counts(a, target.max_devices - 1):
                         for f_devices in _device_counts(f, target.max_devices - a_devices):
+                            if a_name == f_name and not a.slice_of(a_devices + f_devices):
+                                continue
+                            if a_name != f_name and not (
+                                a.slice_of(a_devices) and f.slice_of(f_devices)
+                            ):
+                                continue
                             yield from self._afd(a_name, f_name, a_devices, f_devices)
         for name, hardware in self._attention.items():
             if name in self._ffn:
                 for devices in _device_counts(hardware, target.max_devices):
+                    if not hardware.slice_of(devices):
+                        continue
                     yield from self._colocated(name, hardware, devices, target.modes)
 
     def _afd(self, a_name: str, f_name: str, a_devices: int, f_devices: int) -> Iterator[Layout]:

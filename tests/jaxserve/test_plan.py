@@ -6,7 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
 from jaxserve.plan import main
+from jaxserve.serve import main as serve
 
 SEARCH = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "8"]
 
@@ -77,10 +79,25 @@ class TestSearch:
         ElementTree.fromstring(picture.read_text(encoding="utf-8"))
         assert picture.read_text(encoding="utf-8").strip() in html.read_text(encoding="utf-8")
 
-    def test_a_deployment_that_serve_would_refuse_is_not_written(self, capsys, tmp_path):
+    def test_a_batch_that_serve_would_refuse_is_written_smaller(self, capsys, tmp_path):
         path = tmp_path / "plan.yaml"
         asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
-        assert main([*asked, "--assume", "reserve=0", "--write", str(path)]) == 2
+        assert main([*asked, "--assume", "reserve=0", "--write", str(path)]) == 0
+        said = "199 sequences a DP group and lane, not 200: with activations, as serve counts them"
+        assert said in capsys.readouterr().err
+        assert load_deployment(path).scheduler.slots == 199
+        assert serve(["--config", str(path), "--check"]) == 0
+
+    def test_a_deployment_that_serve_would_refuse_whatever_the_batch_is_not_written(
+        self, capsys, tmp_path, monkeypatch
+    ):
+        def refuse(config, deployment, memory):
+            raise ConfigError("the deployment does not fit")
+
+        monkeypatch.setattr("jaxserve.roles.capacity.check_capacity", refuse)
+        path = tmp_path / "plan.yaml"
+        asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
+        assert main([*asked, "--write", str(path)]) == 2
         assert "the deployment does not fit" in capsys.readouterr().err
         assert not path.exists()
 
@@ -97,6 +114,8 @@ class TestSearch:
             (["--tpot", "50ms"], "--hardware is missing"),
             (["--ffn-hardware", "h20", "--tpot", "50ms"], "or one of the roles has none"),
             (["--hardware", "h20", "--tpot", "soon"], "--tpot 'soon'"),
+            (["--hardware", "v6e", "--tpot", "50", "--cache", "fp8"], "v6e has no FP8"),
+            (["--hardware", "h20", "--tpot", "50", "--context", "64K"], "has 40960 positions"),
             (["--hardware", "h20", "--tpot", "50", "--price", "h800=1"], "not among the hardware"),
             (
                 ["--hardware", "h20", "--tpot", "50", "--model", "gpt-9"],

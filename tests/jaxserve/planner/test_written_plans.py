@@ -1,0 +1,70 @@
+"""What `plan search --write` writes, `serve --check` takes; for TPUs, the compiler, too."""
+
+import itertools
+
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.plan import main
+from jaxserve.planner.hardware import known_hardware, load_hardware
+from jaxserve.serve import main as serve
+
+MODELS = ["qwen3-30b-a3b", "qwen3-32b", "qwen3-235b-a22b", "step3", "deepseek-v3", "kimi-k2"]
+HARDWARE = [name for name in known_hardware() if load_hardware(name).platform in ("gpu", "tpu")]
+SAMPLE = [
+    ("qwen3-32b", "v7x", "colocated", "auto"),
+    ("qwen3-30b-a3b", "v6e", "afd", "auto"),
+    ("step3", "h800", "afd", "bfloat16"),
+]
+MODES = {"afd": ["afd"], "colocated": ["ep", "tp"]}
+
+
+def written(path, model, hardware, mode, cache) -> bool:
+    """Whether there is a plan, which is then in the file."""
+    asked = ["search", "--model", model, "--hardware", hardware, "--context", "4K", "--best", "1"]
+    asked += ["--tpot", "100ms", "--modes", *MODES[mode], "--write", str(path)]
+    asked += [] if cache == "auto" else ["--cache", cache]
+    return main(asked) == 0
+
+
+def check(path, model, hardware, mode, cache, capsys) -> bool:
+    if not written(path, model, hardware, mode, cache):
+        assert "what would meet it" in (said := capsys.readouterr().err) or "no change" in said
+        return False
+    assert serve(["--config", str(path), "--check"]) == 0, capsys.readouterr().err
+    deployment, one = load_deployment(path), load_hardware(hardware)
+    if one.platform == "tpu":
+        assert deployment.cache.page_size == 128
+        assert one.slice_of(deployment.devices)
+        assert deployment.cache_format != "fp8" or "fp8" in one.teraflops
+    return True
+
+
+@pytest.mark.parametrize(("model", "hardware", "mode", "cache"), SAMPLE)
+def test_a_sample(tmp_path, capsys, model, hardware, mode, cache):
+    assert check(tmp_path / "plan.yaml", model, hardware, mode, cache, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_models_by_hardware_by_formats(tmp_path, capsys):
+    product = list(itertools.product(MODELS, HARDWARE, MODES, ["auto", "bfloat16", "int8"]))
+    done = [check(tmp_path / "plan.yaml", *each, capsys) for each in product]
+    assert sum(done) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("model", "hardware", "topologies"),
+    [
+        ("qwen3-30b-a3b", "v7x", {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"}),
+        ("qwen3-32b", "v6e", {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}),
+    ],
+)
+def test_plans_for_tpus_compile(tmp_path, capsys, model, hardware, topologies):
+    path = tmp_path / "plan.yaml"
+    assert written(path, model, hardware, "colocated", "auto")
+    topology = f"{hardware}:{topologies[load_deployment(path).devices]}"
+    assert main(["compile", "--config", str(path), "--topology", topology]) == 0
