@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = options.faults.split(",")
     if unknown := sorted(set(kinds) - set(KINDS)):
         made.error(f"--faults: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
-    for name in ("minutes", "kills", "clients", "questions", "processes"):
+    for name in ("minutes", "kills", "clients", "questions", "processes", "calm"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             made.error(f"--{name} {getattr(options, name):g}: expected more than 0")
     if options.config is None and options.model is None:
@@ -71,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--faults", default="kill", metavar="KIND,…", help=f"of {', '.join(KINDS)}")
     made.add_argument("--only", default="", choices=["", *ROLES], help="whose processes (all)")
     made.add_argument("--clients", type=int, default=8, help="at the same time (%(default)s)")
+    made.add_argument(
+        "--calm", type=float, default=8.0, help="seconds before the first fault (%(default)g)"
+    )
     made.add_argument("--questions", type=int, default=12, help="different ones (%(default)s)")
     made.add_argument("--vocab", type=int, default=0, help="prompts are token ids below this")
     made.add_argument("--processes", type=int, default=1, help="of each worker (%(default)s)")
@@ -103,6 +106,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str]) -> Found:
         minutes=minutes,
         most=options.kills or 10**9,
         clients=options.clients,
+        calm=options.calm,
     )
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as temporary:
         folder = options.keep or Path(temporary)

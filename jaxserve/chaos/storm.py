@@ -25,8 +25,6 @@ from jaxserve.chaos.schedule import Fault, draw
 START_SECONDS = 600.0
 COME_BACK_SECONDS = 120.0
 """After which a process that was to be started again counts as one that did not come back."""
-CALM_SECONDS = 8.0
-"""Of undisturbed load at the beginning."""
 SETTLE_SECONDS = 2.0
 """After the last request, before what is left is counted."""
 LOOK_SECONDS = 0.1
@@ -46,6 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
       minutes: after which no further fault begins.
       most: faults.
       clients: that ask at the same time.
+      calm: seconds of undisturbed load at the beginning.
     """
 
     seed: int
@@ -54,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     minutes: float = 1.0
     most: int = 10**9
     clients: int = 8
+    calm: float = 8.0
 
 
 class Storm:
@@ -92,7 +92,7 @@ class Storm:
         before = resources(self._deployment)
         clients = asyncio.create_task(self._load.run(self._plan.clients))
         begin = time.perf_counter()
-        await asyncio.sleep(CALM_SECONDS)
+        await asyncio.sleep(self._plan.calm)
         calm = begin, time.perf_counter()
         try:
             await self._faults(begin)

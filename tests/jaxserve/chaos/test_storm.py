@@ -1,0 +1,79 @@
+"""A short storm: a router and a domain of a tiny fleet are killed under load. What is asked of
+times depends on the machine, and whoever runs the command judges it; tokens do not."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.jaxserve import layouts
+from tests.jaxserve.fleet.launched import REPOSITORY
+from tests.jaxserve.fleet.test_fleet_processes import write_tokenizer
+
+pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
+
+SECONDS = 500
+OVERRIDES = layouts.LIMITS | {"mode": "colocated", "scheduler.max_length": 144}
+
+
+def storm(tiny_model, folder, overrides, *arguments):
+    """The report of a storm: part → measure → value, and what was printed."""
+    model = folder / "tiny"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).symlink_to(file)
+    write_tokenizer(model)
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "jaxserve.chaos", "--model", str(model), "--json", str(report)]
+    command += ["--vocab", f"{layouts.SIZES.vocab_size}", *arguments]
+    for key, value in (OVERRIDES | overrides).items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode in (0, 1), said
+    assert report.exists(), said
+    parts = json.loads(report.read_text())["parts"]
+    found = {part["name"]: {m["name"]: m["value"] for m in part["measures"]} for part in parts}
+    return found, said
+
+
+def check(found, said):
+    """Every request got its tokens, and nothing is left."""
+    everything = found["all"]
+    assert everything["right"] > 10, said
+    for name in (
+        "wrong",
+        "hung",
+        "lost without a word",
+        "failed, with a reason",
+        "processes that did not come back",
+        "kinds of state left at the end",
+    ):
+        assert everything[name] == 0, said
+
+
+def test_a_router_and_a_domain_are_killed(tiny_model, tmp_path):
+    options = ("--kills", "2", "--clients", "4", "--questions", "4", "--calm", "1", "--seed", "1")
+    found, said = storm(tiny_model, tmp_path, {"domains": 2}, *options)
+    check(found, said)
+    assert found["kill router"]["faults"] == found["kill domain"]["faults"] == 1
+
+
+@pytest.mark.slow
+def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_path):
+    overrides = {"domains": 2, "prefill.workers": 1, "attention.dp": 2}
+    overrides |= {"prefill.attention": {"dp": 1, "tp": 2}, "prefill.cache": {"page_size": 16}}
+    options = ("--faults", "kill,stop,slow,drop,delay,disk,clock", "--kills", "26")
+    options += ("--processes", "2", "--clients", "4", "--seed", "2")
+    found, said = storm(tiny_model, tmp_path, overrides, *options)
+    check(found, said)
+    assert found["kill follower"]["faults"] >= 1
