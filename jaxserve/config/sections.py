@@ -156,6 +156,9 @@ class Server(Section, frozen=True):
     """gRPC port; 0: any free one."""
     http_port: OptionalPort = 8000
     """HTTP port; 0: any free one; -1: no HTTP."""
+    http_socket: str = ""
+    """Path of a Unix socket on which HTTP listens instead of `http_port`, for a proxy on this host;
+    its file is for user and group of the process. Needs `processes: 0`. Empty: none."""
     admin_port: OptionalPort = -1
     """HTTP port for operators, on loopback only; 0: any free one; -1: none."""
     follower_grpc_port: OptionalPort = -1
@@ -167,6 +170,12 @@ class Server(Section, frozen=True):
     model_names: Annotated[list[str], Meta(max_length=16)] = []
     """What HTTP clients may call the model; answers to requests without a name have the first.
     Empty: the name of the model's folder."""
+    cors_origins: Annotated[list[str], Meta(max_length=64)] = []
+    """Origins, `https://host:port`, whose web pages may call over HTTP and read the answers; `*`:
+    all. Empty: none but the server's own page."""
+    request_templates: bool = False
+    """Whether requests may bring a chat template of their own (`chat_template`). It runs with
+    limits, but takes time of the process that renders for all."""
     processes: Annotated[int, Meta(ge=0, le=64)] = 0
     """Processes of their own for gRPC and HTTP, which share the ports; 0: threads of the engine's
     process, which is best for few streams. One suffices for some thousand streams."""

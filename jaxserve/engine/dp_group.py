@@ -86,6 +86,11 @@ class DPGroup:
             return []
         return self.cache.match(sequence.keys, sequence.reusable)
 
+    def reset_prefix_cache(self) -> int:
+        """Forgets what the prefix cache has; returns the pages that are free by it."""
+        self.changed = True
+        return 0 if self.cache is None else self.cache.reset()
+
     def allocate(self, count: int) -> list[int]:
         """Takes pages of which there are enough, if need be out of the prefix cache."""
         self.changed = True

@@ -13,6 +13,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -49,6 +50,8 @@ IDLE_SECONDS = 0.5
 """How long the idle loop sleeps before it looks around again; a submit wakes it."""
 FAILED_SECONDS = 1.0
 """How long `close` waits for a device read after a failure."""
+RESET_SECONDS = 30.0
+"""How long a reset of the prefix caches waits for the loop's thread."""
 EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for the step loop of an engine that was not closed."""
 
@@ -330,6 +333,28 @@ class Engine:
         """Ends a request, as cancelled, if it still waits for its first slot; pages that are held
         for it stay held, for another domain. One that runs, or is unknown, goes on."""
         self._post(lambda: self._withdraw(request_id))
+
+    def reset_prefix_cache(self) -> int:
+        """Has the domains forget what their prefix caches have, and waits for it.
+
+        Returns:
+          pages that are free by it; those in use are given back by their sequences.
+
+        Raises:
+          EngineFailedError: the engine does not run, or did not come to it in time.
+        """
+        freed: Future[int] = Future()
+
+        def reset() -> list[TokenOutput]:
+            freed.set_result(sum(one.reset_prefix_caches() for one in self.schedulers))
+            return []
+
+        self._raise_unless_ready()
+        self._post(reset)
+        try:
+            return freed.result(RESET_SECONDS)
+        except TimeoutError:
+            raise EngineFailedError(f"no step ended within {RESET_SECONDS:g} s") from None
 
     def drain(self, timeout: float) -> bool:
         """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""

@@ -82,6 +82,8 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[str, PageNode] = {}
+        self._forgotten: list[PageNode] = []
+        """Roots of before a reset, of which sequences still use pages; nothing matches there."""
         # Nodes without users, least recently used first. A path is released from its end, so a
         # node comes after everything below it, and the first one is always a leaf.
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
@@ -162,6 +164,19 @@ class PrefixCache:
             self._pool.free([node.page_id])
         for salt in [salt for salt, root in self._roots.items() if not root.children]:
             del self._roots[salt]
+        self._forgotten = [root for root in self._forgotten if root.children]
+
+    def reset(self) -> int:
+        """Forgets all that is cached; pages in use stay with their sequences, and none is matched.
+
+        Returns:
+          pages that went back to the pool.
+        """
+        unused = self.idle
+        self.evict(unused)
+        self._forgotten += self._roots.values()
+        self._roots.clear()
+        return unused
 
     def page_ids(self) -> list[int]:
         """All pages that the tree owns."""
@@ -204,7 +219,7 @@ class PrefixCache:
             seen.add(node)
 
     def _nodes(self) -> Iterator[PageNode]:
-        rest = list(self._roots.values())
+        rest = [*self._roots.values(), *self._forgotten]
         while rest:
             node = rest.pop()
             rest += node.children.values()

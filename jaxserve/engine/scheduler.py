@@ -354,6 +354,10 @@ class Scheduler:
         found = [len(cache.match(keys, len(prompt) - 1)) for cache in caches]
         return max(found, default=0) * self.page_size
 
+    def reset_prefix_caches(self) -> int:
+        """Forgets what the prefix caches have; returns the pages that are free by it."""
+        return sum(group.reset_prefix_cache() for group in self._groups)
+
     def take_admitted(self) -> list[Sequence]:
         """The sequences that were admitted for the first time since this was called last."""
         return self._queue.take_admitted()

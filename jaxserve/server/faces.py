@@ -96,7 +96,7 @@ class LocalFaces:
             messages_a_second=messages_a_second,
         )
         self._http: HttpServer | None = None
-        if server.http_port >= 0:
+        if server.http_port >= 0 or server.http_socket:
             self._http = HttpServer(
                 server.host,
                 server.http_port,
@@ -105,6 +105,9 @@ class LocalFaces:
                 request_seconds=server.request_seconds,
                 model_names=server.model_names,
                 share_port=share_ports,
+                socket_path=server.http_socket,
+                cors_origins=server.cors_origins,
+                request_templates=server.request_templates,
                 messages_a_second=messages_a_second,
             )
 
@@ -132,7 +135,7 @@ class LocalFaces:
         self.metrics.watch(engine)
         generator = generator_type(engine, self._tokenizer, self.metrics.started)
         self.requests = self._generator = generator
-        self._grpc.open(generator)
+        self._grpc.open(generator, self.metrics)
         if self._http is not None:
             self._http.open(generator, self._template, metrics=self.metrics)
 

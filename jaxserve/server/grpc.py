@@ -15,8 +15,9 @@ from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, FrontEnd
 from jaxserve.server.inference import InferenceService
-from jaxserve.server.interceptors import KeyInterceptor
+from jaxserve.server.interceptors import KeyInterceptor, Refusals
 from jaxserve.server.loop_thread import LoopThread
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.token_engine import StepLoop
@@ -79,9 +80,17 @@ class GrpcServer(LoopThread):
         self._max_pending_tokens = max_pending_tokens
         self._share_port = share_port
         self._messages_a_second = messages_a_second
+        self._refused = Refusals()
 
-    def open(self, generator: TextGenerator) -> None:
-        """Accepts requests from now on; health says SERVING until the engine fails or drains."""
+    def open(self, generator: TextGenerator, metrics: Metrics | None = None) -> None:
+        """Accepts requests from now on; health says SERVING until the engine fails or drains.
+
+        Args:
+          generator: generates the text.
+          metrics: count what is refused.
+        """
+        if metrics is not None:
+            self._refused.count = metrics.grpc_refusal
         self._call(self._open(generator))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 
@@ -105,13 +114,13 @@ class GrpcServer(LoopThread):
         )
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[KeyInterceptor(self._access)] if self._access.keys else [],
+            interceptors=[KeyInterceptor(self._access, self._refused)] if self._access.keys else [],
             # Else a second server on the same port is an error, not a lottery.
             options=[("grpc.so_reuseport", int(self._share_port)), *OPTIONS],
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
         jaxserve_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._front_end), self._server
+            InferenceService(self._front_end, self._refused), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -23,7 +23,7 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc
 from jaxserve.server.access import prefix_salt
 from jaxserve.server.front_end import DeadlineError, FrontEnd, Job, SlowReaderError, Source
-from jaxserve.server.interceptors import tenant
+from jaxserve.server.interceptors import Refusals, tenant
 from jaxserve.server.status import StatusError, status_error
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
 from jaxserve.text.grammars import FIELD, Grammars, form
@@ -47,10 +47,12 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
 
     Args:
       front_end: of this server.
+      refusals: where errors are counted.
     """
 
-    def __init__(self, front_end: FrontEnd):
+    def __init__(self, front_end: FrontEnd, refusals: Refusals):
         self._front_end = front_end
+        self._refusals = refusals
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """The whole completion in one message."""
@@ -140,6 +142,7 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
             except Exception as error:
                 request_id = getattr(request, "request_id", "") or new_request_id()
                 answer = status_error(error, request_id)
+                self._refusals.count(answer.reason)
                 if answer.code is grpc.StatusCode.INTERNAL:
                     logger.exception("request %s failed", request_id)
                 elif isinstance(error, EngineFailedError):

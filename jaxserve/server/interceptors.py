@@ -18,15 +18,28 @@ tenant: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of the current RPC's key."""
 
 
+class Refusals:
+    """Where RPCs that get an error are counted, by its reason.
+
+    Attributes:
+      count: takes the reason; nowhere until the server has metrics.
+    """
+
+    def __init__(self) -> None:
+        self.count: Callable[[str], None] = lambda reason: None
+
+
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Ends every RPC without a key as UNAUTHENTICATED, health excepted.
 
     Args:
       access: has keys.
+      refusals: where those without a key are counted.
     """
 
-    def __init__(self, access: Access):
+    def __init__(self, access: Access, refusals: Refusals):
         self._access = access
+        self._refusals = refusals
         self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
         self._streaming_refusal: Any = grpc.stream_stream_rpc_method_handler(_refuse_stream)
 
@@ -45,6 +58,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         if found is not None:
             tenant.set(found)
             return handler
+        self._refusals.count("invalid_api_key")
         if handler is not None and handler.response_streaming:
             return self._streaming_refusal
         return self._refusal

@@ -3,7 +3,10 @@
 Called by the HTTP server and `processes/`; knows no protocol.
 """
 
+import contextlib
+import os
 import socket
+import stat
 
 from jaxserve.errors import ConfigError
 
@@ -50,3 +53,50 @@ def reserve(host: str, port: int, key: str) -> socket.socket:
     with bind(host, port, key) as alone:
         found = alone.getsockname()[1]
     return bind(host, found, key, reuse_port=True)
+
+
+SOCKET_MODE = 0o660
+"""Of a Unix socket's file: for user and group of the process."""
+
+
+def bind_unix(path: str, key: str) -> socket.socket:
+    """A bound Unix socket that does not listen yet; one that nobody listens on is replaced.
+
+    Args:
+      path: of its file; whoever closes the socket removes it (`remove_unix`).
+      key: of the configuration that sets the path, for errors.
+
+    Raises:
+      ConfigError: somebody listens there, or no socket can be made there.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and _abandoned(path):
+            os.unlink(path)
+    except OSError:  # bind says what is wrong
+        pass
+    try:
+        made.bind(path)
+        os.chmod(path, SOCKET_MODE)
+        return made
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"{key}: cannot listen on {path} ({error.strerror or error}); is it in use?"
+        ) from None
+
+
+def remove_unix(path: str) -> None:
+    """Removes the file of a Unix socket; fine if there is none."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _abandoned(path: str) -> bool:
+    """Whether nobody listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        try:
+            caller.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False

@@ -100,6 +100,9 @@ class Metrics:
         self._refusals = counter(
             "http_refusals", "Requests over HTTP that got an error, by its code.", ["reason"]
         )
+        self._grpc_refusals = counter(
+            "grpc_refusals", "RPCs that got an error, by its reason.", ["reason"]
+        )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self._generated = counter("generation_tokens", "Tokens generated.").labels(model)
         self._ended = counter(
@@ -144,6 +147,10 @@ class Metrics:
         self._responses.labels(self._model, path, str(status)).inc()
         if reason is not None:
             self._refusals.labels(self._model, reason).inc()
+
+    def grpc_refusal(self, reason: str) -> None:
+        """Counts an RPC that got an error."""
+        self._grpc_refusals.labels(self._model, reason).inc()
 
     def first_token(self, seconds: float, queued: float) -> None:
         """Counts a first token: seconds since submission, of which `queued` before admission."""

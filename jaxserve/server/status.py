@@ -33,10 +33,19 @@ class StatusError(Exception):
       code: not OK.
       message: for the client.
       detail: a google.rpc message that goes with it.
+      reason: by which it is counted, as HTTP's errors by their code; empty: the status.
     """
 
-    def __init__(self, code: grpc.StatusCode, message: str, detail: Message | None = None):
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        detail: Message | None = None,
+        *,
+        reason: str = "",
+    ):
         super().__init__(message)
+        self.reason = reason or code.name.lower()
         self.code = code
         self.message = message
         self.detail = detail
@@ -68,22 +77,28 @@ def status_error(error: Exception, request_id: str) -> StatusError:
                 field=field, description=message
             )
             detail = error_details_pb2.BadRequest(field_violations=[violation])
-            return StatusError(grpc.StatusCode.INVALID_ARGUMENT, str(error), detail)
+            return StatusError(
+                grpc.StatusCode.INVALID_ARGUMENT, str(error), detail, reason="invalid_value"
+            )
         case OverloadedError(retry_after_s=seconds):
             whole = math.floor(seconds)
             delay = duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
             retry = error_details_pb2.RetryInfo(retry_delay=delay)
-            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry)
+            return StatusError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry, reason="overloaded"
+            )
         case SlowReaderError():
-            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        case DrainingError() | NotReadyError():
+            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), reason="slow_reader")
+        case NotReadyError():
+            return StatusError(grpc.StatusCode.UNAVAILABLE, str(error), reason="starting")
+        case DrainingError():
             return StatusError(grpc.StatusCode.UNAVAILABLE, str(error))
         case EngineFailedError():
             message = f"the engine failed; request {request_id}"
             return StatusError(grpc.StatusCode.UNAVAILABLE, message)
         case AbortedError():
-            return StatusError(grpc.StatusCode.CANCELLED, str(error))
+            return StatusError(grpc.StatusCode.CANCELLED, str(error), reason="aborted")
         case DeadlineError():
-            return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+            return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error), reason="timeout")
         case _:
             return StatusError(grpc.StatusCode.INTERNAL, f"internal error; request {request_id}")

@@ -31,6 +31,7 @@ class ChatTemplate:
     """The chat templates of one model; usually one. Safe for many threads.
 
     Attributes:
+      special_tokens: `bos_token`, `eos_token`, ... → spelling.
       switches: the `chat_template_kwargs` that may be given.
     """
 
@@ -53,9 +54,9 @@ class ChatTemplate:
                 problems.append(f"{name}: {error}")
         if problems:
             raise CheckpointError("chat template: " + "; ".join(problems))
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         self._forms = {
-            name: MessageForm.of(template, self._special_tokens)
+            name: MessageForm.of(template, self.special_tokens)
             for name, template in self._templates.items()
         }
         self._sources = dict(sources)
@@ -117,7 +118,7 @@ class ChatTemplate:
         switches = self._checked_switches(chat_template_kwargs or {})
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         values = {
-            **self._special_tokens,
+            **self.special_tokens,
             "messages": self._forms[name].written(messages, field),
             "tools": checked_tools(tools),
             "documents": None,

@@ -34,6 +34,10 @@ Observer = Callable[[], Callable[[GenerationOutput], None]]
 """Called when a request is submitted; the function it returns gets every output of the request."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for an output."""
+
+
 class TextGenerator:
     """Prompts in, text deltas out. One per engine; any thread may submit.
 
@@ -108,6 +112,7 @@ class TextGenerator:
         add_bos: bool = True,
         field: str = "prompt",
         keep: int | None = None,
+        keep_first: bool = False,
     ) -> list[int]:
         """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
 
@@ -116,14 +121,16 @@ class TextGenerator:
           add_bos: False for the text of a chat template, which writes bos itself if it wants it.
           field: what errors call the prompt.
           keep: so many of the last tokens; -1: as many as leave room for one more; None: all.
+          keep_first: so many of the first instead.
 
         Raises:
-          InvalidRequestError: the prompt is empty or too long, or has an id out of range.
+          InvalidRequestError: the prompt is empty, or has an id out of range.
+          PromptTooLongError: it leaves no room for an output.
         """
         if isinstance(prompt, str):
             longest = self._max_length * self.tokenizer.longest_token
             if len(prompt) > longest:
-                raise InvalidRequestError(
+                raise PromptTooLongError(
                     field,
                     f"{len(prompt)} characters are more than {self._max_length} tokens hold",
                 )
@@ -136,11 +143,12 @@ class TextGenerator:
         else:
             token_ids = _checked_ids(prompt, self._vocab_size, field)
         if keep is not None:
-            token_ids = token_ids[-(keep if keep > 0 else self._max_length - 1) :]
+            most = keep if keep > 0 else self._max_length - 1
+            token_ids = token_ids[:most] if keep_first else token_ids[-most:]
         if not token_ids:
             raise InvalidRequestError(field, "is empty")
         if len(token_ids) >= self._max_length:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 field,
                 f"{len(token_ids)} tokens leave no room for an output: prompt and output together "
                 f"have at most {self._max_length} tokens",

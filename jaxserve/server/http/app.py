@@ -60,7 +60,7 @@ class App:
         scope["app"], scope["exchange"] = self, exchange
         try:
             try:
-                exchange.check_length()
+                exchange.check_headers()
                 await self._router(scope, receive, send)
             except (ClientGone, SlowReaderError):
                 exchange.hang_up()

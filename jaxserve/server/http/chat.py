@@ -38,7 +38,7 @@ from jaxserve.text.answers import (
     calls_of,
 )
 from jaxserve.text.calls import CallPart
-from jaxserve.text.chat import FILES, ChatTemplate
+from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.structured import TokenGrammar
@@ -123,13 +123,13 @@ class Prompt(msgspec.Struct, frozen=True):
 async def read_prompt(service: Service, request: ChatRequest) -> Prompt:
     """Makes the prompt of a conversation; raises as `read_conversation`."""
     model = service.model(request.model)
-    generator, template = service.ready(), service.template
-    if template is None:
-        raise InvalidRequestError(
-            "messages",
-            f"{model} has no chat template (none of {', '.join(FILES)} has one); "
-            "/v1/completions serves it",
-        )
+    service.note_ignored(request)
+    generator = service.ready()
+    template = (
+        service.chat_template(None)
+        if request.chat_template is None
+        else (await service.in_thread(service.chat_template, request.chat_template))
+    )
     tools = _tools(request)
     text, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
     return Prompt(model, template, tools, text, token_ids)
@@ -173,6 +173,7 @@ def _prompt(
         add_bos=request.add_special_tokens is True,
         field="messages",
         keep=request.truncate_prompt_tokens,
+        keep_first=request.truncation_side == "right",
     )
 
 
@@ -251,7 +252,7 @@ class _Answer:
             choices=choices,
             usage=self._count.usage(),
             prompt_token_ids=self._prompt_ids(sources),
-            prompt_logprobs=UNSET if scores is None else scores,
+            prompt_logprobs=scores,
         )
 
     def first_chunks(self, sources: Sequence[Source]) -> list[bytes]:
@@ -301,7 +302,7 @@ class _Answer:
 
     def _encode(self, choices: list[ChatChunkChoice]) -> bytes:
         usage: Usage | None = None
-        if self._options.continuous_usage_stats:
+        if self._options.include_usage and self._options.continuous_usage_stats:
             usage = self._count.usage()
         self._chunk.choices = choices
         self._chunk.usage = UNSET if usage is None and not self._options.include_usage else usage

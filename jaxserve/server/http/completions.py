@@ -54,6 +54,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
 
 async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: str) -> list[Job]:
     """The jobs of a request: n choices of the first prompt, then of the next."""
+    service.note_ignored(request)
     if request.best_of is not None and request.best_of != n:
         raise InvalidRequestError("best_of", f"{request.best_of} is not n = {n}")
     if request.suffix:
@@ -85,6 +86,7 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
             field,
             add_bos=request.add_special_tokens is not False,
             keep=request.truncate_prompt_tokens,
+            keep_first=request.truncation_side == "right",
         )
         text = prompt if isinstance(prompt, str) else None
         if request.echo and text is None:
@@ -167,10 +169,9 @@ class _Answer:
     def _encode(self, choices: list[CompletionChoice]) -> bytes:
         completion = self._completion
         completion.choices = choices
-        if self._options.continuous_usage_stats:
-            completion.usage = self._count.usage()
-        elif self._options.include_usage:
-            completion.usage = None
+        if self._options.include_usage:
+            every = self._options.continuous_usage_stats
+            completion.usage = self._count.usage() if every else None
         return msgspec.json.encode(completion)
 
     def _choice(self, source: Source, output: GenerationOutput, first: bool) -> CompletionChoice:
@@ -200,9 +201,8 @@ class _Answer:
             return None
         index = source.job.index
         if index not in self._writers:
-            top = self._request.logprobs > 0
             self._writers[index] = CompletionLogprobsWriter(
-                self._tokenizer, top, bool(self._request.return_tokens_as_token_ids)
+                self._tokenizer, bool(self._request.return_tokens_as_token_ids)
             )
         writer = self._writers[index]
         if self._request.echo and output.prompt_logprobs is not None:
@@ -212,7 +212,7 @@ class _Answer:
 
     def _prompt_logprobs(self, output: GenerationOutput) -> Any:
         if self._request.prompt_logprobs is None or output.prompt_logprobs is None:
-            return UNSET
+            return UNSET if self._request.stream else None
         return prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
 

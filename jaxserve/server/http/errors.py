@@ -38,6 +38,7 @@ TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     499: "aborted_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -141,6 +142,8 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
+MAX_KEYS = 8
+"""Wrong keys that are shown."""
 MAX_SHOWN = 60
 """Characters of a wrong value that are shown."""
 
@@ -157,9 +160,10 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
     message = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequestError("body", f"is no JSON: {message}")
-    path = ""
+    path, of_key = "", False
     if place := _PLACE.search(message):
         message, path = message[: place.start()], place["path"]
+        of_key = place[0].startswith(" - at `key` in")
     field = path.removeprefix(".").replace("[...]", "")  # msgspec's word for any key
     if unknown := _UNKNOWN.match(message):
         name = unknown["name"][:MAX_SHOWN]
@@ -167,17 +171,32 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
     if missing := _MISSING.match(message):
         name = missing["name"]
         return InvalidRequestError(f"{field}.{name}" if field else name, "is missing")
+    if of_key and message.startswith("Expected `int`"):
+        return InvalidRequestError(field, _wrong_keys(body, path))
     known = field and ", got " not in message and "[...]" not in path
     shown = _value_at(body, path) if known else ""
     return InvalidRequestError(field or "body", message[0].lower() + message[1:] + shown)
 
 
+def _wrong_keys(body: bytes, path: str) -> str:
+    """What is wrong with the keys of the object at msgspec's path, which are integers."""
+    keys = [key for key in _at(body, path) if not key.removeprefix("-").isdecimal()]
+    shown = [msgspec.json.encode(key[:MAX_SHOWN]).decode() for key in keys[:MAX_KEYS]]
+    return f"expected `int` keys, got {', '.join(shown)}"
+
+
+def _at(body: bytes, path: str) -> Any:
+    """The value at msgspec's path; raises LookupError, TypeError where that leads nowhere."""
+    value: Any = msgspec.json.decode(body)
+    for step in _STEP.finditer(path):
+        value = value[step["name"] if step["name"] is not None else int(step["index"])]
+    return value
+
+
 def _value_at(body: bytes, path: str) -> str:
     """`, got 7` for the value at msgspec's path; empty where the path leads nowhere."""
     try:
-        value: Any = msgspec.json.decode(body)
-        for step in _STEP.finditer(path):
-            value = value[step["name"] if step["name"] is not None else int(step["index"])]
+        value = _at(body, path)
     except (LookupError, TypeError, msgspec.DecodeError):  # 1e999 is no number of its own
         return ""
     if isinstance(value, dict | list):

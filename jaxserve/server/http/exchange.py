@@ -19,6 +19,9 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.errors import ErrorForm, HttpError, decoding_error
 from jaxserve.text.generation import checked_request_id, new_request_id
 
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 * 2**10
+"""Of all headers of a request together."""
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 """How long a body may take to arrive."""
@@ -37,6 +40,11 @@ its address is not passed on as a referrer."""
 
 JSON = "application/json"
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def headers_too_large(what: str) -> HttpError:
+    """The refusal of a request with too many or too long headers."""
+    return HttpError(431, f"headers: {what}", code="headers_too_large", headers=_CLOSE)
 
 
 class ClientGone(Exception):
@@ -71,13 +79,19 @@ class Exchange:
         self._send = send
         self._gone = False
 
-    def check_length(self) -> None:
-        """Refuses a body with two lengths: what some proxy takes for a part of it, or for another
-        request, must not be read here as the other (RFC 9112 §6.3, request smuggling).
+    def check_headers(self) -> None:
+        """Refuses too many headers, and a body with two lengths: what some proxy takes for a part
+        of it, or for another request, must not be read here as the other (RFC 9112 §6.3, request
+        smuggling).
 
         Raises:
-          HttpError: it has (400); the connection ends.
+          HttpError: there are too many (431) or two lengths (400); the connection ends.
         """
+        if len(self.headers) > MAX_HEADERS:
+            raise headers_too_large(f"{len(self.headers)}, at most {MAX_HEADERS}")
+        size = sum(len(name) + len(value) for name, value in self.headers.raw)
+        if size > MAX_HEADER_BYTES:
+            raise headers_too_large(f"{size} bytes, at most {MAX_HEADER_BYTES}")
         if "transfer-encoding" in self.headers and "content-length" in self.headers:
             raise HttpError(
                 400, "both transfer-encoding and content-length say a length", headers=_CLOSE

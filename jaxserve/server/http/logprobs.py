@@ -24,13 +24,11 @@ class CompletionLogprobsWriter:
 
     Args:
       tokenizer: gives the texts of tokens.
-      top: whether the likeliest tokens were asked for, beside the ones that came.
       ids: whether tokens are named by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: bool, ids: bool = False):
+    def __init__(self, tokenizer: Tokenizer, ids: bool = False):
         self._tokenizer = tokenizer
-        self._top = top
         self._name = _id_of if ids else _text
         self._offset = 0
 
@@ -55,7 +53,7 @@ class CompletionLogprobsWriter:
             logprobs.text_offset.append(self._offset)
             logprobs.token_logprobs.append(None if one is None else _number(one.logprob))
             rivals = None
-            if one is not None and self._top:
+            if one is not None:
                 rivals = {
                     self._name(self._tokenizer, key): _number(value) for key, value in one.top
                 }

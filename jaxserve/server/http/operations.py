@@ -78,6 +78,13 @@ class Rebalance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Only say what would move, and what that would bring."""
 
 
+class PrefixCacheReset(msgspec.Struct, kw_only=True):
+    """The answer of /reset_prefix_cache."""
+
+    freed_pages: int
+    """Pages that are free by it; those that running requests use are freed by these."""
+
+
 class ExpertMover(Protocol):
     """Whoever moves the experts of the engine's runtime (`roles.expert_balancer`)."""
 
@@ -97,6 +104,15 @@ async def rebalance(service: Service, exchange: Exchange) -> None:
     except ValueError as error:
         raise HttpError(409, str(error), code="moving") from None
     await exchange.reply(proposal)
+
+
+async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
+    """Forgets the KV pages that are cached; those that running requests fill later are cached."""
+    check_host(exchange)
+    reset = getattr(service.live_requests().engine, "reset_prefix_cache", None)
+    if reset is None:
+        raise HttpError(404, "this process has no prefix cache", code="no_prefix_cache")
+    await exchange.reply(PrefixCacheReset(freed_pages=await asyncio.to_thread(reset)))
 
 
 async def log_level(service: Service, exchange: Exchange) -> None:

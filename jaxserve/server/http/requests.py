@@ -7,7 +7,7 @@ say so. Called by the handlers in `completions.py`, `chat.py` and `tokens.py`; t
 /v1/responses is in `response_input.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,7 @@ MAX_TOKENS = 2**20
 MAX_METADATA = 16
 MAX_WORDS = 128
 MAX_ALLOWED = 2**18
+MAX_TEMPLATE_CHARACTERS = 2**16
 
 _TEXT_PART = {
     "type": "object",
@@ -47,6 +48,7 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 JsonObject = dict[str, Any]
 Text = Annotated[str, Meta(min_length=1)]
+TemplateText = Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_CHARACTERS)]
 Message = Annotated[
     JsonObject,
     Meta(
@@ -123,6 +125,13 @@ class StructuredOutputs(Strict, kw_only=True):
 class SamplingFields(Strict, kw_only=True):
     """Fields of all requests that generate."""
 
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "moderation", "spaces_between_special_tokens"),
+        *("mm_processor_kwargs", "media_io_kwargs"),
+    )
+    """Taken without effect: they cannot change the answer."""
+
     model: str | None = None
     """The served model's name, or None."""
     stream: bool | None = None
@@ -166,6 +175,8 @@ class SamplingFields(Strict, kw_only=True):
     """Tokens of the reasoning, after which it is ended; -1: any number."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     """Keep so many of the prompt's last tokens; -1: as many as leave room for an output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """`right`: keep its first tokens instead."""
     return_tokens_as_token_ids: bool | None = None
     """Whether log-probabilities name tokens as `token_id:N`."""
     structured_outputs: StructuredOutputs | None = None
@@ -271,6 +282,8 @@ class ToolChoice(Strict, kw_only=True):
 class ChatRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions."""
 
+    IGNORED: ClassVar[tuple[str, ...]] = (*SamplingFields.IGNORED, "verbosity")
+
     messages: Messages
     """Each with `role` and `content`, and further keys that the model's template reads."""
     max_completion_tokens: Count | None = None
@@ -293,6 +306,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     """Whether to begin the prompt with bos once more than the template does."""
     documents: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
     """A template variable."""
+    chat_template: TemplateText | None = None
+    """Instead of the model's, where `server.request_templates` allows it."""
     echo: bool | None = None
     """Whether the answer begins with the last message, if that is the assistant's."""
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
@@ -304,7 +319,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     audio: None = None
     prediction: None = None
     web_search_options: None = None
-    chat_template: None = None
     include_reasoning: bool | None = None
     """False leaves reasoning_content out."""
 
@@ -319,6 +333,7 @@ class TokenizeRequest(Strict, kw_only=True):
     messages: Messages | None = None
     add_generation_prompt: bool = True
     tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool = False
 

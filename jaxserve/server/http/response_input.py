@@ -28,6 +28,7 @@ from jaxserve.server.http.requests import (
     Strict,
     Text,
     ToolChoice,
+    TopLogprobs,
 )
 
 
@@ -92,12 +93,19 @@ class ResponseRequest(SamplingFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: JsonObject | None = None
     """Variables of the template, such as enable_thinking."""
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Meta(max_length=16)] | None = (
-        None
-    )
-    """Accepted without effect: reasoning items always have their text."""
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    include: (
+        Annotated[
+            list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
+            Meta(max_length=16),
+        ]
+        | None
+    ) = None
+    """Log-probabilities of a message's tokens. Reasoning items always have their text."""
+    truncation: Literal["disabled", "auto"] | None = None
+    """`auto`: of a conversation that is too long the first items are left out, but no instructions
+    and not the last item."""
+    top_logprobs: TopLogprobs | None = None
+    """The likeliest tokens at each place of a message; implies their `include`."""
 
     background: bool | None = None
     """True is refused, like the fields below: the server stores nothing."""
@@ -111,6 +119,11 @@ def check_stateless(request: ResponseRequest) -> None:
     for field in ("store", "background", "previous_response_id", "conversation", "prompt"):
         if getattr(request, field):
             raise InvalidRequestError(field, "is not supported: the server keeps no responses")
+
+
+def wants_logprobs(request: ResponseRequest) -> bool:
+    """Whether messages of the answer have the log-probabilities of their tokens."""
+    return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
 
 
 def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
@@ -137,6 +150,8 @@ def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
         response_format=None if form is None else _response_format(form),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         chat_template_kwargs=request.chat_template_kwargs,
+        logprobs=wants_logprobs(request),
+        top_logprobs=request.top_logprobs if wants_logprobs(request) else None,
     )
     return chat, origins
 

@@ -5,12 +5,13 @@ is open or ends it and opens the next. Called by `response_route.py`.
 """
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxserve.server.http.responses import ChatLogprob
 from jaxserve.text.answers import Piece
 from jaxserve.text.calls import CallPart
 
@@ -22,7 +23,8 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
     text: str = ""
     annotations: list[None] = []
-    logprobs: list[None] = []
+    logprobs: list[ChatLogprob] = []
+    """Of its tokens, if the request asks for them."""
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -118,7 +120,8 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool = False
     background: bool = False
     previous_response_id: None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
+    top_logprobs: int = 0
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
@@ -136,7 +139,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    logprobs: list[None] | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
 
 
 class ResponseWriter:
@@ -152,15 +155,26 @@ class ResponseWriter:
         self.response = response
         self._events = 0
         self._open: OutputItem | None = None
+        self._logprobs: list[ChatLogprob] = []  # of tokens whose text is not certain yet
 
     def begin(self) -> Iterator[ResponseEvent]:
         """The events that begin the response."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
-    def add(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
-        """The events of further pieces of the answer."""
+    def add(
+        self, pieces: Iterable[Piece], logprobs: Sequence[ChatLogprob] = ()
+    ) -> Iterator[ResponseEvent]:
+        """The events of further pieces of the answer.
+
+        Args:
+          pieces: as the parser gives them.
+          logprobs: of the tokens of these pieces; those of a message are told with its text.
+        """
+        self._logprobs += logprobs
         for piece in pieces:
+            if piece.reasoning or piece.call is not None:
+                self._logprobs = []
             if piece.call is not None:
                 yield from self._called(piece.call)
             elif piece.reasoning:
@@ -191,7 +205,9 @@ class ResponseWriter:
         assert isinstance(item, MessageItem | ReasoningItem)
         item.content[0].text += text
         if isinstance(item, MessageItem):
-            yield self._of_part("response.output_text.delta", item, delta=text, logprobs=[])
+            told, self._logprobs = self._logprobs, []
+            item.content[0].logprobs = item.content[0].logprobs + told
+            yield self._of_part("response.output_text.delta", item, delta=text, logprobs=told)
         else:
             yield self._of_part("response.reasoning_text.delta", item, delta=text)
 
@@ -220,7 +236,11 @@ class ResponseWriter:
         part = item.content[0]
         item.status = status
         if isinstance(item, MessageItem):
-            yield self._of_part("response.output_text.done", item, text=part.text, logprobs=[])
+            message: OutputText = item.content[0]
+            message.logprobs = message.logprobs + self._logprobs  # of a stop string, say
+            self._logprobs = []
+            whole: dict[str, Any] = {"text": part.text, "logprobs": message.logprobs}
+            yield self._of_part("response.output_text.done", item, **whole)
         else:
             yield self._of_part("response.reasoning_text.done", item, text=part.text)
         yield self._of_part("response.content_part.done", item, part=part)

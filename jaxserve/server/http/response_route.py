@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Iterable
 
 import msgspec
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Source
-from jaxserve.server.http.chat import read_conversation
+from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.logprobs import chat_logprobs
+from jaxserve.server.http.requests import ChatRequest
 from jaxserve.server.http.response_input import (
     NAMES,
     ReasoningOptions,
@@ -34,6 +37,7 @@ from jaxserve.server.http.response_output import (
 )
 from jaxserve.server.http.service import Service, UsageCount
 from jaxserve.text.answers import AnswerParser
+from jaxserve.text.generator import PromptTooLongError
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -43,6 +47,8 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     exchange.rename(request.request_id)
     check_stateless(request)
     chat, origins = as_chat(request)
+    if request.truncation == "auto":
+        await _shorten(service, chat, origins)
     with in_words_of(NAMES, origins, items="input", system="instructions"):
         conversation = await read_conversation(service, chat, exchange.tenant)
     tokenizer = service.ready().tokenizer
@@ -71,11 +77,46 @@ async def _events(
     """The events of a response, as the model generates it."""
     async for output in source.outputs():
         count.add(source, output)
-        yield writer.add(parser.push(output.text))
+        yield writer.add(
+            parser.push(output.text), chat_logprobs(tokenizer, output.logprobs).content
+        )
         if output.finish_reason is not None:
             yield writer.add(parser.finish(cut=output.finish_reason == "length"))
             usage = _usage(count, writer.response, tokenizer)
             yield writer.end(usage, complete=output.finish_reason == "stop")
+
+
+async def _shorten(service: Service, chat: ChatRequest, origins: list[int]) -> None:
+    """Leaves out as few of the conversation's first messages as make it fit.
+
+    System messages at the beginning and the last message stay; if these alone are too long, nothing
+    is changed, and the conversation is refused as it is.
+    """
+    messages = chat.messages
+    kept = next((i for i, one in enumerate(messages) if one["role"] != "system"), len(messages))
+
+    async def fits(dropped: int) -> bool:
+        less = [*messages[:kept], *messages[kept + dropped :]]
+        try:
+            await read_prompt(service, msgspec.structs.replace(chat, messages=less))
+        except PromptTooLongError:
+            return False
+        except InvalidRequestError:  # such as an answer without its call
+            return dropped == 0
+        return True
+
+    if await fits(0):
+        return
+    most = len(messages) - kept - 1
+    low, high = 1, most + 1
+    while low < high:  # the fewest that fit
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    if low <= most:
+        del messages[kept : kept + low], origins[kept : kept + low]
 
 
 def _response(request: ResponseRequest, request_id: str, model: str) -> Response:
@@ -95,6 +136,8 @@ def _response(request: ResponseRequest, request_id: str, model: str) -> Response
         reasoning=msgspec.to_builtins(request.reasoning or ReasoningOptions()),
         metadata=request.metadata or {},
         user=request.user,
+        truncation=request.truncation or "disabled",
+        top_logprobs=request.top_logprobs or 0,
     )
 
 

@@ -70,7 +70,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """The stop string or the token id that ended it."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    """Not in chunks, if the request does not ask for it."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -157,7 +158,7 @@ class Chat(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

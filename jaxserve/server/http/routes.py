@@ -260,6 +260,15 @@ ADMIN_ENDPOINTS = (
         counted=False,
     ),
     Endpoint(
+        path="/reset_prefix_cache",
+        method="POST",
+        handler=operations.reset_prefix_cache,
+        summary="Forget the KV pages of earlier prompts",
+        gives=operations.PrefixCacheReset,
+        statuses=(403, 404, *INFORMATION),
+        counted=False,
+    ),
+    Endpoint(
         path="/roles",
         handler=role_operations.roles,
         summary="The workers of a fleet",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.engine.request import MAX_UINT32, SamplingParams
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.access import prefix_salt
 from jaxserve.server.http.requests import GenerationFields
 
@@ -33,6 +34,7 @@ def sampling_params(
     Raises:
       InvalidRequestError: names the field that is out of range.
     """
+    _check_stream_options(fields)
     given: dict[str, Any] = {"max_tokens": max_tokens}
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}
@@ -45,6 +47,15 @@ def sampling_params(
     params = SamplingParams(**{k: value for k, value in given.items() if value is not None})
     params.validate()
     return params
+
+
+def _check_stream_options(fields: GenerationFields) -> None:
+    """Raises InvalidRequestError for options of a stream where there is none."""
+    if fields.stream_options is None or fields.stream:
+        return
+    for name, value in msgspec.structs.asdict(fields.stream_options).items():
+        if value:
+            raise InvalidRequestError(f"stream_options.{name}", "needs stream = true")
 
 
 def _folded(seed: int) -> int:

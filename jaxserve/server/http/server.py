@@ -11,14 +11,17 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
 from jaxserve.server.http.app import App
+from jaxserve.server.http.exchange import JSON, MAX_HEADER_BYTES, headers_too_large
 from jaxserve.server.http.routes import ENDPOINTS, Endpoint
 from jaxserve.server.http.service import Service
-from jaxserve.server.listener import bind
+from jaxserve.server.listener import bind, bind_unix, remove_unix
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
@@ -26,7 +29,8 @@ from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.token_engine import StepLoop
 
-MAX_HEADER_BYTES = 32 * 2**10
+CORS_SECONDS = 600
+"""How long a browser may remember that it may call."""
 MAX_CONNECTIONS = 8192
 BACKLOG = 2048
 HEADER_SECONDS = 15.0
@@ -53,6 +57,9 @@ class HttpServer(LoopThread):
       model_names: what the model may be called; empty: the engine says.
       name: of the key that sets the port, for errors.
       share_port: whether other processes listen on the same port.
+      socket_path: of a Unix socket to listen on instead; empty: none.
+      cors_origins: whose web pages may call; `*`: all.
+      request_templates: whether requests may bring a chat template.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
     """
 
@@ -69,17 +76,24 @@ class HttpServer(LoopThread):
         model_names: Sequence[str] = (),
         name: str = "server.http_port",
         share_port: bool = False,
+        socket_path: str = "",
+        cors_origins: Sequence[str] = (),
+        request_templates: bool = False,
         messages_a_second: float = MESSAGES_A_SECOND,
     ):
         super().__init__("HTTP")
         self._access = access or Access()
-        check_bind(host, insecure_bind, self._access)
+        if not socket_path:
+            check_bind(host, insecure_bind, self._access)
         self._host, self._port, self._key = host, port, name
         self._endpoints = endpoints
         self._request_seconds = request_seconds
         self._max_pending_tokens = max_pending_tokens
         self._model_names = tuple(model_names)
         self._share_port = share_port
+        self._socket_path = socket_path
+        self._cors_origins = list(cors_origins)
+        self._request_templates = request_templates
         self._messages_a_second = messages_a_second
 
     def open(
@@ -139,16 +153,20 @@ class HttpServer(LoopThread):
         self._call(refused())
 
     async def _main(self) -> None:
-        listener = bind(self._host, self._port, self._key, reuse_port=self._share_port)
+        if self._socket_path:
+            listener = bind_unix(self._socket_path, "server.http_socket")
+        else:
+            listener = bind(self._host, self._port, self._key, reuse_port=self._share_port)
         listener.setblocking(False)
         self._service = Service(
             self._request_seconds,
             self._max_pending_tokens,
             self._messages_a_second,
             self._model_names,
+            request_templates=self._request_templates,
         )
         config = uvicorn.Config(
-            App(self._service, self._endpoints, self._access),
+            self._application(),
             http=_Connection,
             ws="none",
             lifespan="off",
@@ -167,15 +185,37 @@ class HttpServer(LoopThread):
             config.ssl = self._access.tls.context()
         self._server = _Uvicorn(config)
         self._server.force_exit = True  # the waiting is done in `_stop`
-        port = listener.getsockname()[1]
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        self._server.on_start = lambda: self._started.set_result(f"{shown}:{port}")
+        address = self._shown(listener)
+        self._server.on_start = lambda: self._started.set_result(address)
         try:
             await self._server.serve(sockets=[listener])
         finally:
             self._service.close()
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
+            if self._socket_path:
+                remove_unix(self._socket_path)
+
+    def _application(self) -> ASGIApp:
+        """The application, and around it what answers browsers from other origins."""
+        app: ASGIApp = App(self._service, self._endpoints, self._access)
+        if not self._cors_origins:
+            return app
+        return CORSMiddleware(
+            app,
+            allow_origins=self._cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+            max_age=CORS_SECONDS,
+        )
+
+    def _shown(self, listener: socket.socket) -> str:
+        """Where it listens, as it is told."""
+        if self._socket_path:
+            return f"unix:{self._socket_path}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{listener.getsockname()[1]}"
 
     async def _stop(self, grace: float) -> None:
         await self._service.drain(grace)
@@ -214,6 +254,19 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is no request; 431 where its headers are too large."""
+        received = self.conn.trailing_data[0]
+        if self.conn.our_state is not h11.IDLE or len(received) <= MAX_HEADER_BYTES:
+            super().send_400_response(msg)
+            return
+        body = headers_too_large(f"more than {MAX_HEADER_BYTES} bytes").body()
+        headers = [("Content-Type", JSON), ("Content-Length", str(len(body)))]
+        start = h11.Response(status_code=431, headers=[*headers, ("Connection", "close")])
+        events = (start, h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

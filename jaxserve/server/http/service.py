@@ -5,22 +5,25 @@ Made by `server.py`, used by the handlers. Knows no routes and no bodies.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.requests import MAX_CHOICES
+from jaxserve.server.http.requests import MAX_CHOICES, SamplingFields
 from jaxserve.server.http.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
-from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generation import new_request_id
 from jaxserve.text.output import GenerationOutput
+
+logger = logging.getLogger(__name__)
 
 MAX_ACTIVE = 2048
 """Requests that are read, run or answered at a time; more are refused before they are read."""
@@ -34,6 +37,7 @@ class Service(FrontEnd):
       max_pending_tokens: tokens that may wait for a slow reader.
       messages_a_second: see `FrontEnd`.
       model_names: what the model may be called; empty: the engine says.
+      request_templates: whether requests may bring a chat template.
 
     Attributes:
       template: of chats; None where the model has none.
@@ -49,6 +53,8 @@ class Service(FrontEnd):
         max_pending_tokens: int,
         messages_a_second: float,
         model_names: Sequence[str] = (),
+        *,
+        request_templates: bool = False,
     ):
         super().__init__(MAX_ACTIVE, max_pending_tokens, messages_a_second)
         self.template: ChatTemplate | None = None
@@ -58,6 +64,8 @@ class Service(FrontEnd):
         self.created = int(time.time())
         self._request_seconds = request_seconds
         self._model_names = tuple(model_names)
+        self._request_templates = request_templates
+        self._told: set[str] = set()
 
     def model_names(self) -> tuple[str, ...]:
         """What the model may be called; the first is its name."""
@@ -76,6 +84,45 @@ class Service(FrontEnd):
                 code="model_not_found",
             )
         return asked or names[0]
+
+    def chat_template(self, own: str | None) -> ChatTemplate:
+        """The model's template, or the request's own. Takes long for that: not on an event loop.
+
+        Raises:
+          InvalidRequestError: there is none, or requests may not bring one, or it is invalid.
+        """
+        if own is None and self.template is None:
+            raise InvalidRequestError(
+                "messages",
+                f"{self.model(None)} has no chat template (none of {', '.join(FILES)} has one); "
+                "/v1/completions serves it",
+            )
+        if own is None:
+            assert self.template is not None
+            return self.template
+        if not self._request_templates:
+            raise InvalidRequestError(
+                "chat_template", "is not taken from requests; server.request_templates allows it"
+            )
+        try:
+            return ChatTemplate({"default": own}, self._special_tokens())
+        except CheckpointError as error:
+            raise InvalidRequestError("chat_template", str(error)) from None
+
+    def _special_tokens(self) -> dict[str, str]:
+        """Those that a template may name."""
+        if self.template is not None:
+            return self.template.special_tokens
+        tokenizer = self.ready().tokenizer
+        bos = tokenizer.bos_token_id
+        return {} if bos is None else {"bos_token": tokenizer.decode([bos], special=True)}
+
+    def note_ignored(self, request: SamplingFields) -> None:
+        """Warns, once for each field, of what a request has set without effect."""
+        for name in request.IGNORED:
+            if getattr(request, name) and name not in self._told:
+                self._told.add(name)
+                logger.warning("requests set %s, which has no effect here; told once", name)
 
     def live_requests(self) -> LiveRequests:
         """The requests of all clients, for operators; raises as `ready`."""

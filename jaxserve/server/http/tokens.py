@@ -20,10 +20,8 @@ def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
         raise InvalidRequestError("prompt", "set either prompt or messages")
     if request.prompt is not None:
         token_ids = generator.encode(request.prompt, add_bos=request.add_special_tokens)
-    elif service.template is None:
-        raise InvalidRequestError("messages", "the model has no chat template")
     else:
-        text = service.template.render(
+        text = service.chat_template(request.chat_template).render(
             request.messages,
             tools=request.tools or None,
             add_generation_prompt=request.add_generation_prompt,

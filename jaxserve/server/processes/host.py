@@ -57,6 +57,8 @@ class FaceProcesses:
     """
 
     def __init__(self, model: str, server: Server, insecure_bind: bool, log_format: str):
+        if server.http_socket:
+            raise ConfigError("server.http_socket: needs server.processes = 0")
         check_bind(server.host, insecure_bind, Access.from_config(server))
         self.requests: LiveRequests
         self.metrics: Metrics

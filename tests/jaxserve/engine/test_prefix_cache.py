@@ -107,6 +107,26 @@ def test_leaves_go_before_what_they_stand_on():
         assert len(cache.match(keys([1, 2, 3, 4, 5, 6]), 6)) == left
 
 
+def test_a_reset_forgets_what_is_used_too():
+    cache, pool = make()
+    used = put(cache, pool, [1, 2, 3, 4])
+    unused = put(cache, pool, [7, 8])
+    cache.release(unused)
+    assert cache.reset() == 1
+    assert cache.match("", [1, 2, 3, 4], 4) == cache.match("", [7, 8], 2) == []
+    assert pool.free_pages == 8 - 2
+    again = put(cache, pool, [1, 2])
+    assert page_ids(again) == [2]
+    (page_id,) = pool.allocate(1)
+    assert cache.extend(used, "", [5, 6], page_id)
+    assert page_ids(cache.match("", [1, 2, 3, 4, 5, 6], 6)) == [2]
+    cache.check_integrity([used, again])
+    cache.release(used)
+    cache.evict(3)
+    assert pool.free_pages == 8 - 1
+    cache.check_integrity([again])
+
+
 def test_the_same_page_twice():
     """Who is slower keeps a page of their own, or puts it in the place of one that nobody uses."""
     cache, pool = make()
@@ -194,6 +214,11 @@ class CacheMachine(RuleBasedStateMachine):
             path, own, _, _ = self.held.pop(index)
             self.cache.release(path)
             self.pool.free(own)
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.texts.clear()
 
     @rule(count=st.integers(0, 5))
     def evict(self, count):

@@ -23,6 +23,7 @@ from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.metrics import Metrics
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import TokenizersVocabulary
@@ -40,10 +41,11 @@ class Rig:
 
     def __init__(self, tokenizer: Tokenizer = LETTERS, **server: Any):
         self.engine = FakeEngine(ids_of("one two three"))
+        self.metrics = Metrics("fake")
         self.generator = TextGenerator(self.engine, tokenizer)
         self.server = GrpcServer(port=0, **server)
         self.address = self.server.start()
-        self.server.open(self.generator)
+        self.server.open(self.generator, self.metrics)
         self.channel = grpc.insecure_channel(self.address)
         self.stub = InferenceStub(self.channel)
 
@@ -476,6 +478,18 @@ def test_an_overloaded_engine_says_when_to_come_back(rig: Rig) -> None:
     assert status is not None
     assert status.details[0].Unpack(retry)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
+
+
+def test_refusals_are_counted_by_their_reason(rig: Rig) -> None:
+    rig.generate(text="hi")
+    rig.refused(text="hi", temperature=9)
+    rig.refused(text="")
+    rig.engine.refusal = OverloadedError("full", retry_after_s=1)
+    rig.refused(text="hi")
+    text = rig.metrics.text().decode()
+    for reason, count in (("invalid_value", 2), ("overloaded", 1)):
+        sample = f'jaxserve:grpc_refusals_total{{model_name="fake",reason="{reason}"}} {count}.0'
+        assert sample in text
 
 
 def test_a_draining_engine_is_unavailable(rig: Rig) -> None:

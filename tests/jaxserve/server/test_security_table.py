@@ -243,7 +243,7 @@ def test_sizes(faces: Faces) -> None:
     with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
         try:
             client.sendall(head + b"X: " + b"y" * 10**6)
-            assert client.recv(4096)[:12] in (b"", b"HTTP/1.1 400")
+            assert client.recv(4096)[:12] in (b"", b"HTTP/1.1 431")
         except ConnectionError:
             pass
     code, message = faces.grpc_error(text="x" * 5 * 10**6)

@@ -36,6 +36,7 @@ def test_an_answer(rig: HttpRig) -> None:
             "total_tokens": 32,
             "prompt_tokens_details": {"cached_tokens": 0},
         },
+        "prompt_logprobs": None,
     }
     assert rig.engine.prompts == [ids_of("[user]hi[assistant]")]
 

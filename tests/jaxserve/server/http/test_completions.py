@@ -23,6 +23,7 @@ def test_a_completion(rig: HttpRig) -> None:
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "prompt_logprobs": None,
             }
         ],
         "usage": {
@@ -169,12 +170,28 @@ def test_usage_of_a_stream(rig: HttpRig) -> None:
 
 def test_usage_as_it_grows(rig: HttpRig) -> None:
     rig.engine.pace = 0.04
-    chunks = events(
-        rig.complete(stream=True, max_tokens=4, stream_options={"continuous_usage_stats": True})
-    )
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(rig.complete(stream=True, max_tokens=4, stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 4
+    options = {"continuous_usage_stats": True}  # of a usage that is not asked for
+    chunks = events(rig.complete(stream=True, max_tokens=4, stream_options=options))
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_options_of_a_stream_without_a_stream(rig: HttpRig) -> None:
+    for name in ("include_usage", "continuous_usage_stats"):
+        error = rig.refused(stream_options={name: True})
+        assert error["param"] == f"stream_options.{name}"
+    assert rig.complete(stream_options={"include_usage": False}).status_code == 200
+
+
+def test_which_side_of_the_prompt_is_kept(rig: HttpRig) -> None:
+    for side, kept in ((None, "cd"), ("left", "cd"), ("right", "ab")):
+        prompt = ids_of("abcd")
+        rig.complete(prompt=prompt, truncate_prompt_tokens=2, truncation_side=side)
+        assert rig.engine.prompts[-1] == ids_of(kept)
 
 
 def test_a_stream_of_several_choices(rig: HttpRig) -> None:
@@ -211,7 +228,7 @@ class TestLogprobs:
     def test_without_rivals(self, rig: HttpRig) -> None:
         choice = rig.complete(logprobs=0, max_tokens=2).json()["choices"][0]
         assert choice["logprobs"]["token_logprobs"] == [-0.80, -0.79]
-        assert choice["logprobs"]["top_logprobs"] == [None, None]
+        assert choice["logprobs"]["top_logprobs"] == [{"o": -0.80}, {"n": -0.79}]
 
     def test_of_an_echo_as_lm_eval_asks_for_it(self, rig: HttpRig) -> None:
         """Token ids in, log-likelihoods of all but the first out, then the one generated token."""
@@ -298,7 +315,7 @@ def test_prefixes_are_shared_inside_a_salt(rig: HttpRig) -> None:
         ({"stop": ["x" * 257]}, "stop[0]", "expected `str` of length <= 256"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "expected `int` >= 0, got -1"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "expected `float` <= 100.0"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "expected `int`, got `str`"),
+        ({"logit_bias": {"5": 1, "x": 1, "y": 2}}, "logit_bias", 'keys, got "x", "y"'),
         ({"presence_penalty": 3}, "presence_penalty", "expected `float` <= 2.0, got 3"),
         ({"repetition_penalty": 0}, "repetition_penalty", "expected `float` > 0.0, got 0"),
         ({"suffix": "x"}, "suffix", "is not supported"),

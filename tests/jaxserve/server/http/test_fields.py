@@ -192,3 +192,38 @@ def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
     info = rig.client.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_tokens"]) == ("<s>", ["</s>"])
     assert info["chat_template"] == TEMPLATE
+
+
+def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = HttpRig()
+    with caplog.at_level("WARNING", "jaxserve.server.http.service"):
+        for _ in range(2):
+            assert text(rig, user="me", verbosity="low", metadata={"a": "b"}, store=False)
+    rig.close()
+    told = sorted(record.getMessage().split()[2] for record in caplog.records)
+    assert told == ["metadata,", "user,", "verbosity,"]
+
+
+OWN = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+
+
+def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = rig.refused(path, messages=messages, chat_template=OWN)
+        assert error["param"] == "chat_template"
+        assert "server.request_templates" in error["message"]
+
+
+def test_a_template_of_the_request() -> None:
+    rig = HttpRig(request_templates=True)
+    messages = [{"role": "user", "content": "hi"}]
+    assert text(rig, chat_template=OWN) == "one two three"
+    assert rig.engine.prompts == [ids_of("<hi>")]
+    asked = {"messages": messages, "chat_template": OWN}
+    assert rig.client.post("/tokenize", json=asked).json()["tokens"] == ids_of("<hi>")
+    for wrong in ("{% for %}", "{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}"):
+        error = rig.refused("/v1/chat/completions", messages=messages, chat_template=wrong)
+        assert error["param"] in ("chat_template", "messages")
+    assert text(rig) == "one two three"
+    rig.close()

@@ -101,6 +101,14 @@ def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
         assert admin.post(f"/roles/{name}", json=body).status_code == 400
 
 
+def test_reset_of_the_prefix_cache(rig: HttpRig, admin: httpx.Client) -> None:
+    answer = admin.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_prefix_cache")
+    rig.engine.reset_prefix_cache = lambda: 7  # type: ignore[attr-defined]
+    assert admin.post("/reset_prefix_cache").json() == {"freed_pages": 7}
+    assert rig.client.post("/reset_prefix_cache").status_code == 404
+
+
 def test_log_level(admin: httpx.Client) -> None:
     try:
         assert admin.post("/log_level", json={"level": "DEBUG"}).status_code == 200

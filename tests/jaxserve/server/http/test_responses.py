@@ -187,7 +187,8 @@ def test_every_item(wide: HttpRig) -> None:
         ({"conversation": "conv_1"}, "conversation", "keeps no responses"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "keeps no responses"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid enum value"),
-        ({"truncation": "auto"}, "truncation", "invalid enum value"),
+        ({"truncation": "first"}, "truncation", "invalid enum value"),
+        ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
         ({"include": ["file_search_call.results"]}, "include[0]", "invalid enum value"),
         ({"n": 2}, "n", "is not known here"),
         ({"temperature": 3}, "temperature", "<= 2.0"),
@@ -223,3 +224,54 @@ def test_a_bad_field_is_named(
     error = refused(wide, **fields)
     assert (error["param"], message in error["message"]) == (param, True), error
     assert wide.engine.prompts == []
+
+
+class TestLogprobs:
+    def test_of_a_message(self, sdk: openai.OpenAI) -> None:
+        """Those of the message's tokens and of the token that ends it."""
+        response = sdk.responses.create(
+            model="fake", input="hi", max_output_tokens=3, top_logprobs=2
+        )
+        (item,) = response.output
+        assert item.type == "message"
+        (part,) = item.content
+        assert part.type == "output_text"
+        assert [one.token for one in part.logprobs or []] == ["o", "n", "e"]
+        assert [len(one.top_logprobs) for one in part.logprobs or []] == [2, 2, 2]
+        assert response.top_logprobs == 2
+
+    def test_only_where_they_are_asked_for(self, sdk: openai.OpenAI) -> None:
+        response = sdk.responses.create(
+            model="fake", input="hi", include=["message.output_text.logprobs"]
+        )
+        assert "".join(one.token for one in response.output[0].content[0].logprobs)[:3] == "one"
+        response = sdk.responses.create(model="fake", input="hi")
+        assert response.output[0].content[0].logprobs == []
+
+    def test_not_of_reasoning(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        wide.engine.script = ids_of("why</think>yes")
+        extra = {"chat_template_kwargs": {"enable_thinking": True}}
+        stream = sdk.responses.create(
+            model="fake", input="hi", top_logprobs=1, stream=True, extra_body=extra
+        )
+        told = [one.logprobs for one in stream if one.type == "response.output_text.delta"]
+        texts = "".join(one.token for logprobs in told for one in logprobs)
+        assert texts.endswith("yes")
+        assert "why" not in texts
+
+
+def test_truncation_leaves_out_the_first_items(wide: HttpRig) -> None:
+    """Instructions and the last item stay; as few as possible go."""
+    wide.engine.max_length = wide.generator._max_length = 100
+    items = [{"role": "user", "content": letter * 20} for letter in "abcd"]
+    fields = {"input": items, "instructions": "Brief."}
+    refused(wide, **fields)
+    body = wide.client.post("/v1/responses", json={**fields, "truncation": "auto"}).json()
+    assert body["truncation"] == "auto"
+    kept = LETTERS.decode(wide.engine.prompts[-1])
+    assert kept == f"[system]Brief.[user]{'c' * 20}[user]{'d' * 20}[assistant]"
+    items = [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 200}]
+    error = refused(wide, input=items, truncation="auto")
+    assert error["param"] == "input"
+    short = {"input": "hi", "truncation": "auto"}
+    assert wide.client.post("/v1/responses", json=short).status_code == 200
