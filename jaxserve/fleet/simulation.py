@@ -25,71 +25,15 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages import NOTHING_HELD, PagesSource
-from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.simulate import Percentiles, percentiles
 from jaxserve.planner.simulated_engine import News, SimulatedEngine
 from jaxserve.planner.stage_times import StageTimes
 
 SHARED = 2**30
 """The first token id of beginnings that prompts share; those of requests are their numbers."""
-
-
-class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV pages cross.
-
-    Attributes:
-      seconds_per_token: at either end; a hand-off at a time.
-      latency: seconds of a hand-off beside its bytes.
-    """
-
-    seconds_per_token: float = 0.0
-    latency: float = 0.0
-
-
-class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of the fleet.
-
-    Attributes:
-      rate: requests a second, at random (Poisson); or evenly spaced.
-      requests: how many.
-      warm_up: the first so many do not count.
-      shared: tokens with which a prompt begins like others.
-      prefixes: how many such beginnings there are, each as frequent as any other.
-    """
-
-    lengths: Lengths
-    rate: float
-    requests: int
-    warm_up: int = 0
-    even: bool = False
-    shared: int = 0
-    prefixes: int = 1
-
-
-class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that is lost, with all that it has.
-
-    Attributes:
-      worker: "prefill 0", "domain 1", …
-      at: seconds after the start.
-      seconds: until it is there again, with nothing in its caches.
-    """
-
-    worker: str
-    at: float
-    seconds: float
-
-
-class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """How it runs; as those of `planner.simulate`."""
-
-    pages: PagesLink = PagesLink()
-    host_seconds: float = 0.0
-    jitter: Jitter = Jitter()
-    seed: int = 0
-    losses: tuple[Loss, ...] = ()
 
 
 class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -417,13 +361,3 @@ def _lookups(worker: _Worker) -> list[tuple[int, int]]:
     if worker.role != "prefill":
         return []
     return [(each.prompt_tokens, each.prompt_tokens_found) for each in worker.engine.schedulers]
-
-
-__all__ = [
-    "FleetConditions",
-    "FleetResult",
-    "FleetSimulation",
-    "FleetTraffic",
-    "Loss",
-    "PagesLink",
-]

@@ -10,10 +10,9 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import (
+from jaxserve.fleet.simulation import FleetResult, FleetSimulation
+from jaxserve.fleet.simulation_conditions import (
     FleetConditions,
-    FleetResult,
-    FleetSimulation,
     FleetTraffic,
     Loss,
     PagesLink,

@@ -29,6 +29,10 @@ MAX_FRAME_BYTES = 1 << 20
 """Cap of one frame: a note takes a hundred bytes, a hello a few kilobytes."""
 SEND_SECONDS = 2
 """A peer that reads nothing for this long, with its buffers full, has lost the connection."""
+TICK_SECONDS = 0.1
+"""How long whoever reads a channel waits before it looks at its deadlines."""
+LONGEST_TICK_SECONDS = 0.5
+"""What a tick counts for at most: a process that was stopped has not waited (`AwakeClock`)."""
 RECEIVE_SECONDS = 10
 """A frame that stops in the middle for this long is the end of the connection, too."""
 

@@ -2,9 +2,9 @@
 
 An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing
 but this comparison keeps an ffn worker of another model, or of an epoch that is over, from
-answering with numbers that look like any others. Used by both ends (`peer.py`, `pull_server.py`);
-whoever builds a worker fills in the facts. Plain Python; knows nothing of models and meshes beyond
-the names in `facts`.
+answering with numbers that look like any others. Used by both ends (`pull_connection.py`,
+`pull_server.py`); whoever builds a worker fills in the facts. Plain Python; knows nothing of models
+and meshes beyond the names in `facts`.
 """
 
 import hashlib
@@ -39,6 +39,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     versions: dict[str, str] = {}
     protocol: int = PROTOCOL
+
+
+class Refusal(Exception):
+    """The other end, or this one, does not want this link; the message says why."""
 
 
 def make_hello(

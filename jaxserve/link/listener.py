@@ -9,8 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from jaxserve.link.channel import join_address, listen
-from jaxserve.link.peer import TICK_SECONDS
+from jaxserve.link.channel import TICK_SECONDS, join_address, listen
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
-from jaxserve.link.hello import Hello
+from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.pages import PagesSource
 from jaxserve.link.pages_bytes import HostBuffers
 from jaxserve.link.pages_connection import Connection, FetchError, Landing
-from jaxserve.link.peer import Refusal
 
 logger = logging.getLogger(__name__)
 

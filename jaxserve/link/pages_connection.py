@@ -18,9 +18,16 @@ import msgspec
 import numpy as np
 
 from jaxserve.clock import AwakeClock
-from jaxserve.link.channel import Channel, Deadlines, cut_off, dial
+from jaxserve.link.channel import (
+    LONGEST_TICK_SECONDS,
+    TICK_SECONDS,
+    Channel,
+    Deadlines,
+    cut_off,
+    dial,
+)
 from jaxserve.link.frames import Echo, Refused
-from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.hello import Hello, Refusal, refusal
 from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_bytes import HostBuffers, piece_bytes, received_arrays
 from jaxserve.link.pages_frames import (
@@ -34,7 +41,6 @@ from jaxserve.link.pages_frames import (
     decode_from_prefill,
     encode,
 )
-from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS, Refusal
 
 ASKED_AHEAD = 4
 """Pieces that are asked for or wait to be written at a time: while one crosses, the prefill worker

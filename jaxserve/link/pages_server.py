@@ -24,6 +24,8 @@ import msgspec
 from jaxserve.clock import AwakeClock
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
+    LONGEST_TICK_SECONDS,
+    TICK_SECONDS,
     AuthenticationError,
     Channel,
     Deadlines,
@@ -45,7 +47,6 @@ from jaxserve.link.pages_frames import (
     decode_from_decode,
     encode,
 )
-from jaxserve.link.peer import LONGEST_TICK_SECONDS, TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 

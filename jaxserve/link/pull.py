@@ -22,7 +22,8 @@ from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines, split_address
 from jaxserve.link.hello import Hello
-from jaxserve.link.peer import Connection, Introduction, Message, Peer, PeerState
+from jaxserve.link.peer import Peer, PeerState
+from jaxserve.link.pull_connection import Connection, Introduction, Message
 from jaxserve.link.transfers import is_ready, refuse_several_processes
 
 logger = logging.getLogger(__name__)

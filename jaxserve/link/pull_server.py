@@ -24,6 +24,8 @@ from jax.sharding import Mesh
 from jaxserve.clock import AwakeClock
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
+    LONGEST_TICK_SECONDS,
+    TICK_SECONDS,
     AuthenticationError,
     Channel,
     Deadlines,
@@ -46,7 +48,7 @@ from jaxserve.link.frames import (
 )
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.listener import Listener
-from jaxserve.link.peer import LONGEST_TICK_SECONDS, PROBE_BYTES, TICK_SECONDS
+from jaxserve.link.pull_connection import PROBE_BYTES
 from jaxserve.link.transfers import Transfers, refuse_several_processes
 from jaxserve.link.turns import Turns
 from jaxserve.link.work import Preparations, Work

@@ -2,7 +2,7 @@
 
 `jax.experimental.transfer` behind five calls. Every connection has a server of its own at both
 ends: a server whose pullers die in the middle of transfers stops sending after some 30 deaths,
-without an error. Used by `peer.py` and `pull_server.py`; knows nothing of messages.
+without an error. Used by `pull_connection.py` and `pull_server.py`; knows nothing of messages.
 """
 
 import contextlib

@@ -7,9 +7,9 @@ import pytest
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import (
+from jaxserve.fleet.simulation import FleetSimulation
+from jaxserve.fleet.simulation_conditions import (
     FleetConditions,
-    FleetSimulation,
     FleetTraffic,
     Loss,
     PagesLink,

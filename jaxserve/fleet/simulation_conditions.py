@@ -1,0 +1,61 @@
+"""What a simulated fleet is asked for, and what happens to it meanwhile. See `simulation.py`."""
+
+import msgspec
+
+from jaxserve.planner.noise import Jitter, Lengths
+
+
+class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV pages cross.
+
+    Attributes:
+      seconds_per_token: at either end; a hand-off at a time.
+      latency: seconds of a hand-off beside its bytes.
+    """
+
+    seconds_per_token: float = 0.0
+    latency: float = 0.0
+
+
+class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the fleet.
+
+    Attributes:
+      rate: requests a second, at random (Poisson); or evenly spaced.
+      requests: how many.
+      warm_up: the first so many do not count.
+      shared: tokens with which a prompt begins like others.
+      prefixes: how many such beginnings there are, each as frequent as any other.
+    """
+
+    lengths: Lengths
+    rate: float
+    requests: int
+    warm_up: int = 0
+    even: bool = False
+    shared: int = 0
+    prefixes: int = 1
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is lost, with all that it has.
+
+    Attributes:
+      worker: "prefill 0", "domain 1", …
+      at: seconds after the start.
+      seconds: until it is there again, with nothing in its caches.
+    """
+
+    worker: str
+    at: float
+    seconds: float
+
+
+class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """How it runs; as those of `planner.simulate`."""
+
+    pages: PagesLink = PagesLink()
+    host_seconds: float = 0.0
+    jitter: Jitter = Jitter()
+    seed: int = 0
+    losses: tuple[Loss, ...] = ()
