@@ -492,9 +492,10 @@ class TestPressure:
         collector = Collector()
         params = msgspec.structs.replace(GREEDY, max_tokens=60)
         try:
-            for _ in range(5):
+            for _ in range(4):
                 collector.submit(domain, [2] * 40, params)
-                until(lambda: not domain._queued)
+                until(lambda: not domain._queued and not scheduler.num_waiting)
+            collector.submit(domain, [2] * 40, params)
             until(lambda: scheduler.num_waiting == 1)
             with pytest.raises(OverloadedError):
                 collector.submit(domain, [3] * 40, GREEDY, source=held)
