@@ -15,11 +15,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.shrink import shrunk
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
+from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
-from jaxserve.fleet.arguments import from_arguments
 from jaxserve.logs import configure
 
 
@@ -47,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if process.role == "ffn" and deployment.link.transport == "pull":
             from jaxserve.fleet.ffn_runtime import answer_messages
 
+            deployment = _on_what_is_left(deployment, process, "ffn")
             bootstrap.own_share(process, deployment)
             return answer_messages(deployment, process, options.listen)
         from jaxserve.commands.worker_part import part_of
 
         deployment, process, part = part_of(deployment, process, options.listen)
+        deployment = _on_what_is_left(deployment, process, "attention")
         bootstrap.own_share(process, deployment)  # refuses a wrong --role before anything is loaded
         if process.is_leader:
             from jaxserve.commands.serving import Serving
@@ -66,6 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineFailedError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
+
+
+def _on_what_is_left(
+    deployment: Deployment, process: ProcessArguments, role: Literal["attention", "ffn"]
+) -> Deployment:
+    """With `--devices`, the role on so many."""
+    if process.devices is None:
+        return deployment
+    if process.processes > 1:
+        raise ConfigError(
+            f"--devices {process.devices}: of {process.processes} processes; start the worker with "
+            "sizes that the devices suffice for (--set attention.dp=N)"
+        )
+    return shrunk(deployment, role, process.devices)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ LIMITS = {
     "jaxserve.fleet.attention_runtime": 16_000,
     "jaxserve.fleet.ffn_runtime": 10_500,
     "jaxserve.fleet.router": 5_000,
-    "jaxserve.serve": 23_000,
+    "jaxserve.serve": 23_500,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""

@@ -98,6 +98,7 @@ def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerP
         token,
         functools.partial(worker_facts, deployment, part.role),
         restore,
+        part.fleet.fleet.resume_seconds,
     )
 
 

@@ -68,6 +68,9 @@ class FFNRole(Section, frozen=True):
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
     that hold one of its experts, which need the whole shared expert, and one result from each
     back; `auto`: `alltoall` where it moves half the bytes or less."""
+    shrink: bool = False
+    """Whether an ffn worker with a runtime of its own starts on the devices that are there where
+    they are fewer than `ep` x `tp`, with fewer ep ranks, rather than not at all."""
     redundant_slots: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Slots of every ep rank (colocated: DP group) beyond those that its share of the routed
     experts takes: for replicas of busy experts, which `experts` moves there."""
@@ -328,6 +331,10 @@ class Fleet(Section, frozen=True):
     workers with the weights that it began with, or, while weights are replaced, on any."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Workers that a request may lose before it fails."""
+    resume_seconds: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    """How long a domain goes on with a request whose router is gone, and keeps its tokens, where
+    the client has sent an `Idempotency-Key`, with which it may come back through any router. 0: it
+    is cancelled."""
     absent_seconds: Seconds = 60.0
     """How long a request waits while no worker is there that could run it: none of the role, or
     none with the weights that it began with."""

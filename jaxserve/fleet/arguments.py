@@ -20,8 +20,9 @@ _FLAGS = {
     "control": ("--control", "JAXSERVE_CONTROL"),
     "control_bind": ("--control-bind", "JAXSERVE_CONTROL_BIND"),
     "worker": ("--worker", "JAXSERVE_WORKER"),
+    "devices": ("--devices", "JAXSERVE_DEVICES"),
 }
-_NUMBERS = ("process_id", "processes", "worker")
+_NUMBERS = ("process_id", "processes", "worker", "devices")
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,8 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Which role this process is meant to play; empty: whatever the deployment gives it."""
     worker: int = 0
     """Number of this worker among those of its role in a fleet."""
+    devices: int | None = None
+    """The most devices that its role may have here; None: as many as the deployment says."""
     coordinator: str = ""
     """`host:port` of JAX's coordination service, which process 0 starts."""
     control_address: str = ""
@@ -67,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "control": "host:port on which process 0 serves the control plane",
         "control_bind": "host:port to listen on where it is not the one of --control",
         "worker": "number of this prefill worker or domain among those of the fleet (0)",
+        "devices": "devices that are left for this worker's role, where they are fewer than the "
+        "deployment says",
     }
     for name, (flag, variable) in _FLAGS.items():
         kind = int if name in _NUMBERS else str
@@ -125,6 +130,7 @@ def from_arguments(
         processes=processes,
         role=getattr(arguments, "role", ""),
         worker=worker,
+        devices=int(values["devices"]) if values["devices"] else None,
         coordinator=values["coordinator"],
         control_address=values["control"],
         control_bind=values["control_bind"],

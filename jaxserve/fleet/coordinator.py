@@ -34,6 +34,7 @@ from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
     End,
+    SendAdopt,
     SendCancel,
     SendPrefill,
     SendRelease,
@@ -117,6 +118,7 @@ class Coordinator:
         if worker is None:
             return []
         worker.load, worker.others = state.load, state.others
+        worker.orphans = {attempt.rpartition("@")[0]: attempt for attempt in state.orphans}
         worker.why = ""
         if state.status != "ready":
             worker.why = f"it is {state.status}"
@@ -146,6 +148,9 @@ class Coordinator:
         now = self._clock()
         rank = now + PATIENCE * job.priority, next(self._numbers)
         request = Routed(job, now, rank, blocks_of(job.prompt, job.cache_salt), placed_at=now)
+        if (orphan := self._orphan(job.request_id)) is not None:
+            self.requests[job.request_id] = request
+            return [self._adopt(request, *orphan)]
         try:
             worker = self.placement.room_for(request, len(self._queues["waiting"]))
         except OverloadedError:
@@ -282,6 +287,18 @@ class Coordinator:
             actions += self._again(request)
         return actions
 
+    def _orphan(self, request_id: str) -> tuple[Worker, str] | None:
+        """The domain that has kept a request whose router is gone, and its attempt there."""
+        for worker in self.placement.of("domain"):
+            if attempt := worker.orphans.pop(request_id, ""):
+                return worker, attempt
+        return None
+
+    def _adopt(self, request: Routed, worker: Worker, attempt: str) -> Action:
+        self._attempts[attempt] = request
+        self._to(request, worker, attempt)
+        return SendAdopt(worker.name, attempt, request)
+
     def _place(self, request: Routed) -> Action | None:
         """Sends a request to a worker; None where none has room for it."""
         if self.placement.prefills(request):
@@ -308,6 +325,11 @@ class Coordinator:
     def _to_domain(self, request: Routed, worker: Worker) -> Action:
         attempt = self._attempt(request)
         self._leave_queue(request)
+        self._to(request, worker, attempt)
+        return SendSubmit(worker.name, attempt, request)
+
+    def _to(self, request: Routed, worker: Worker, attempt: str) -> None:
+        """A domain has a request from now on."""
         request.place, request.worker, request.attempt = "domain", worker, attempt
         request.weights = worker.facts.weights
         request.last_at, request.asked, request.placed_at = None, False, self._clock()
@@ -316,7 +338,6 @@ class Coordinator:
         worker.requests[attempt] = request
         self.placement.changed(worker)
         self.placement.index.add(worker.name, request.blocks)
-        return SendSubmit(worker.name, attempt, request)
 
     def _attempt(self, request: Routed) -> str:
         attempt = f"{request.job.request_id}@{self._name}.{next(self._numbers)}"

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.shrink import shrunk
 from jaxserve.fleet import bootstrap, expert_control
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
@@ -82,6 +83,8 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServ
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
     """
+    if deployment.ffn.shrink:
+        deployment = shrunk(deployment, "ffn", jax.local_device_count())
     role = open_role(deployment, "ffn")
     source = open_checkpoint(deployment.model, role.names)
     return message_server(role, deployment, source, token, address)

@@ -4,6 +4,7 @@ Between a face's process and the engine's (`server/processes/`), and between a r
 (`worker_frames.py`). MessagePack; the type of a frame is in it.
 """
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -18,6 +19,25 @@ from jaxserve.errors import (
     JaxserveError,
     OverloadedError,
 )
+
+KEY = "key-"
+"""Begins the id of a request that its client may send again, to any router, to have the rest."""
+
+
+def keyed_id(owner: str, key: str) -> str:
+    """The id of a request with a key, which is its client's own."""
+    return KEY + hashlib.blake2s(f"{owner}\n{key}".encode(), digest_size=16).hexdigest()
+
+
+def has_key(request_id: str) -> bool:
+    """Whether it is such a one."""
+    return request_id.startswith(KEY)
+
+
+def seed_of_key(request_id: str) -> int:
+    """Its seed, where the client gave none: the same when it comes again."""
+    digest = hashlib.blake2s(request_id.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class Frame(msgspec.Struct, tag=True, omit_defaults=True):

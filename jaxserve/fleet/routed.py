@@ -116,6 +116,8 @@ class Worker:
     """It gets nothing new: it is silent, its step loop does not go round, or it is not ready."""
     drain: DrainMode = ""
     """Whether it takes nothing new, and what its requests are to do."""
+    orphans: dict[str, str] = field(default_factory=dict)
+    """Requests whose router is gone: id → attempt."""
     full_until: float = 0.0
     """It has said that it has no room."""
     work: float = 0.0

@@ -32,6 +32,8 @@ from jaxserve.fleet.request_frames import (
     Frame,
     GrammarOf,
     Outputs,
+    has_key,
+    seed_of_key,
     without_grammar,
 )
 from jaxserve.fleet.rolling import Rolling
@@ -39,6 +41,8 @@ from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
     End,
+    Send,
+    SendAdopt,
     SendCancel,
     SendPrefill,
     SendRelease,
@@ -179,7 +183,8 @@ class RouterEngine:
         request = self._checks.request(prompt, params, request_id, deadline)
         sent, grammar = without_grammar(params)
         if sent.seed is None:  # the same at every worker that may run it
-            sent = msgspec.structs.replace(sent, seed=request.seed)
+            seed = seed_of_key(request_id) if has_key(request_id) else request.seed
+            sent = msgspec.structs.replace(sent, seed=seed)
         job = Job(
             request_id,
             request.prompt,
@@ -359,10 +364,7 @@ class RouterEngine:
             self.connections.send(action.worker, self._frame(action))
         return ended
 
-    def _frame(
-        self,
-        action: SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel | SendWithdraw,
-    ) -> Frame:
+    def _frame(self, action: Send) -> Frame:
         match action:
             case SendPrefill(attempt=attempt, request=request, priority=priority):
                 return frames.Prefill(
@@ -385,7 +387,10 @@ class RouterEngine:
                     _seconds(request.job.deadline),
                     frames.packed(request.emitted) if request.emitted else b"",
                     request.source,
+                    has_key(request.job.request_id),
                 )
+            case SendAdopt(attempt=attempt, request=request):
+                return frames.Adopt(attempt, frames.packed(request.job.prompt))
             case SendRelease(attempt=attempt):
                 return frames.Release(attempt)
             case SendRenew(hand_off=hand_off):

@@ -23,6 +23,14 @@ class SendSubmit(NamedTuple):
     request: Routed
 
 
+class SendAdopt(NamedTuple):
+    """A request that a domain has kept when its router was lost."""
+
+    worker: str
+    attempt: str
+    request: Routed
+
+
 class SendRelease(NamedTuple):
     """Held pages, or a prompt, that are not needed any more."""
 
@@ -61,4 +69,5 @@ class End(NamedTuple):
     """Whether it might succeed later."""
 
 
-Action = SendPrefill | SendSubmit | SendRelease | SendRenew | SendCancel | SendWithdraw | End
+Send = SendPrefill | SendSubmit | SendAdopt | SendRelease | SendRenew | SendCancel | SendWithdraw
+Action = Send | End

@@ -1,7 +1,7 @@
 """What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
 
-    router → worker   Join     (Prefill | Submit | Release | Renew | Cancel | Withdraw | Drain
-                                | AskPipeline | Echo)*
+    router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
+                                | Drain | AskPipeline | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
 Every request has an id that its router made for this attempt to run it, different from all others'.
@@ -90,6 +90,7 @@ class Submit(Frame):
       params: with a seed, without the grammar, which is beside them.
       seconds: until its deadline.
       source: where a prefill worker holds the pages of prompt and emitted tokens.
+      keyed: whether its client may come back for it through another router.
     """
 
     request_id: str
@@ -99,6 +100,15 @@ class Submit(Frame):
     seconds: float | None = None
     emitted: bytes = b""
     source: PagesSource | None = None
+    keyed: bool = False
+
+
+class Adopt(Frame):
+    """A request whose router is gone, of `State.orphans`; answered by all of its `Outputs`, from
+    the first token on, or by `Rejected`. Its prompt is sent to be compared."""
+
+    request_id: str
+    prompt: bytes
 
 
 class Prefill(Frame):
@@ -182,6 +192,7 @@ class State(Frame):
       turn_age: seconds since its step loop last went round: a loop that is stuck grows old.
       others: requests that it has of other routers.
       drain: whether it takes nothing new, and what its requests are to do.
+      orphans: requests with keys whose router is gone.
     """
 
     status: str
@@ -190,6 +201,7 @@ class State(Frame):
     failure: str | None = None
     others: int = 0
     drain: DrainMode = ""
+    orphans: Sequence[str] = ()
 
 
 class Pipeline(Frame):
@@ -199,7 +211,17 @@ class Pipeline(Frame):
 
 
 FromRouter = (
-    Join | Submit | Prefill | Release | Renew | Cancel | Withdraw | Drain | AskPipeline | Echo
+    Join
+    | Submit
+    | Adopt
+    | Prefill
+    | Release
+    | Renew
+    | Cancel
+    | Withdraw
+    | Drain
+    | AskPipeline
+    | Echo
 )
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
 

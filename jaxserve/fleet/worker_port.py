@@ -21,8 +21,15 @@ import jaxserve
 from jaxserve.clock import AwakeClock
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import DrainingError, EngineFailedError, JaxserveError, OverloadedError
+from jaxserve.errors import (
+    DrainingError,
+    EngineFailedError,
+    InvalidRequestError,
+    JaxserveError,
+    OverloadedError,
+)
 from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
 from jaxserve.link.channel import AuthenticationError, Channel, accept, join_address, listen
@@ -88,6 +95,7 @@ class WorkerPort:
       token: that routers have to know.
       facts: of the worker, once there is an engine.
       restore: makes a grammar of how it travels; slow.
+      resume_seconds: for which requests with keys are kept whose router is gone.
 
     Attributes:
       address: where it listens, from `start` on.
@@ -102,6 +110,7 @@ class WorkerPort:
         token: str,
         facts: Callable[[WorkerEngine], frames.WorkerFacts],
         restore: Callable[[GrammarOf, int], Any],
+        resume_seconds: float = 0.0,
     ):
         self._token, self._make_facts, self._restore = token, facts, restore
         self._listener = listen(address, token)
@@ -113,6 +122,7 @@ class WorkerPort:
         """Whether the worker ends."""
         self.drain: frames.DrainMode = ""
         """What an operator has said; see `frames.Drain`."""
+        self.kept = KeptRequests(resume_seconds, self._cancel)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._routers: set[RouterConnection] = set()
@@ -167,12 +177,17 @@ class WorkerPort:
         drain = self.drain or ("finish" if self.draining else "")
         status = "draining" if drain and engine.status == "ready" else engine.status
         age = time.monotonic() - engine.last_turn
-        return frames.State(status, age, engine.load(), failure, others, drain)
+        orphans = self.kept.orphans
+        return frames.State(status, age, engine.load(), failure, others, drain, orphans)
 
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
         with self._lock:
             self._routers.discard(router)
+
+    def _cancel(self, request_id: str) -> None:
+        if self.engine is not None:
+            self.engine.cancel(request_id)
 
     def _close_listener(self) -> None:
         with contextlib.suppress(OSError):
@@ -234,6 +249,7 @@ class WorkerPort:
 
     def _tick(self) -> None:
         while not self._stopping.wait(STATE_SECONDS):
+            self.kept.tick()
             self._send_state()
 
     def _send_state(self) -> None:
@@ -279,17 +295,19 @@ class RouterConnection:
         finally:
             self._port.left(self)
             self._outbox.close()
-            submitted, prefills = list(self._submitted), list(self._prefills)
+            left = [attempt for attempt in self._submitted if self._port.kept.leave(attempt)]
+            self._port.kept.left(self._output)
+            submitted = [attempt for attempt in self._submitted if attempt not in left]
+            prefills = list(self._prefills)
             for request_id in submitted:
                 self._engine.cancel(request_id)
             for request_id in prefills:
                 self._engine.release(request_id)
             logger.info(
-                "router %s left; %d requests cancelled, %d prompts released",
-                self.name,
-                len(submitted),
-                len(prefills),
+                "router %s left; %d requests cancelled, %d kept for another, %d prompts released",
+                *(self.name, len(submitted), len(left), len(prefills)),
             )
+            self._port._send_state()  # another router may be asked for what is kept
 
     def _take(self, frame: frames.FromRouter) -> None:
         match frame:
@@ -299,6 +317,8 @@ class RouterConnection:
                         self._port.compiling.submit(self._try, frame, self._submit)
                 else:
                     self._try(frame, self._submit)
+            case frames.Adopt():
+                self._adopt(frame)
             case frames.Prefill():
                 self._try(frame, self._prefill)
             case frames.Release(request_id=request_id):
@@ -308,6 +328,7 @@ class RouterConnection:
                 self._engine.renew(hand_off)
             case Cancel(request_id=request_id):
                 if request_id in self._submitted:
+                    self._port.kept.drop(request_id)
                     self._engine.cancel(request_id)
             case frames.Withdraw(request_id=request_id):
                 if request_id in self._submitted:
@@ -347,7 +368,7 @@ class RouterConnection:
             self._engine.submit(
                 frames.unpacked(frame.prompt),
                 params,
-                self._output,
+                self._port.kept.keep(frame, self._output),
                 request_id=frame.request_id,
                 deadline=_deadline(frame.seconds),
                 source=frame.source,
@@ -355,7 +376,16 @@ class RouterConnection:
             )
         except BaseException:
             self._submitted.pop(frame.request_id, None)
+            self._port.kept.drop(frame.request_id)
             raise
+
+    def _adopt(self, frame: frames.Adopt) -> None:
+        """Takes a request over whose router is gone."""
+        try:
+            if self._port.kept.adopt(frame.request_id, frame.prompt, self._output):
+                self._submitted[frame.request_id] = None
+        except (InvalidRequestError, OverloadedError) as error:
+            self.post(frames.Rejected(frame.request_id, Refusal.of(error)))
 
     def _output(self, output: TokenOutput) -> None:
         request_id, reason = output.request_id, output.finish_reason

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.fleet.request_frames import keyed_id
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
@@ -140,6 +141,8 @@ class Service(FrontEnd):
             raise InvalidRequestError("n", f"{len(jobs)} choices, at most {MAX_CHOICES}")
         # Unique whatever request id the client chose, and found in the log by that id.
         name = f"{exchange.request_id[:80]}.{new_request_id()[:12]}"
+        if key := exchange.headers.get("idempotency-key"):
+            name = keyed_id(exchange.tenant, key)
         names = [f"{name}.{job.index}" for job in jobs]
         deadline = time.monotonic() + self._request_seconds
         running = self.running(jobs, names, deadline, stream=stream, owner=exchange.tenant)

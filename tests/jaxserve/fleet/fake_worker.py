@@ -229,6 +229,7 @@ class FakeWorker:
         slots: int = 4,
         model: str = MODEL,
         restore: Callable[[GrammarOf, int], Any] = lambda grammar, vocab: None,
+        resume_seconds: float = 30.0,
     ):
         self.engine = engine or FakeWorkerEngine()
         facts = WorkerFacts(
@@ -245,7 +246,7 @@ class FakeWorker:
             info=dict(self.engine.model_info()),
             instance="1",
         )
-        self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore)
+        self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore, resume_seconds)
         self.port.start()
         self.port.open(self.engine)
         self.address, self.model = self.port.address, model

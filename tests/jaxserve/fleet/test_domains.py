@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.config.shrink import shrunk
 from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
@@ -191,6 +192,31 @@ def test_experts_move_between_messages(domains, server, expected):
     assert tokens >= rows * layouts.SIZES.moe_top_k * 2  # layers
     ask_for_a_rebalance(work, server, domains["one lane"].link)
     work.experts.close()
+
+
+def test_an_ffn_worker_on_what_is_left_takes_over(domains, server, expected, tiny_model):
+    """Both ranks are lost in the middle of requests; a worker of one device has all experts then,
+    and the attention worker compiles nothing."""
+    domain = domains["one lane"]
+    collector = layouts.Collector()
+    for prompt in PROMPTS:
+        collector.submit(domain.engine, prompt, SEEDED)
+    collector.wait_for_tokens("request 0", 3)
+    server.close()
+    overrides = FFN | {"link.addresses": [server.address]}
+    deployment = shrunk(layouts.deployment(tiny_model, overrides), "ffn", 1)
+    assert (deployment.ffn.ep, deployment.ffn.tp) == (1, 1)
+    role = role_of(tiny_model, "ffn", 0, overrides | {"ffn.ep": 1})
+    smaller, _ = message_server(*role, TOKEN, server.address)
+    smaller.start()
+    try:
+        tokens = [output.token_ids for output in collector.wait().values()]
+        assert tokens == expected[SEEDED.temperature]
+        assert generate(domain.engine, GREEDY) == expected[0]
+        assert domain.link.counters.reconnects > 0
+        assert domain.engine.compilations_after_ready == 0
+    finally:
+        smaller.close()
 
 
 def ask_for_a_rebalance(work, server, link):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.request_frames import keyed_id
 from jaxserve.fleet.rolling import Rolling, WorkerStatus
 from jaxserve.roles.expert_policy import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
@@ -54,6 +55,21 @@ def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
         rest = "".join(lines)
         assert '"message":"the request was aborted"' in rest
         assert "[DONE]" not in rest
+
+
+def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
+    rig: HttpRig, admin: httpx.Client
+) -> None:
+    rig.engine.allowed = 3
+    fields, key = {"prompt": "hi", "stream": True}, {"Idempotency-Key": "mine"}
+    with rig.client.stream("POST", "/v1/completions", json=fields, headers=key) as call:
+        lines = until_first_event(call)
+        assert admin.get("/state").json()["live"] == [keyed_id("", "mine") + ".0"]
+        again = rig.client.post("/v1/completions", json=fields, headers=key)
+        assert again.status_code == 400
+        assert "is already running" in again.text
+        del lines
+    assert rig.engine.wait_until_idle()
 
 
 def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:

@@ -1,0 +1,135 @@
+"""Requests that outlive their router: a domain keeps what they have generated, for another one.
+
+A client that sends a key with a request (`Idempotency-Key`) may send both again, to any router,
+when its own is gone. The domain that has the request goes on with it meanwhile, for
+`fleet.resume_seconds`, and the router that adopts it gets everything from the first token. Called
+by `worker_port.py`; any thread.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.request import TokenOutput
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.fleet.worker_frames import Submit, unpacked
+
+OnOutput = Callable[[TokenOutput], None]
+
+
+class Kept(msgspec.Struct, eq=False):
+    """A request with a key.
+
+    Attributes:
+      frame: as it came.
+      outputs: what it has generated, what other domains had among it.
+      receiver: of its outputs; None: its router is gone.
+      since: seconds of `time.monotonic` at which that was, or at which it ended.
+    """
+
+    frame: Submit
+    outputs: list[TokenOutput]
+    receiver: OnOutput | None
+    since: float = 0.0
+    ended: bool = False
+
+
+class KeptRequests:
+    """Those of one worker.
+
+    Args:
+      seconds: for which one is kept that has no router, or has ended; 0: none is kept.
+      cancel: ends a request of the engine.
+    """
+
+    def __init__(self, seconds: float, cancel: Callable[[str], Any]):
+        self._seconds, self._cancel = seconds, cancel
+        self._lock = threading.Lock()
+        self._kept: dict[str, Kept] = {}
+
+    @property
+    def orphans(self) -> list[str]:
+        """Attempts whose router is gone."""
+        with self._lock:
+            return [one for one, kept in self._kept.items() if kept.receiver is None]
+
+    def keep(self, frame: Submit, receiver: OnOutput) -> OnOutput:
+        """Keeps a request, if it has a key; returns what its outputs are to be given to."""
+        params = frame.params
+        whole = params.logprobs is None and params.prompt_logprobs is None
+        if not (self._seconds and frame.keyed) or (frame.emitted and not whole):
+            return receiver
+        before = []
+        if frame.emitted:
+            tokens = unpacked(frame.emitted)
+            before = [TokenOutput(request_id=frame.request_id, token_ids=tokens)]
+        kept = Kept(frame, before, receiver)
+        with self._lock:
+            self._kept[frame.request_id] = kept
+
+        def take(output: TokenOutput) -> None:
+            with self._lock:
+                kept.outputs.append(output)
+                if output.finish_reason in ("cancelled", "error"):
+                    self._kept.pop(frame.request_id, None)
+                elif output.finish_reason is not None:
+                    kept.ended, kept.since = True, time.monotonic()
+                if kept.receiver is not None:
+                    kept.receiver(output)
+
+        return take
+
+    def drop(self, attempt: str) -> None:
+        """Its router does not want it any more, or it was refused."""
+        with self._lock:
+            self._kept.pop(attempt, None)
+
+    def leave(self, attempt: str) -> bool:
+        """Its router is gone; whether it is kept."""
+        with self._lock:
+            kept = self._kept.get(attempt)
+            if kept is not None:
+                kept.receiver, kept.since = None, time.monotonic()
+            return kept is not None
+
+    def left(self, receiver: OnOutput) -> None:
+        """The same of all that ended with this receiver: what they gave may not have arrived."""
+        with self._lock:
+            for kept in self._kept.values():
+                if kept.receiver == receiver:
+                    kept.receiver, kept.since = None, time.monotonic()
+
+    def adopt(self, attempt: str, prompt: bytes, receiver: OnOutput) -> bool:
+        """Gives a request that is alone to another router, from its first token; whether it still
+        runs.
+
+        Raises:
+          OverloadedError: it is not there any more: begin it anew.
+          InvalidRequestError: its prompt is another one.
+        """
+        with self._lock:
+            kept = self._kept.get(attempt)
+            if kept is None or kept.receiver is not None:
+                raise OverloadedError("the request was kept no longer")
+            if kept.frame.prompt != prompt:
+                raise InvalidRequestError("request_id", "another prompt was sent with this key")
+            for output in kept.outputs:
+                receiver(output)
+            kept.receiver = receiver
+            return not kept.ended
+
+    def tick(self) -> None:
+        """Ends what nobody came for."""
+        now = time.monotonic()
+        with self._lock:
+            old = [
+                attempt
+                for attempt, kept in self._kept.items()
+                if (kept.ended or kept.receiver is None) and now - kept.since > self._seconds
+            ]
+            running = [attempt for attempt in old if not self._kept.pop(attempt).ended]
+        for attempt in running:
+            self._cancel(attempt)

@@ -1,0 +1,48 @@
+"""Sizes of a role on what is left of its devices."""
+
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shrink import shrunk
+from jaxserve.errors import ConfigError
+from tests.conftest import REPOSITORY
+
+PULL = {
+    "attention.runtime": "a",
+    "ffn.runtime": "f",
+    "link.transport": "pull",
+    "link.addresses": ["h:1"],
+    "attention.dp": 4,
+    "attention.tp": 2,
+    "ffn.ep": 8,
+    "ffn.tp": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "devices", "sizes"),
+    [
+        ("ffn", 40, (8, 4)),
+        ("ffn", 32, (8, 4)),
+        ("ffn", 31, (7, 4)),
+        ("ffn", 7, (1, 4)),
+        ("ffn", 3, (1, 2)),
+        ("ffn", 1, (1, 1)),
+        ("attention", 7, (3, 2)),
+        ("attention", 1, (1, 1)),
+    ],
+)
+def test_rows_of_a_mesh_are_given_up_first(role, devices, sizes):
+    changed = shrunk(load_deployment(REPOSITORY, PULL), role, devices)
+    found = (changed.ffn.ep, changed.ffn.tp), (changed.attention.dp, changed.attention.tp)
+    assert found == ((sizes, (4, 2)) if role == "ffn" else ((8, 4), sizes))
+
+
+def test_what_cannot_shrink():
+    with pytest.raises(ConfigError, match="--devices 0: expected at least 1"):
+        shrunk(load_deployment(REPOSITORY, PULL), "ffn", 0)
+    together = load_deployment(REPOSITORY, {"attention.dp": 2, "ffn.ep": 2})
+    with pytest.raises(ConfigError, match="only a role with a runtime of its own, or colocated"):
+        shrunk(together, "attention", 1)
+    alone = load_deployment(REPOSITORY, {"mode": "colocated", "attention.dp": 4})
+    assert shrunk(alone, "attention", 3).attention.dp == 3
