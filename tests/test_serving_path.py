@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "jaxserve.fleet.worker": 16_000,
     "jaxserve.fleet.attention_runtime": 16_000,
-    "jaxserve.fleet.ffn_runtime": 10_500,
+    "jaxserve.fleet.ffn_runtime": 10_800,
     "jaxserve.fleet.router": 5_000,
     "jaxserve.serve": 23_500,
 }
