@@ -23,6 +23,8 @@ from jaxserve.errors import JaxserveError
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
 SHIM = Path(__file__).resolve().parent / "clock_shim"
+FACE, FIRST_FACE = "jaxserve.server.processes.child", 1000
+"""What the command line of a face process has, and numbers that the launcher does not give."""
 LOOK_SECONDS = 0.02
 END_SECONDS = 60.0
 
@@ -50,7 +52,7 @@ class Process(msgspec.Struct):
 
     Attributes:
       number: of the launcher.
-      role: "router", "prefill", "domain", "ffn" or "follower".
+      role: "router", "prefill", "domain", "ffn", "follower" or "face".
       name: in words.
       pid: of now.
       starts: how often it was started.
@@ -111,9 +113,22 @@ class Deployment:
         """Whether the launcher is."""
         return self._launcher.poll() is None
 
+    def faces(self) -> list[Process]:
+        """Processes of the router's faces (`server.processes`), which it starts itself."""
+        found: list[Process] = []
+        with contextlib.suppress(OSError):
+            for thread in Path("/proc", f"{self.processes[0].pid}", "task").iterdir():
+                for pid in (thread / "children").read_text().split():
+                    if FACE in Path("/proc", pid, "cmdline").read_text():
+                        number = FIRST_FACE + len(found)
+                        found.append(Process(number, "face", "face process", int(pid)))
+        return sorted(found, key=lambda face: face.pid)
+
     def roles(self) -> Mapping[str, list[Process]]:
         """Role → processes of it."""
         found: dict[str, list[Process]] = {}
+        if faces := self.faces():
+            found["face"] = faces
         for _, process in sorted(self.processes.items()):
             found.setdefault(process.role, []).append(process)
         return found

@@ -80,6 +80,7 @@ class Storm:
         self._load = Load(asked, answers, self._http, fields["grpc"], plan.seed)
         self.events: list[Event] = []
         self._late: list[str] = []
+        self._faces = 0
 
     async def run(self) -> Found:
         """Everything, from the first question to what is left."""
@@ -111,6 +112,7 @@ class Storm:
 
     async def _faults(self, begin: float) -> None:
         roles = self._deployment.roles()
+        self._faces = len(roles.get("face", []))
         victims = {
             role: len(found) for role, found in roles.items() if self._plan.only in ("", role)
         }
@@ -122,7 +124,8 @@ class Storm:
             if over or fault.number >= self._plan.most:
                 return
             await asyncio.sleep(fault.pause)
-            await self._one(fault, self._deployment.roles()[fault.role][fault.victim])
+            victim = self._deployment.roles()[fault.role][fault.victim]
+            await self._one(fault, victim)
 
     async def _one(self, fault: Fault, victim: Process) -> None:
         event = Event(
@@ -141,9 +144,10 @@ class Storm:
         with happening(fault, victim, self._deployment):
             await asyncio.sleep(fault.seconds)
         deadline = time.monotonic() + COME_BACK_SECONDS
-        starts = victim.starts + (fault.kind == "kill")
+        starts = victim.starts + (fault.kind == "kill" and victim.role != "face")
         while not (
             self._deployment.whole()
+            and len(self._deployment.faces()) == self._faces
             and victim.starts >= starts
             and await asyncio.to_thread(problems, self._http) == []
         ):
