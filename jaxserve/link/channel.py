@@ -33,7 +33,7 @@ TICK_SECONDS = 0.1
 """How long whoever reads a channel waits before it looks at its deadlines."""
 LONGEST_TICK_SECONDS = 0.5
 """What a tick counts for at most: a process that was stopped has not waited (`AwakeClock`)."""
-RECEIVE_SECONDS = 10
+RECEIVE_SECONDS = 5
 """A frame that stops in the middle for this long is the end of the connection, too."""
 
 

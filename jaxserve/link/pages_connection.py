@@ -7,6 +7,7 @@ whoever waits for a piece.
 """
 
 import functools
+import logging
 import queue
 import threading
 from collections import deque
@@ -41,6 +42,8 @@ from jaxserve.link.pages_frames import (
     decode_from_prefill,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 ASKED_AHEAD = 4
 """Pieces that are asked for or wait to be written at a time: while one crosses, the prefill worker
@@ -124,6 +127,7 @@ class Connection:
         self._answers = queue.SimpleQueue()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._busy_since: float | None = None
+        self._doubted = False
         self._reader = threading.Thread(target=self._read, name="pages reader", daemon=True)
 
     @classmethod
@@ -309,11 +313,24 @@ class Connection:
                 if now - echoed > deadlines.probe:
                     echoed = now
                     self._send(Echo(0))
+                self._doubt(now - heard, 0.0 if busy is None else now - busy)
                 self._on_tick(self)
             except (EOFError, OSError) as error:
                 self.fail(f"the connection closed ({error or 'end of file'})")
             except (RuntimeError, msgspec.DecodeError) as error:
                 self.fail(str(error))
+
+    def _doubt(self, silent: float, waited: float) -> None:
+        """Says once what is the matter: nothing comes any more, or echoes do and pages do not."""
+        suspect = self._deadlines.suspect
+        what = ""
+        if silent > suspect:
+            what = f"silent for {silent:.1f} s"
+        elif waited > suspect:
+            what = f"saturated: it answers, but pages have not come for {waited:.1f} s"
+        if what and not self._doubted:
+            logger.warning("pages link to %s is suspect: %s", self._channel.peer, what)
+        self._doubted = bool(what)
 
     def _take(self, data: bytes) -> None:
         match decode_from_prefill(data):

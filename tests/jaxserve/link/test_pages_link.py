@@ -227,6 +227,18 @@ class Remote:
         self.address, self.epoch, self.running = address, epoch, running
 
 
+def test_a_saturated_worker_is_told_from_a_dead_link(caplog):
+    """It answers echoes while pages have to wait."""
+    deadlines = msgspec.structs.replace(DEADLINES, suspect=0.3)
+    with serving() as (server, holder), client(deadlines=deadlines) as link:
+        slow, _ = ask(link, server, "slow")
+        until(lambda: "is suspect: saturated: it answers, but pages have not come" in caplog.text)
+        assert "silent" not in caplog.text
+        holder.go.set()
+        until(lambda: slow.ended)
+        assert slow.failure is None
+
+
 @pytest.mark.multihost
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefill_worker_that_dies_or_stops(how):
