@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = options.faults.split(",")
     if unknown := sorted(set(kinds) - set(KINDS)):
         made.error(f"--faults: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
+    only = [role for role in options.only.split(",") if role]
+    if unknown := sorted(set(only) - set(ROLES)):
+        made.error(f"--only: {', '.join(unknown)}: expected some of {', '.join(ROLES)}")
     for name in ("minutes", "kills", "clients", "questions", "processes", "calm"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             made.error(f"--{name} {getattr(options, name):g}: expected more than 0")
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = this_machine()
     print(describe_machine(machine), flush=True)
     try:
-        found = _storm(options, kinds)
+        found = _storm(options, kinds, only)
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
@@ -69,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kills", type=int, metavar="N", help="faults at most (any number)")
     made.add_argument("--seed", type=int, default=0, help="of faults and load (%(default)s)")
     made.add_argument("--faults", default="kill", metavar="KIND,…", help=f"of {', '.join(KINDS)}")
-    made.add_argument("--only", default="", choices=["", *ROLES], help="whose processes (all)")
+    made.add_argument(
+        "--only", default="", metavar="ROLE,…", help=f"whose processes, of {', '.join(ROLES)} (all)"
+    )
     made.add_argument("--clients", type=int, default=8, help="at the same time (%(default)s)")
     made.add_argument(
         "--calm", type=float, default=8.0, help="seconds before the first fault (%(default)g)"
@@ -88,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _storm(options: argparse.Namespace, kinds: Sequence[str]) -> Found:
+def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str]) -> Found:
     if not LAUNCHER.exists():
         raise ConfigError(f"{LAUNCHER}: not there; chaos runs from the source tree alone")
     # The launcher has addresses of its own.
@@ -102,7 +107,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str]) -> Found:
     plan = Plan(
         seed=options.seed,
         kinds=kinds,
-        only=options.only,
+        only=only,
         minutes=minutes,
         most=options.kills or 10**9,
         clients=options.clients,

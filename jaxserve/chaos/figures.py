@@ -20,6 +20,8 @@ MORE_FILES = 32
 """File descriptors that a survivor may have more of: requests that run have some."""
 NOTICED = frozenset({"kill", "stop", "drop"})
 """Kinds of faults that somebody has to notice; the others only have to be borne."""
+RECONNECT_SECONDS = 1.0
+"""For which a gRPC channel repeats its last error, although somebody listens again."""
 FEW = 100
 """Gaps that a p99 is made of, at least."""
 
@@ -100,14 +102,14 @@ class Found(msgspec.Struct, kw_only=True):
 
 def back(event: Event, until: float, records: Sequence[Record]) -> float:
     """Seconds of the longest wait for a token, of any request, that was going on at or began after
-    the fault, counted from it; 0: nobody asked."""
+    the fault, counted from it, up to the next fault; 0: nobody asked."""
     longest = 0.0
     for record in records:
         if record.finish < event.at or record.start > until or record.end == "cancelled":
             continue
         for begin, end in waits(record):
             if end > event.at and begin < until:
-                longest = max(longest, end - max(begin, event.at))
+                longest = max(longest, min(end, until) - max(begin, event.at))
     return longest
 
 
@@ -131,10 +133,12 @@ def p99(records: Sequence[Record], begin: float, end: float, without: set[int]) 
 def lost(record: Record, events: Sequence[Event]) -> bool:
     """Whether a request got neither an answer nor an error that says why, and not because its own
     connection ended in a process that was killed."""
-    if record.end != "cut":
+    if record.end not in ("absent", "cut"):
         return False
     return not any(
-        event.closes_streams and record.start <= event.until and record.finish >= event.at
+        event.closes_streams
+        and record.start <= event.until + RECONNECT_SECONDS
+        and record.finish >= event.at
         for event in events
     )
 
@@ -187,7 +191,7 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int]) -> Part:
 
 def _everything(found: Found) -> Part:
     ends = [record.end for record in found.records]
-    cut = [record for record in found.records if record.end == "cut"]
+    cut = [record for record in found.records if record.end in ("absent", "cut")]
     gone = [record for record in cut if lost(record, found.events)]
     measures = [
         Measure("requests", len(ends)),
@@ -198,7 +202,8 @@ def _everything(found: Found) -> Part:
         Measure("lost without a word", len(gone), "", 0),
         Measure("failed, with a reason", ends.count("failed"), "", 0),
         Measure("refused, with a reason, and sent again", ends.count("refused")),
-        Measure("cut with the process they came through, and sent again", len(cut) - len(gone)),
+        Measure("cut with the process they came through, and sent again", ends.count("cut")),
+        Measure("attempts while nobody listened", ends.count("absent")),
         Measure("processes that did not come back", len(found.late.splitlines()), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),
     ]

@@ -30,9 +30,10 @@ CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
-End = Literal["right", "wrong", "cancelled", "failed", "refused", "cut", "hung", ""]
+End = Literal["right", "wrong", "cancelled", "failed", "refused", "absent", "cut", "hung", ""]
 """failed: an error that says why. refused: likewise, before anything was begun (429, 503; gRPC's
-RESOURCE_EXHAUSTED); it is sent again. cut: the connection broke, without a word. "": it runs."""
+RESOURCE_EXHAUSTED); it is sent again. absent: nobody listened. cut: the connection broke, without
+a word. "": it runs."""
 Face = Literal["http", "grpc"]
 
 
@@ -109,7 +110,7 @@ class Load:
             if self._random.random() < CANCELLED:
                 cancel = self._random.randrange(self._asked[question].tokens)
             record = await self._ask(face, question, cancel)
-            if record.end in ("failed", "refused", "cut"):
+            if record.end in ("failed", "refused", "absent", "cut"):
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(self, face: Face, question: int, cancel_after: int | None) -> Record:
@@ -194,7 +195,9 @@ def how_it_failed(error: str) -> End:
     if error.startswith("ValueError"):
         return "failed"
     # gRPC's own words where nobody answered.
-    nobody = ("failed to connect", "Socket closed", "Connection re", "recvmsg", "sendmsg", "GOAWAY")
+    broken = ("Socket closed", "Connection re", "recvmsg", "sendmsg", "GOAWAY")
+    if error.startswith("ConnectionRefusedError") or "failed to connect" in error:
+        return "absent"
     if error.startswith("gRPC UNAVAILABLE"):
-        return "cut" if any(word in error for word in nobody) else "refused"
+        return "cut" if any(word in error for word in broken) else "refused"
     return "failed" if error.startswith("gRPC") else "cut"

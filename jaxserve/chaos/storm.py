@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       seed: of everything.
       kinds: of faults.
-      only: role whose processes are the victims; empty: all.
+      only: roles whose processes are the victims; empty: all.
       minutes: after which no further fault begins.
       most: faults.
       clients: that ask at the same time.
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     kinds: Sequence[str]
-    only: str = ""
+    only: Sequence[str] = ()
     minutes: float = 1.0
     most: int = 10**9
     clients: int = 8
@@ -114,7 +114,7 @@ class Storm:
         roles = self._deployment.roles()
         self._faces = len(roles.get("face", []))
         victims = {
-            role: len(found) for role, found in roles.items() if self._plan.only in ("", role)
+            role: len(found) for role, found in roles.items() if role in (self._plan.only or roles)
         }
         linked = [
             role for role, found in roles.items() if found[0].dialled in self._deployment.proxies

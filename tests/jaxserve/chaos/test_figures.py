@@ -25,6 +25,7 @@ def test_back_is_the_longest_wait_from_the_fault_on():
     ]
     assert back(event(), 20.0, records) == 1.5
     assert back(event(at=11.7), 20.0, records) == 12.7 - 12.0
+    assert back(event(), 11.0, records) == 1.0, "what comes after the next fault is that one's"
 
 
 def test_gaps_of_those_that_lost_their_worker_are_not_others():
@@ -90,7 +91,8 @@ def test_what_clients_make_of_errors():
     assert how_it_failed("ValueError: status 429: b'…'") == "refused"
     assert how_it_failed("ValueError: the server says {'message': 'lost 4 workers'}") == "failed"
     assert how_it_failed("EOFError: the answer ended in the middle") == "cut"
-    assert how_it_failed("ConnectionRefusedError: [Errno 111]") == "cut"
+    assert how_it_failed("ConnectionRefusedError: [Errno 111]") == "absent"
+    assert how_it_failed("gRPC UNAVAILABLE: failed to connect to all addresses") == "absent"
     assert how_it_failed("gRPC UNAVAILABLE: Socket closed") == "cut"
     assert how_it_failed("gRPC UNAVAILABLE: the router is starting") == "refused"
     assert how_it_failed("gRPC INTERNAL: invalid logits") == "failed"

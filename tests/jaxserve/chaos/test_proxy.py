@@ -101,7 +101,7 @@ def test_nobody_behind_it():
     address = f"127.0.0.1:{free_port()}"
     proxy = Proxy(address, f"127.0.0.1:{free_port()}")
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), SECONDS) as client:
-        with pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError):  # at once, or as soon as it is used
+        with socket.create_connection((host, int(port)), SECONDS) as client:
             client.recv(100)
     proxy.close()
