@@ -53,7 +53,7 @@ def test_limits():
     )
     assert missed(parts(good)) == []
     bad = Found(
-        events=[event(), event(at=20.0, until=21.0, noticed=None)],
+        events=[event(), event(at=25.0, until=26.0, noticed=None)],
         records=[
             record(0, 9.0, [9.5, 21.0]),
             record(1, 9.0, [], "wrong"),
