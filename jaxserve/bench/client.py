@@ -77,13 +77,15 @@ class Client:
         self._decoder = msgspec.json.Decoder(_Chunk)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def complete(self, body: bytes, outcome: Outcome | None = None) -> Outcome:
+    async def complete(
+        self, body: bytes, outcome: Outcome | None = None, idempotency_key: str = ""
+    ) -> Outcome:
         """Sends one streamed completion; `body` is JSON that requests usage. Whoever cancels it, or
         wants to look at it in between, brings the outcome."""
         outcome = outcome or Outcome(start=time.perf_counter())
         try:
             async with asyncio.timeout(self._seconds):
-                await self._complete(body, outcome)
+                await self._complete(body, outcome, idempotency_key)
         except (OSError, EOFError, ValueError, msgspec.DecodeError, TimeoutError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.end = time.perf_counter() - outcome.start
@@ -95,7 +97,8 @@ class Client:
             writer.close()
         self._idle.clear()
 
-    async def _complete(self, body: bytes, outcome: Outcome) -> None:
+    async def _complete(self, body: bytes, outcome: Outcome, idempotency_key: str) -> None:
+        key = f"Idempotency-Key: {idempotency_key}\r\n" if idempotency_key else ""
         if self._idle:
             reader, writer = self._idle.pop()
         else:
@@ -106,7 +109,8 @@ class Client:
         try:
             writer.write(
                 f"POST {self._path}/v1/completions HTTP/1.1\r\nHost: {self._host}\r\n{self._key}"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                f"{key}Content-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )
             head = await reader.readuntil(b"\r\n\r\n")

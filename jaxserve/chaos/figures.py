@@ -203,6 +203,7 @@ def _everything(found: Found) -> Part:
         Measure("failed, with a reason", ends.count("failed"), "", 0),
         Measure("refused, with a reason, and sent again", ends.count("refused")),
         Measure("cut with the process they came through, and sent again", ends.count("cut")),
+        Measure("came back with their key", sum(r.resumed > 0 for r in found.records)),
         Measure("attempts while nobody listened", ends.count("absent")),
         Measure("processes that did not come back", len(found.late.splitlines()), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),

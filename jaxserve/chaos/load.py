@@ -46,6 +46,8 @@ class Record(msgspec.Struct, kw_only=True):
       question: which.
       start, finish: when it began and ended.
       arrivals: when tokens came.
+      keyed: whether it has an `Idempotency-Key`, with which its client comes back.
+      resumed: how often it came back.
       end: how it ended.
       why: the error, if there was one, or what is wrong.
     """
@@ -56,6 +58,8 @@ class Record(msgspec.Struct, kw_only=True):
     start: float
     finish: float = float("inf")
     arrivals: list[float] = []
+    keyed: bool = False
+    resumed: int = 0
     end: End = ""
     why: str = ""
 
@@ -91,7 +95,8 @@ class Load:
         self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
         self.stopping = False
         faces: list[Face] = ["http", "grpc"]
-        await asyncio.gather(*(self._client(faces[n % 2]) for n in range(clients)))
+        # Every other client over HTTP sends keys.
+        await asyncio.gather(*(self._client(faces[n % 2], n % 4 == 0) for n in range(clients)))
         await self._channel.close()
         self._http.close()
 
@@ -103,19 +108,23 @@ class Load:
                 await self._ask(face, question, cancel_after=None)
         await self._channel.close()
 
-    async def _client(self, face: Face) -> None:
+    async def _client(self, face: Face, keyed: bool) -> None:
         while not self.stopping:
             question = self._random.randrange(len(self._asked))
             cancel = None
             if self._random.random() < CANCELLED:
                 cancel = self._random.randrange(self._asked[question].tokens)
-            record = await self._ask(face, question, cancel)
+            record = await self._ask(face, question, cancel, keyed)
             if record.end in ("failed", "refused", "absent", "cut"):
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask(self, face: Face, question: int, cancel_after: int | None) -> Record:
+    async def _ask(
+        self, face: Face, question: int, cancel_after: int | None, keyed: bool = False
+    ) -> Record:
         now = time.perf_counter()
-        record = Record(number=next(self._numbers), face=face, question=question, start=now)
+        record = Record(
+            number=next(self._numbers), face=face, question=question, start=now, keyed=keyed
+        )
         self.records.append(record)
         outcome = Outcome(start=now)
         asking = self._over_http if face == "http" else self._over_grpc
@@ -161,7 +170,22 @@ class Load:
             "return_token_ids": True,
             **question.sampling,
         }
-        await self._http.complete(msgspec.json.encode(body), outcome)
+        encoded, key = msgspec.json.encode(body), f"chaos-{record.number}" if record.keyed else ""
+        while True:
+            await self._http.complete(encoded, outcome, key)
+            if not outcome.error:
+                return
+            if how_it_failed(outcome.error) == "cut":
+                self._http.close()  # others that wait for use are as old
+            elif how_it_failed(outcome.error) != "absent":
+                return
+            if not record.keyed:
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+            record.resumed += 1
+            # Everything comes again, from the first token.
+            outcome.token_ids.clear()
+            outcome.text = outcome.error = ""
 
     async def _over_grpc(self, record: Record, outcome: Outcome) -> None:
         question = self._asked[record.question]
