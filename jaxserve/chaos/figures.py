@@ -105,7 +105,7 @@ def back(event: Event, until: float, records: Sequence[Record]) -> float:
     the fault, counted from it, up to the next fault; 0: nobody asked."""
     longest = 0.0
     for record in records:
-        if record.finish < event.at or record.start > until or record.end == "cancelled":
+        if record.finish < event.at or record.wanted > until or record.end == "cancelled":
             continue
         for begin, end in waits(record):
             if end > event.at and begin < until:
@@ -114,8 +114,8 @@ def back(event: Event, until: float, records: Sequence[Record]) -> float:
 
 
 def waits(record: Record) -> Iterator[tuple[float, float]]:
-    """From event to event of a request: its start, its tokens."""
-    return itertools.pairwise([record.start, *record.arrivals])
+    """From event to event of a request: the wish for it, its tokens."""
+    return itertools.pairwise([record.wanted, *record.arrivals])
 
 
 def p99(records: Sequence[Record], begin: float, end: float, without: set[int]) -> float | None:

@@ -23,7 +23,7 @@ HANG_SECONDS = 60.0
 REQUEST_SECONDS = 300.0
 CANCELLED = 0.1
 """Part of the requests that are cancelled at a random moment."""
-RETRY_SECONDS = 0.1
+RETRY_SECONDS = 0.25
 CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -44,6 +44,7 @@ class Record(msgspec.Struct, kw_only=True):
       number: of the request.
       face: over which.
       question: which.
+      wanted: when its client began to want an answer: earlier than `start` where attempts failed.
       start, finish: when it began and ended.
       arrivals: when tokens came.
       keyed: whether it has an `Idempotency-Key`, with which its client comes back.
@@ -55,6 +56,7 @@ class Record(msgspec.Struct, kw_only=True):
     number: int
     face: Face
     question: int
+    wanted: float
     start: float
     finish: float = float("inf")
     arrivals: list[float] = []
@@ -109,21 +111,34 @@ class Load:
         await self._channel.close()
 
     async def _client(self, face: Face, keyed: bool) -> None:
+        wanted = None
         while not self.stopping:
             question = self._random.randrange(len(self._asked))
             cancel = None
             if self._random.random() < CANCELLED:
                 cancel = self._random.randrange(self._asked[question].tokens)
-            record = await self._ask(face, question, cancel, keyed)
+            record = await self._ask(face, question, cancel, keyed, wanted)
+            wanted = None
             if record.end in ("failed", "refused", "absent", "cut"):
+                wanted = max([record.wanted, *record.arrivals])
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(
-        self, face: Face, question: int, cancel_after: int | None, keyed: bool = False
+        self,
+        face: Face,
+        question: int,
+        cancel_after: int | None,
+        keyed: bool = False,
+        wanted: float | None = None,
     ) -> Record:
         now = time.perf_counter()
         record = Record(
-            number=next(self._numbers), face=face, question=question, start=now, keyed=keyed
+            number=next(self._numbers),
+            face=face,
+            question=question,
+            wanted=now if wanted is None else wanted,
+            start=now,
+            keyed=keyed,
         )
         self.records.append(record)
         outcome = Outcome(start=now)

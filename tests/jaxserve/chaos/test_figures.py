@@ -12,7 +12,7 @@ def event(at=10.0, until=14.0, kind="kill", role="domain", **changed):
 
 def record(number, start, arrivals, end="right", **changed):
     finish = arrivals[-1] if arrivals else start
-    values = {"number": number, "face": "http", "question": 0, "finish": finish}
+    values = {"number": number, "face": "http", "question": 0, "finish": finish, "wanted": start}
     return Record(start=start, arrivals=arrivals, end=end, **(values | changed))
 
 
@@ -22,9 +22,11 @@ def test_back_is_the_longest_wait_from_the_fault_on():
         record(1, 12.0, [12.7, 12.8]),  # began after it
         record(2, 1.0, [2.0, 9.9]),  # was over
         record(3, 9.5, [19.0], "cancelled"),
+        record(4, 15.0, [15.1], wanted=13.6),  # its client's attempts had failed since then
     ]
     assert back(event(), 20.0, records) == 1.5
-    assert back(event(at=11.7), 20.0, records) == 12.7 - 12.0
+    assert back(event(at=11.7), 14.0, records) == 12.7 - 12.0
+    assert back(event(at=14.5), 20.0, records) == 15.1 - 14.5
     assert back(event(), 11.0, records) == 1.0, "what comes after the next fault is that one's"
 
 
