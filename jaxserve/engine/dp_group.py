@@ -63,7 +63,7 @@ class DPGroup:
     @property
     def usage(self) -> float:
         """The part of the pool that sequences use, 0 … 1."""
-        return 1 - self.free_pages / self.pool.pages
+        return 1 - (self.free_pages + self.pool.quarantined) / self.pool.pages
 
     def residents(self) -> Iterator[Sequence]:
         """Sequences that hold a slot and pages."""
@@ -152,7 +152,7 @@ class DPGroup:
         """A resident gets no further step, because it was preempted or has ended."""
         lane, row = self._row(sequence)
         sequence.status = status
-        lane.stop(row, ended=status == "ended")
+        lane.stop(row, ended=status == "ended" or sequence.suspect)
         self.stalled.discard(sequence)
 
     def publish(self, sequence: Sequence, cached: int) -> None:
@@ -162,13 +162,20 @@ class DPGroup:
           cached: its tokens whose cache entries are written, of which the host may have dropped
             the last.
         """
-        if self.cache is None:
+        if self.cache is None or sequence.suspect:
             return
         self.changed = True
         full = min(cached, len(sequence.tokens)) // self._page_size
         for page in range(len(sequence.prefix), full):
             if not self.cache.extend(sequence.prefix, sequence.keys, sequence.page_ids[page]):
                 break  # another sequence published the same text first, and uses it
+
+    def suspect(self, sequence: Sequence) -> None:
+        """The logits of a resident were no numbers: its entries are given to nobody, neither those
+        that it shares."""
+        sequence.suspect = self.changed = True
+        if self.cache is not None and sequence.prefix:
+            self.cache.condemn(sequence.prefix)
 
     def hold(self, sequence: Sequence) -> None:
         """Keeps the pages of the sequence's prompt in use, as far as the prefix cache has them."""
@@ -195,9 +202,16 @@ class DPGroup:
         heapq.heappush(self._free[lane.lane], sequence.home.slot)
         self.residents_count -= 1
         self.promised -= self._promised_to(sequence)
-        self.pool.free(_own_pages(sequence))
+        if sequence.suspect and sequence.poisoned is None:
+            sequence.poisoned = _own_pages(sequence)
+            self.pool.quarantine(sequence.poisoned)
+        else:
+            self.pool.free(_own_pages(sequence))
+            if sequence.suspect and sequence.poisoned is not None:
+                self.pool.absolve(sequence.poisoned)
         if self.cache is not None:
             self.cache.release(sequence.prefix)
+        sequence.suspect = False
         sequence.leave_slot()
 
     def _row(self, sequence: Sequence) -> tuple[LaneSlots, int]:

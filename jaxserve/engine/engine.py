@@ -174,6 +174,8 @@ class Engine:
                     prefix_queries=scheduler.prompt_tokens,
                     prefix_hits=scheduler.prompt_tokens_found,
                     invalid_logits=scheduler.invalid_logits,
+                    recomputed=scheduler.recomputed,
+                    quarantined=scheduler.quarantined,
                     drafts=scheduler.drafts if scheduler.draft_policy else None,
                 )
                 for scheduler in self.schedulers
@@ -504,7 +506,7 @@ class Engine:
                     self._grammars.pop(output.request_id, None)
                     if not self._open:
                         self._wake.notify_all()
-            if callback is None:
+            if callback is None or output.says_nothing:
                 continue
             try:
                 callback(output)

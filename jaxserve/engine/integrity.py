@@ -37,7 +37,7 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
                 "keeps its slot, with nothing in flight": not lane.running[row]
                 and not lane.in_flight[row],
                 "has another status in its slot": (lane.running[row], lane.ended[row])
-                != (sequence.status == "running", sequence.status == "ended"),
+                != (sequence.status == "running", sequence.status == "ended" or sequence.suspect),
             }
             if not lane.ended[row]:
                 problems |= {

@@ -71,6 +71,8 @@ class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     invalid_logits: int = 0
+    recomputed: int = 0
+    quarantined: int = 0
     drafts: DraftCounts | None = None
 
 
@@ -87,6 +89,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       prefix_queries: tokens of prompts that were looked for in the prefix cache.
       prefix_hits: those that were found.
       invalid_logits: requests that ended because their logits were not finite numbers.
+      recomputed: requests that were computed anew on other pages because of that.
+      quarantined: pages that are kept away because of that; now.
       compilations: programs that the step loop had to wait for; more than 0 is a flaw.
       prompts: of a prefill worker, those that the engine has not got yet; of a fleet, all that are
         not computed yet.
@@ -112,6 +116,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     invalid_logits: int = 0
+    recomputed: int = 0
+    quarantined: int = 0
     compilations: int = 0
     prompts: int = 0
     held: int = 0
@@ -153,6 +159,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             prefix_queries=sum(domain.prefix_queries for domain in domains),
             prefix_hits=sum(domain.prefix_hits for domain in domains),
             invalid_logits=sum(domain.invalid_logits for domain in domains),
+            recomputed=sum(domain.recomputed for domain in domains),
+            quarantined=sum(domain.quarantined for domain in domains),
             compilations=compilations,
             held=held,
             domains=list(domains),

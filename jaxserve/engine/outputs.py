@@ -19,7 +19,10 @@ from jaxserve.engine.request import FinishReason, TokenOutput
 from jaxserve.engine.sequence import Sequence
 from jaxserve.roles.layout import NO_TOKEN, REJECTED
 
-NOT_FINITE = "the model's logits for the next token are not finite numbers"
+NOT_FINITE = (
+    "the model's logits for the next token are not finite numbers, nor were they before its KV "
+    "cache was computed anew on other pages"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,16 @@ class StepOutputs(Items[TokenOutput]):
             self._sequences[index]
             for index, output in self._special.items()
             if output.finish_reason is not None
+        ]
+
+    @property
+    def poisoned(self) -> list[Sequence]:
+        """The sequences whose logits were not finite for the first time: they are to be computed
+        anew."""
+        return [
+            self._sequences[index]
+            for index, output in self._special.items()
+            if output.finish_reason is None and self._sequences[index].suspect
         ]
 
     @property
@@ -137,12 +150,12 @@ def _append(
 ) -> TokenOutput:
     """Adds tokens to a sequence that may end with one of them, or that has options."""
     kept: list[int] = []
+    sequence: Sequence = slots.sequences[row]
     for token_id in run:
         output = _append_one(slots, row, token_id, logprobs)
         kept += output.token_ids
-        if output.finish_reason is not None:
+        if output.finish_reason is not None or sequence.suspect:
             break
-    sequence: Sequence = slots.sequences[row]
     slots.draftable[row] = sequence.draftable
     return output if len(run) == 1 else msgspec.structs.replace(output, token_ids=kept)
 
@@ -154,6 +167,9 @@ def _append_one(
     request, grammar = sequence.request, sequence.request.params.grammar
     if token_id == NO_TOKEN:
         logger.error("request %s: its logits are not finite", request.request_id)
+        sequence.suspect = True
+        if sequence.poisoned is None:
+            return TokenOutput(request_id=request.request_id)
         return _output(sequence, finish_reason="error", error=NOT_FINITE)
     ends = request.ends_at(token_id, sequence.generated)
     if ends or (grammar is not None and token_id in request.end_ids):

@@ -4,17 +4,24 @@ Called by the scheduler alone, on the leader's host. Pages are ints; the arrays 
 the attention mesh and are unknown here.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+
+QUARANTINE = 4
+"""At most one page in so many is kept away for what it gave."""
 
 
 class PageAllocator:
-    """Hands out pages 0 … pages-1 and takes them back. A page is free or taken, never both."""
+    """Hands out pages 0 … pages-1 and takes them back. A page is free or taken, never both; one in
+    quarantine is taken."""
 
     def __init__(self, pages: int):
         if pages < 1:
             raise ValueError(f"a page pool of {pages} pages")
         self._taken = [False] * pages
+        self._quarantined: deque[int] = deque()
+        self.most_quarantined = pages // QUARANTINE
+        """The most pages that are kept away."""
         self._free = list(reversed(range(pages)))  # a stack: low pages first, freed ones again soon
 
     @property
@@ -54,6 +61,26 @@ class PageAllocator:
             self._taken[page_id] = False
         self._free.extend(reversed(page_ids))
 
+    @property
+    def quarantined(self) -> int:
+        """Pages that are kept away."""
+        return len(self._quarantined)
+
+    def quarantine(self, page_ids: Sequence[int]) -> None:
+        """Takes back pages whose entries gave something that is no number, and hands them out no
+        more: until they are absolved, or more than a part of the pool is away. The oldest are used
+        again then: a page is written before it is read."""
+        self._quarantined.extend(page_ids)
+        while len(self._quarantined) > self.most_quarantined:
+            self.free([self._quarantined.popleft()])
+
+    def absolve(self, page_ids: Sequence[int]) -> None:
+        """They were not to blame; those that are away are handed out again."""
+        for page_id in page_ids:
+            if page_id in self._quarantined:
+                self._quarantined.remove(page_id)
+                self.free([page_id])
+
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
         """Raises RuntimeError unless every page is free, or owned by exactly one sequence.
 
@@ -61,7 +88,8 @@ class PageAllocator:
           owned: the pages of every sequence, one list each.
         """
         claims = Counter(self._free)
-        if any(self._taken[page_id] for page_id in claims):
+        claims.update(self._quarantined)
+        if any(self._taken[page_id] for page_id in self._free):
             raise RuntimeError("a page is on the free list and marked as taken")
         for page_ids in owned:
             claims.update(page_ids)

@@ -123,6 +123,17 @@ class PrefixCache:
             if not node.users:
                 self._idle[node] = None
 
+    def condemn(self, path: Sequence[PageNode]) -> None:
+        """Has nothing match a held path any more, nor what continues it."""
+        top = path[0]
+        assert top.parent is not None
+        if top.parent in self._forgotten:
+            return
+        del top.parent.children[top.key]
+        top.parent = PageNode(-1, b"", None)
+        top.parent.children[top.key] = top
+        self._forgotten.append(top.parent)
+
     def extend(self, path: list[PageNode], keys: PageKeys, page_id: int) -> bool:
         """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
 

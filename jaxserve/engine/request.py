@@ -229,6 +229,12 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     pages_lost: bool = False
     unavailable: bool = False
 
+    @property
+    def says_nothing(self) -> bool:
+        """Whether its request only goes on, without a token: it is computed anew."""
+        nothing = self.finish_reason is None and not self.token_ids
+        return nothing and self.prompt_logprobs is None
+
 
 def _check_integer(field: str, value: object, low: int, high: int, note: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):

@@ -49,7 +49,7 @@ from jaxserve.engine.outputs import StepOutputs, append_tokens
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, TokenOutput
 from jaxserve.engine.rules import RequestRules
-from jaxserve.engine.sequence import Sequence, group_of, token_array
+from jaxserve.engine.sequence import Sequence, group_of, pages_for, token_array
 from jaxserve.engine.step_composer import StepComposer
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan
@@ -137,6 +137,9 @@ class Scheduler:
             )
             for index in range(groups)
         ]
+        spare = pages - pages_for(max_length, page_size)
+        for group in self._groups:  # what may be asked for can always be had
+            group.pool.most_quarantined = max(0, min(group.pool.most_quarantined, spare))
         self.draft_policy = (
             DraftPolicy(drafts, automatic=automatic_drafts, lanes=lanes) if drafts else None
         )
@@ -163,7 +166,7 @@ class Scheduler:
         self._end_ids: Counter[int] = Counter()  # of them: id -> how many it would end
         self._requests_seen = 0
         self._steps_issued = 0
-        self._invalid_logits = 0
+        self._invalid_logits = self._recomputed = 0
         self._preemptions = 0
 
     def add(self, request: Request, due_at: float | None = None) -> None:
@@ -295,7 +298,11 @@ class Scheduler:
         outputs = append_tokens(slots, step.rows[kept], result, self._end_ids, drafts)
         self._invalid_logits += outputs.invalid
         for sequence in outputs.ended:
+            if sequence.suspect:
+                self._groups[group_of(sequence)].suspect(sequence)
             self._end(sequence)
+        for sequence in outputs.poisoned:
+            self._compute_anew(sequence)
         if self._publishes:
             self._publish(slots, step)
         for sequence in outputs.ended:
@@ -378,6 +385,16 @@ class Scheduler:
         return self._invalid_logits
 
     @property
+    def recomputed(self) -> int:
+        """How many were computed anew on other pages because of that, since the start."""
+        return self._recomputed
+
+    @property
+    def quarantined(self) -> int:
+        """Pages that are kept away because of that."""
+        return sum(group.pool.quarantined for group in self._groups)
+
+    @property
     def num_preemptions(self) -> int:
         """How often a sequence lost its pages to an older one, since the start."""
         return self._preemptions
@@ -453,6 +470,15 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache some day."""
         self._preemptions += 1
+        self._stop(sequence, "waiting")
+        self._queue.push(sequence)
+        self._release_if_complete(sequence)
+
+    def _compute_anew(self, sequence: Sequence) -> None:
+        """Sends a sequence whose logits were not finite back to the queue, once: what it has in the
+        cache may be damaged, and is used by nobody. What its steps in flight sample is dropped."""
+        self._recomputed += 1
+        self._groups[group_of(sequence)].suspect(sequence)
         self._stop(sequence, "waiting")
         self._queue.push(sequence)
         self._release_if_complete(sequence)

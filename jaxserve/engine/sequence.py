@@ -67,6 +67,10 @@ class Sequence:
     """Where a prefill worker holds its first pages; None: nowhere, or what was there has come."""
     ticket: int | None = None
     """Of its fetch, while it waits for pages from there."""
+    suspect: bool = False
+    """Its last logits were no numbers: nobody else gets its cache entries."""
+    poisoned: list[int] | None = None
+    """Pages that it had when that happened, since when its cache is computed anew; None: never."""
     scores: list[TokenLogprobs | None] | None = None
     """Log-probabilities of its prompt's tokens so far, where wanted and not yet reported."""
 

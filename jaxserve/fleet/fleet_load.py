@@ -77,6 +77,8 @@ def fleet_load(
         prefix_queries=sum(load.prefix_queries for load in everyone),
         prefix_hits=sum(load.prefix_hits for load in everyone),
         invalid_logits=sum(load.invalid_logits for load in everyone),
+        recomputed=sum(load.recomputed for load in everyone),
+        quarantined=sum(load.quarantined for load in everyone),
         compilations=sum(load.compilations for load in everyone),
         prompts=sum(load.running + load.waiting + load.prompts for load in prefills),
         held=sum(load.held for load in prefills),

@@ -246,6 +246,14 @@ class _EngineCollector(Collector):
             "invalid_logits", "Requests whose logits were not finite.", load.invalid_logits
         )
         yield self._counter(
+            "recomputed", "Requests whose KV cache was made anew on other pages.", load.recomputed
+        )
+        quarantined = GaugeMetricFamily(
+            PREFIX + "quarantined_pages", "KV pages kept away for that.", labels=[LABEL]
+        )
+        quarantined.add_metric([self._model], load.quarantined)
+        yield quarantined
+        yield self._counter(
             "compilations_after_ready", "Programs that steps waited for.", load.compilations
         )
         if load.drafts is not None:

@@ -114,3 +114,18 @@ class PoolMachine(RuleBasedStateMachine):
 
 class TestPool(PoolMachine.TestCase):
     settings = settings(max_examples=50)
+
+
+def test_quarantine():
+    pool = PageAllocator(8)
+    pool.most_quarantined = 3
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.quarantine(first)
+    assert (pool.free_pages, pool.quarantined) == (4, 2)
+    pool.check_integrity([second])
+    pool.quarantine(second)
+    assert (pool.free_pages, pool.quarantined) == (5, 3), "the oldest is handed out again"
+    pool.check_integrity([])
+    pool.absolve([*first, *second])
+    assert (pool.free_pages, pool.quarantined) == (8, 0)
+    pool.check_integrity([])
