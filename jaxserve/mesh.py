@@ -44,7 +44,7 @@ FFN_RULES: Rules = {
 }
 """ffn mesh. Slots of routed experts over ep, every expert's d_ff over tp; dense FFN over all
 devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows
-(`shared_d_ff`, with `ffn.exchange` = alltoall)."""
+(`shared_d_ff`, with `ffn.exchange` = alltoall) or some have slots of it (`ffn.shared_ranks`)."""
 
 COLOCATED_FFN_RULES: Rules = {
     "slots": "dp",

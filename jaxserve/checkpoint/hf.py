@@ -30,7 +30,7 @@ from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
-from jaxserve.checkpoint.source import CheckpointNames, Source, Sources
+from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
@@ -137,7 +137,7 @@ class HFCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of one block, one at a time; each shard is read separately."""
-        return self._block(wanted_leaves(template, shardings, None), [sources])
+        return self._block(template, wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
         self,
@@ -151,14 +151,23 @@ class HFCheckpoint:
           tables: the sources of each block.
           shardings: the shardings of the stacked arrays.
         """
-        return self._block(wanted_leaves(template, shardings, len(tables)), tables)
+        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
 
-    def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
+    def _block(
+        self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
+    ) -> Iterator[jax.Array]:
+        def sources(name: str) -> list[Source]:
+            part = template.parts.get(name)
+            if part is None:
+                return [table[name] for table in tables]
+            cut = part.pieces, part.axis
+            return [with_parts(table[name], table[part.name], *cut) for table in tables]
+
         return make_leaves(
             leaves,
             tables[0].keys(),
-            lambda name, leaf: self._plain([table[name] for table in tables], leaf),
-            lambda name, *pair: self._quantised([table[name] for table in tables], *pair),
+            lambda name, leaf: self._plain(sources(name), leaf),
+            lambda name, *pair: self._quantised(sources(name), *pair),
         )
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
@@ -170,9 +179,9 @@ class HFCheckpoint:
     ) -> tuple[jax.Array, jax.Array]:
         """Values and scales of an 8-bit matrix, as stored in the files or quantised here."""
         block = block_of(values, scales)
-        kinds = {self._tensors[name].kind for source in sources for name in source.names}
-        views = any(source.view for source in sources)
-        if kinds == {FP8} and block != (1, 0) and not views:
+        kinds = {self._tensors[name].kind for source in sources for name in source.all_names}
+        reshaped = any(source.reshapes for source in sources)
+        if kinds == {FP8} and block != (1, 0) and not reshaped:
             kept = self._array(sources, values, dequantise=False)
             return kept, self._scales(sources, scales, block)
         return quantised_here(
@@ -235,7 +244,7 @@ class HFCheckpoint:
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
         """The FP32 scales of the source's FP8 tensors, read whole because they are small."""
         grids, regions = {}, []
-        for name in source.names:
+        for name in source.all_names:
             if self._tensors[name].kind == FP8:
                 tensor = self._tensors[name + SCALES]
                 grid = grids[name] = np.empty(tensor.shape, np.float32)

@@ -39,6 +39,16 @@ def source_regions(
     for index, own, part in _parts(source, ranges, target):
         name = source.names[index]
         yield from _rectangles(source, tensors[name], grids.get(name), own, part)
+    for entry, more in _further(source, ranges):
+        yield from source_regions(more, tensors, grids, ranges[1:], target[entry])
+
+
+def _further(source: Source, ranges: Ranges) -> Iterator[tuple[int, Source]]:
+    """Those of `Source.more` that lie in the ranges, by their place there."""
+    low, high = ranges[0]
+    for index, more in enumerate(source.more, source.entries):
+        if low <= index < high:
+            yield index - low, more
 
 
 def seen_shape(source: Source, index: int) -> Shape:
@@ -139,11 +149,22 @@ def scale_leaf(
       block: (block_out, block_in) of the leaf, both divisors of 128.
 
     Raises:
-      CheckpointError: concatenated tensors would share a block.
+      CheckpointError: concatenated tensors, or parts of one, would share a block.
     """
     target[...] = 1.0
     block_out, block_in = block
     offset = 0
+    for entry, more in _further(source, ranges):
+        scale_leaf(more, grids, ranges[1:], block, target[entry])
+    view = source.view
+    first = [0, 0]
+    if view is not None:
+        first[view.axis - len(view.shape)] = view.start
+    if first[0] % block_out or first[1] % block_in:
+        raise CheckpointError(
+            f"{source.names} from row {first[0]} and column {first[1]}: inside a block of "
+            f"{block_out} x {block_in}"
+        )
     for index, name in enumerate(source.names):
         *_, d_out, d_in = seen_shape(source, index)
         if offset % block_out:
@@ -151,8 +172,8 @@ def scale_leaf(
                 f"{name} starts at row {offset} of {source.names}, inside a block of {block_out}"
             )
         start = 0 if source.stacked else offset // block_out
-        rows = np.arange(-(-d_out // block_out)) * block_out // SCALE_BLOCK
-        columns = np.arange(-(-d_in // block_in)) * block_in // SCALE_BLOCK
+        rows = (first[0] + np.arange(-(-d_out // block_out)) * block_out) // SCALE_BLOCK
+        columns = (first[1] + np.arange(-(-d_in // block_in)) * block_in) // SCALE_BLOCK
         full = grids[name][..., rows[:, None], columns]
         if source.stacked:
             full, here = full[None], ((index, index + 1), *((0, n) for n in full.shape))

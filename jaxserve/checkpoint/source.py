@@ -2,7 +2,8 @@
 
 Written by the families (`step3.py`, …), read by `hf.py`. A leaf of a template (`module.Template`)
 is made of one or more tensors, matrices [d_out, d_in]: a slice of each (`view`), concatenated along
-d_out or stacked along a new first axis (`stacked`).
+d_out or stacked along a new first axis (`stacked`). Further entries of that axis may come from
+other tensors (`more`).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +34,25 @@ class Source(NamedTuple):
     """Whether each tensor is one entry of the leaf's first axis (an expert)."""
     view: View | None = None
     """Which part of each tensor it is; None: all of it."""
+    more: tuple["Source", ...] = ()
+    """Of the entries that the leaf's first axis has behind those of the tensors, one each."""
+
+    @property
+    def entries(self) -> int:
+        """Of the first axis, those of the tensors."""
+        return len(self.names) if self.stacked else self.shapes[0][0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Of all tensors, those of `more` included."""
+        names = (*self.names, *(name for source in self.more for name in source.names))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether it sees tensors in another shape than they have in the file."""
+        own = self.view is not None and any(self.view.shape != shape for shape in self.shapes)
+        return own or any(source.reshapes for source in self.more)
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -97,6 +117,14 @@ def per_expert(config: ModelConfig, prefix: str) -> Sources:
         )
         for leaf, shape in shapes.items()
     }
+
+
+def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source:
+    """The source, with a matrix as further entries, divided into equal pieces along an axis."""
+    (shape,) = matrix.shapes
+    size = shape[axis] // pieces
+    cuts = [View(shape, axis, part * size, (part + 1) * size) for part in range(pieces)]
+    return source._replace(more=tuple(matrix._replace(view=cut) for cut in cuts))
 
 
 Block = Callable[[ModelConfig, str, FFNKind], Sources]

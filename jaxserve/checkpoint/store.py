@@ -37,14 +37,20 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.checkpoint.source import CheckpointNames, Sources
-from jaxserve.checkpoint.stored_array import StoredArray, open_array, read_array
+from jaxserve.checkpoint.stored_array import (
+    ReadableArray,
+    StoredArray,
+    array_with_parts,
+    open_array,
+    read_array,
+)
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
 
 def _read(
-    arrays: Sequence[StoredArray],
+    arrays: Sequence[ReadableArray],
     layers: int | None,
     ranges: Ranges,
     dtype: np.dtype,
@@ -102,7 +108,7 @@ class StoreCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of the block that has these sources in the original folder, one at a time."""
-        return self._block(wanted_leaves(template, shardings, None), [sources])
+        return self._block(template, wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
         self,
@@ -111,10 +117,14 @@ class StoreCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of several blocks, stacked along a new first axis."""
-        return self._block(wanted_leaves(template, shardings, len(tables)), tables)
+        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
 
-    def _block(self, leaves: dict[str, Leaf], tables: Sequence[Sources]) -> Iterator[jax.Array]:
-        blocks = [self._arrays[self._blocks[_key(sources)]] for sources in tables]
+    def _block(
+        self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
+    ) -> Iterator[jax.Array]:
+        blocks = [
+            _with_parts(self._arrays[self._blocks[_key(sources)]], template) for sources in tables
+        ]
         return make_leaves(
             leaves,
             tables[0].keys(),
@@ -122,7 +132,9 @@ class StoreCheckpoint:
             lambda name, *pair: self._quantised(blocks, name, *pair),
         )
 
-    def _plain(self, blocks: Sequence[dict[str, StoredArray]], name: str, leaf: Leaf) -> jax.Array:
+    def _plain(
+        self, blocks: Sequence[dict[str, ReadableArray]], name: str, leaf: Leaf
+    ) -> jax.Array:
         """A leaf of floats; 8-bit matrices are dequantised, layer by layer."""
         if name in blocks[0]:
             return self._array([block[name] for block in blocks], leaf)
@@ -134,7 +146,7 @@ class StoreCheckpoint:
             stack = jax.block_until_ready(fill(stack, layer, index))
         return stack
 
-    def _multiplied(self, block: dict[str, StoredArray], name: str, leaf: Leaf) -> jax.Array:
+    def _multiplied(self, block: dict[str, ReadableArray], name: str, leaf: Leaf) -> jax.Array:
         values, scales = block[f"{name}.values"], block[f"{name}.scales"]
         sizes = _stored_block(values, scales)
         *outer, d_out, d_in = leaf.shape
@@ -148,7 +160,7 @@ class StoreCheckpoint:
         )
 
     def _quantised(
-        self, blocks: Sequence[dict[str, StoredArray]], name: str, values: Leaf, scales: Leaf
+        self, blocks: Sequence[dict[str, ReadableArray]], name: str, values: Leaf, scales: Leaf
     ) -> tuple[jax.Array, jax.Array]:
         """Values and scales of an 8-bit matrix, as stored or quantised here."""
         if f"{name}.values" in blocks[0]:
@@ -170,7 +182,7 @@ class StoreCheckpoint:
             ),
         )
 
-    def _array(self, arrays: Sequence[StoredArray], leaf: Leaf) -> jax.Array:
+    def _array(self, arrays: Sequence[ReadableArray], leaf: Leaf) -> jax.Array:
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             dtype = np.dtype(leaf.dtype)
             return [_read(arrays, leaf.layers, part, dtype, self.on_read) for part in parts]
@@ -178,7 +190,7 @@ class StoreCheckpoint:
         return make_array(leaf, make)
 
     def _scales(
-        self, arrays: Sequence[StoredArray], leaf: Leaf, places: tuple[np.ndarray, np.ndarray]
+        self, arrays: Sequence[ReadableArray], leaf: Leaf, places: tuple[np.ndarray, np.ndarray]
     ) -> jax.Array:
         """Scales for smaller blocks than the stored ones, of which they are parts."""
         rows, columns = places
@@ -202,12 +214,23 @@ class StoreCheckpoint:
         return make_array(leaf, make, empty=1.0)
 
 
+def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, ReadableArray]:
+    """The block's arrays, with the further entries that the template has of some."""
+    arrays: dict[str, ReadableArray] = dict(block)
+    for name, array in block.items():
+        base = name.removesuffix(".values").removesuffix(".scales")
+        if part := template.parts.get(base):
+            other = block[part.name + name.removeprefix(base)]
+            arrays[name] = array_with_parts(array, other, part.pieces, part.axis)
+    return arrays
+
+
 def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """A hashable key that identifies a block by its sources."""
     return tuple((leaf, source.names) for leaf, source in sources.items())
 
 
-def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
+def _stored_block(values: ReadableArray, scales: ReadableArray) -> tuple[int, int]:
     """(block_out, block_in) that share a scale; (1, 0): one scale per row."""
     (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
     if columns == 1 and rows == d_out:
@@ -216,7 +239,7 @@ def _stored_block(values: StoredArray, scales: StoredArray) -> tuple[int, int]:
 
 
 def _scale_places(
-    values: StoredArray, scales: StoredArray, wanted: Leaf, wanted_scales: Leaf
+    values: ReadableArray, scales: ReadableArray, wanted: Leaf, wanted_scales: Leaf
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Rows and columns of the stored scales for the wanted blocks; None if a wanted block spans
     several stored ones."""

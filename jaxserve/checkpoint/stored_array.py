@@ -65,6 +65,65 @@ class StoredArray(NamedTuple):
         return part.size * self.dtype.itemsize
 
 
+class ArrayWithParts(NamedTuple):
+    """An array with equal parts of another one as further entries of its first axis."""
+
+    own: StoredArray
+    other: StoredArray
+    pieces: int
+    """That the other one is divided into."""
+    axis: int
+    """Along which."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.own.shape[0] + self.pieces, *self.own.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.own.dtype
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """As of `StoredArray`."""
+        read, first, sizes = self.own.read_into(ranges, target), self.own.shape[0], self.shape[1:]
+        inside = [(low, min(high, n)) for (low, high), n in zip(ranges[1:], sizes, strict=True)]
+        if any(low >= high for low, high in inside):
+            return read
+        corner = tuple(slice(high - low) for low, high in inside)
+        for part in range(self.pieces):
+            if ranges[0][0] <= first + part < ranges[0][1]:
+                where, start = list(inside), self._start(part)
+                where[self.axis] = inside[self.axis][0] + start, inside[self.axis][1] + start
+                entry = target[first + part - ranges[0][0]]
+                read += self.other.read_into(tuple(where), entry[corner])
+        return read
+
+    def _start(self, part: int) -> int:
+        """Of a part in the other array; a scale of the whole axis belongs to all of them."""
+        return 0 if self.other.shape[self.axis] == 1 else part * self.shape[1 + self.axis]
+
+
+ReadableArray = StoredArray | ArrayWithParts
+
+
+def array_with_parts(
+    own: StoredArray, other: StoredArray, pieces: int, axis: int
+) -> ArrayWithParts:
+    """See `ArrayWithParts`.
+
+    Raises:
+      CheckpointError: the other array's parts are no entries of this one.
+    """
+    joined = ArrayWithParts(own, other, pieces, axis)
+    size, whole = own.shape[1 + axis], other.shape[axis]
+    if whole != pieces * size and not whole == size == 1:
+        raise CheckpointError(
+            f"{other.path}: {whole} rows or scales along axis {axis} are not {pieces} x {size}, as "
+            f"{own.path} has them"
+        )
+    return joined
+
+
 def open_array(path: Path) -> StoredArray:
     """Opens the array in a folder; its chunks are not looked at.
 
@@ -86,7 +145,7 @@ def open_array(path: Path) -> StoredArray:
     return StoredArray(path, store)
 
 
-def read_array(array: StoredArray) -> np.ndarray:
+def read_array(array: ReadableArray) -> np.ndarray:
     """The whole array.
 
     Raises:

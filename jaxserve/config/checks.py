@@ -36,6 +36,13 @@ def complete(deployment: "Deployment") -> "Deployment":
                 f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
                 "that or in 8 bits"
             )
+    shared, ranks = deployment.ffn.shared_ranks, deployment.expert_ranks
+    if shared >= ranks:
+        key = "attention.dp" if deployment.mode == "colocated" else "ffn.ep"
+        raise ConfigError(
+            f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
+            "experts"
+        )
     _check_runtimes(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)

@@ -98,6 +98,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return 1 if apart else self.domains
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks of experts: `ffn.ep`, in colocated mode DP groups."""
+        return self.attention.dp if self.mode == "colocated" else self.ffn.ep
+
+    @property
     def devices(self) -> int:
         """Devices of the runtime that the deployment is, or of all of its two roles' runtimes."""
         colocated = self.mode == "colocated"

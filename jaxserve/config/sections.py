@@ -74,6 +74,11 @@ class FFNRole(Section, frozen=True):
     redundant_slots: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Slots of every ep rank (colocated: DP group) beyond those that its share of the routed
     experts takes: for replicas of busy experts, which `experts` moves there."""
+    shared_ranks: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """The last so many of the ep ranks (colocated: DP groups) hold the shared expert and no routed
+    ones, and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide the
+    routed experts. Its d_ff is a multiple of a routed expert's. 0: every device has a part of it,
+    or with `alltoall` every rank all of it."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
     report. In colocated mode `attention.memory_gb` counts."""

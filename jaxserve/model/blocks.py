@@ -20,8 +20,8 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.dense import DenseFFN
-from jaxserve.model.ffn.experts import Experts
-from jaxserve.model.ffn.placement import SlotSizes, home_slots
+from jaxserve.model.ffn.experts import Experts, slot_sizes
+from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.message import Message
@@ -29,6 +29,7 @@ from jaxserve.model.module import (
     BLOCK,
     Formats,
     Module,
+    Part,
     Rngs,
     Template,
     WeightFormat,
@@ -93,7 +94,8 @@ class AttentionBlock(Module):
 
 
 class FFNBlock(Module):
-    """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert."""
+    """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert, which
+    is one of `experts` where it has ranks of its own."""
 
     def __init__(
         self,
@@ -105,14 +107,18 @@ class FFNBlock(Module):
         rngs: Rngs,
         *,
         redundant: int = 0,
+        shared_ranks: int = 0,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         own_rows = kind == "moe" and exchange == "alltoall"
         shards = tensor_ranks if own_rows else expert_ranks * tensor_ranks
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
-        moe = kind == "moe"
-        self.experts = Experts(config, ranks, formats, rngs, redundant=redundant) if moe else None
+        self.experts = None
+        if kind == "moe":
+            more = {"redundant": redundant, "shared_ranks": shared_ranks}
+            self.experts = Experts(config, ranks, formats, rngs, **more)
+            d_ff = 0 if shared_ranks else d_ff
         split: Literal["d_ff", "shared_d_ff"] = "shared_d_ff" if own_rows else "d_ff"
         self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if d_ff else None
 
@@ -221,7 +227,7 @@ class ModelTemplates:
         }
         self._ffn = ffn
         self.exchange = exchange_of(config, deployment)
-        self.slots = slot_sizes(config, deployment)
+        self.slots = deployment_slots(config, deployment)
         self.ffn = {
             kind.ffn: Template(
                 functools.partial(
@@ -232,8 +238,10 @@ class ModelTemplates:
                     self.exchange,
                     ffn,
                     redundant=self.slots.redundant,
+                    shared_ranks=self.slots.shared_ranks,
                 ),
-                entries={"slots": home_slots(self.slots)},
+                entries={"slots": first_entries(self.slots)},
+                parts=shared_parts(self.slots),
             )
             for kind in config.kinds()
         }
@@ -248,11 +256,21 @@ class ModelTemplates:
         return Template(build, entries={"slots": experts})
 
 
-def slot_sizes(config: ModelConfig, deployment: Deployment) -> SlotSizes:
-    """The slots of a layer's routed experts; in colocated mode DP groups are the ranks."""
-    afd = deployment.mode == "afd"
-    ranks = deployment.ffn.ep if afd else deployment.attention.dp
-    return SlotSizes(config.experts, ranks, deployment.ffn.redundant_slots)
+def deployment_slots(config: ModelConfig, deployment: Deployment) -> SlotSizes:
+    """The slots of a layer's experts; in colocated mode DP groups are the ranks."""
+    ffn = deployment.ffn
+    return slot_sizes(config, deployment.expert_ranks, ffn.redundant_slots, ffn.shared_ranks)
+
+
+def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
+    """The leaves whose last entries are parts of the shared expert, whose d_ff they divide."""
+    if not sizes.shared_parts:
+        return {}
+    cut = {"gate": 0, "up": 0, "down": 1}
+    return {
+        f"experts.{leaf}": Part(f"dense.{leaf}", sizes.shared_parts, axis)
+        for leaf, axis in cut.items()
+    }
 
 
 def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
@@ -322,9 +340,31 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
             f"ffn.redundant_slots = {deployment.ffn.redundant_slots}, but the model has no routed "
             "experts"
         )
+    if deployment.ffn.shared_ranks:
+        _check_shared_ranks(config, deployment)
     if deployment.ffn.exchange != "alltoall":
         return
     if not config.experts:
         raise ConfigError("ffn.exchange = alltoall, but the model has no routed experts")
     if ep == 1:
         raise ConfigError(f"ffn.exchange = alltoall needs 2 or more ranks of experts, {field} = 1")
+
+
+def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
+    """Raises ConfigError unless the shared expert fits into slots of its own ranks."""
+    said = f"ffn.shared_ranks = {deployment.ffn.shared_ranks}"
+    if not config.experts or not config.shared_d_ff:
+        raise ConfigError(f"{said}, but the model has no shared expert beside routed ones")
+    if config.shared_d_ff % config.expert_d_ff:
+        raise ConfigError(
+            f"{said}: slots are as wide as a routed expert, d_ff = {config.expert_d_ff}, which "
+            f"does not divide the shared expert's {config.shared_d_ff}"
+        )
+    sizes = deployment_slots(config, deployment)
+    if sizes.shared_parts > sizes.local:
+        raise ConfigError(
+            f"{said}: the shared expert takes {config.shared_d_ff} / {config.expert_d_ff} = "
+            f"{sizes.shared_parts} slots, and {config.experts} experts on {sizes.ranks} ranks give "
+            f"each {sizes.local}; ffn.redundant_slots = "
+            f"{sizes.redundant + sizes.shared_parts - sizes.local} would do"
+        )

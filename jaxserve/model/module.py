@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,18 @@ def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Arra
     return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
 
 
+class Part(NamedTuple):
+    """Entries that a leaf's first axis has behind those of the checkpoint's array: equal parts of
+    another of its matrices."""
+
+    name: str
+    """Of that matrix."""
+    pieces: int
+    """How many it is divided into."""
+    axis: int
+    """Along which."""
+
+
 class Template:
     """A module without arrays: its structure, and the name, shape and dimensions of every leaf.
 
@@ -224,15 +236,17 @@ class Template:
       dimensions: the axis names of each leaf.
       entries: of a first axis, by its name: which entry of the checkpoint's each of its own is at
         first; negative: none.
+      parts: by the path of a matrix: what its entries are that the checkpoint's has not.
     """
 
     def __init__(
         self,
         build: Callable[[Rngs], Module],
         entries: Mapping[str, tuple[int, ...]] | None = None,
+        parts: Mapping[str, Part] | None = None,
     ):
         self._build = build
-        self.entries = entries or {}
+        self.entries, self.parts = entries or {}, parts or {}
         made: list[Module] = []
 
         def values() -> list[Array]:
@@ -256,5 +270,11 @@ class Template:
         return tuple(partition_spec(names, rules) for names in self.dimensions)
 
     def random(self, seed: int) -> list[Array]:
-        """Random leaves, for benchmarks and tests without a checkpoint."""
-        return [weight[...] for _, weight in self._build(Rngs(seed)).weights()]
+        """Random leaves, for benchmarks and tests without a checkpoint; entries that are the same
+        of the checkpoint's are the same."""
+        leaves = []
+        for _, made in self._build(Rngs(seed)).weights():
+            own = self.entries.get(made.dimensions[0] or "") if self.parts else None
+            same = own and jnp.array([own.index(entry) for entry in own])
+            leaves.append(made[...] if same is None else made[...][same])
+        return leaves

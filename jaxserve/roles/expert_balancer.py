@@ -331,7 +331,8 @@ class ExpertBalancer:
 
     def _take(self, counts: Counts) -> None:
         """What was counted since the last slice of time, which is shown, and at its end kept."""
-        ranks = [counts[rank] for rank in sorted(counts)]
+        # Ranks of the shared expert come last, and count no tokens.
+        ranks = [counts[rank] for rank in sorted(counts) if rank < self.facts.sizes.ranks]
         totals = {
             layer: np.stack([own[place] for own in ranks])
             for place, layer in enumerate(self.facts.layers)

@@ -44,7 +44,7 @@ class BankShape(NamedTuple):
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
         """[layers, ranks, experts] tokens so far, modulo 2^32; each rank has its own."""
-        shape = self.layers, self.sizes.ranks, self.sizes.experts
+        shape = self.layers, self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
     def counts_spec(self, axis: str) -> PartitionSpec:
@@ -63,7 +63,7 @@ def expert_bytes(template: Template, sizes: SlotSizes) -> int:
         for leaf, names in zip(template.leaves, template.dimensions, strict=True)
         if names[0] == "slots"
     )
-    return total // sizes.total
+    return total // sizes.all_slots
 
 
 def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
@@ -112,7 +112,7 @@ class ExpertPrograms:
     def room(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Leaves of one expert a rank, where those that are fetched wait."""
         leaves = (self.template.leaves[place] for place in self.places)
-        ranks = self.sizes.ranks
+        ranks = self.sizes.all_ranks
         return tuple(jax.ShapeDtypeStruct((ranks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
 
     @property
@@ -131,7 +131,7 @@ class ExpertPrograms:
         """
 
         def body(moves: Array, layer: Array, piece: Array, *arrays: Array) -> tuple[Array, ...]:
-            ranks, local = self.sizes.ranks, self.sizes.local
+            ranks, local = self.sizes.all_ranks, self.sizes.local
             rank = jax.lax.axis_index(self.axis)
             source = jnp.maximum(moves[:, 0], 0)
             sends = (moves[:, 0] >= 0) & (source // local == rank)
@@ -206,7 +206,7 @@ class ExpertPrograms:
 
     @property
     def _moves(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.sizes.ranks, 2), jnp.int32)
+        return jax.ShapeDtypeStruct((self.sizes.all_ranks, 2), jnp.int32)
 
     def count(self, banks: Sequence[BankShape]) -> Program:
         """(counts of each bank…) → [layers, ranks, experts] of all of them, a copy."""

@@ -178,7 +178,7 @@ class ExpertSlots:
         """Bytes of one expert's weights on all devices that share it."""
         leaves, layers = self._weights.bank(0), len(self.banks[0].layers)
         total = sum(leaves[place].nbytes for place in self._places)
-        return total // (layers * self.sizes.total)
+        return total // (layers * self.sizes.all_slots)
 
     def carry_out(self, action: Action) -> None:
         """Enqueues an action.
@@ -218,7 +218,7 @@ class ExpertSlots:
         if reader is None:
             raise ValueError("there is no checkpoint to read experts from")
         self._bank(read.layer)
-        experts = [EMPTY] * sizes.ranks
+        experts = [EMPTY] * sizes.all_ranks
         for expert, target in read.experts:
             experts[target // sizes.local] = expert
         reading: Future[Leaves] = Future()
@@ -288,10 +288,11 @@ class ExpertSlots:
 
     def _moves(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
         """As the programs take them."""
-        moves = np.full((self.sizes.ranks, 2), (NOTHING, 0), np.int32)
+        moves = np.full((self.sizes.all_ranks, 2), (NOTHING, 0), np.int32)
         for source, target in copies:
             rank, slot = divmod(target, self.sizes.local)
-            if moves[rank, 0] != NOTHING or not STORAGE <= source < self.sizes.total:
+            there = STORAGE <= source < self.sizes.total and 0 <= target < self.sizes.total
+            if not there or moves[rank, 0] != NOTHING:
                 raise ValueError(f"copies {copies}: more than one to a rank, or from nowhere")
             moves[rank] = max(source, 0), slot
         return moves

@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
-from jaxserve.model.ffn.replicas import choose_slots, expert_load
+from jaxserve.model.ffn.replicas import (
+    choose_shared_rank,
+    choose_slots,
+    expert_load,
+    work_of_rank,
+)
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
@@ -127,10 +132,15 @@ class GatherExchange(NamedTuple):
         if experts is not None:
             assert table is not None
             assert message.experts is not None
+            assert message.gates is not None
             # Every device sees the same rows in the same order, so that all agree on whose turn it
             # is.
-            nowhere = experts.local * jax.lax.axis_size(axes.experts)
-            message = message._replace(experts=choose_slots(message.experts, table, nowhere))
+            sizes, gates = experts.sizes, message.gates
+            slots = choose_slots(message.experts, table, sizes.all_slots)
+            if sizes.shared_ranks:
+                shared = choose_shared_rank(message.experts, sizes) == rank
+                slots, gates = work_of_rank(slots, gates, shared, rank, sizes)
+            message = message._replace(experts=slots, gates=gates)
         share, load = block.with_load(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
@@ -163,7 +173,8 @@ class AllToAllExchange(NamedTuple):
     If the devices of a rank have different rows, a row goes to each of them, and each returns its
     share: no gather in the rank, whose static shape would be that of the worst routing. Results
     travel in `dtype` and are summed in FP32 where the rows were. The shared expert's d_ff is
-    divided over `tensor` alone, so that a rank computes it for its own rows.
+    divided over `tensor` alone, so that a rank computes it for its own rows; if it has ranks of its
+    own, a row goes to one of them, too.
     """
 
     axes: Axes
@@ -184,19 +195,26 @@ class AllToAllExchange(NamedTuple):
         assert table is not None
         own = packing.unpack(packed)
         assert own.experts is not None
-        nowhere = experts.local * jax.lax.axis_size(axes.experts)
+        sizes, rank = experts.sizes, jax.lax.axis_index(axes.experts)
         with jax.named_scope("dispatch"):
             turn = jax.lax.axis_index(axes.rows)
-            slots = choose_slots(own.experts, table, nowhere, turn=turn)
-            plan = make_send_plan(slots // experts.local, axes, self.blocks)
+            slots = choose_slots(own.experts, table, sizes.all_slots, turn=turn)
+            ranks = slots // sizes.local
+            if sizes.shared_ranks:
+                shared = choose_shared_rank(own.experts, sizes, turn=turn)
+                ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
+            plan = make_send_plan(ranks, axes, self.blocks)
             received, there = plan.dispatch(packing.addressed(packed, slots))
             message = packing.unpack(received)
             assert message.experts is not None
             assert message.gates is not None
-            chosen = jnp.where(there[:, None], message.experts, nowhere)
+            chosen = jnp.where(there[:, None], message.experts, sizes.all_slots)
+            gates = message.gates
+            if sizes.shared_ranks:
+                # Rows come to a rank of the shared expert for no other reason.
+                chosen, gates = work_of_rank(chosen, gates, there, rank, sizes)
         with jax.named_scope("experts"):
-            rank = jax.lax.axis_index(axes.experts)
-            results, load = experts.routed(message.tokens, chosen, message.gates, rank, layer)
+            results, load = experts.routed(message.tokens, chosen, gates, rank, layer)
         with jax.named_scope("combine"):
             rows = plan.combine(results.astype(self.dtype))
         if block.dense is not None:

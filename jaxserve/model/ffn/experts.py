@@ -3,7 +3,7 @@
 Runs inside `shard_map` on the ffn mesh: a device holds its ep rank's slots and its tp rank's share
 of their d_ff, sees all tokens, and returns its share of the output. Dropless: the number of tokens
 per slot is data. Choices of slots elsewhere, and padding tokens, contribute nothing. Which expert a
-slot holds is not known here.
+slot holds is not known here; on ranks of the shared expert it is a part of that one.
 """
 
 from jaxtyping import Array, Float, Int
@@ -14,6 +14,19 @@ from jaxserve.model.module import Formats, Module, Rngs, matrix
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
 
+def slot_sizes(
+    config: ModelConfig, ranks: int, redundant: int = 0, shared_ranks: int = 0
+) -> SlotSizes:
+    """The slots of a layer's experts.
+
+    Args:
+      ranks: all of them.
+      redundant, shared_ranks: as of `SlotSizes`.
+    """
+    parts = -(-config.shared_d_ff // config.expert_d_ff) if shared_ranks else 0
+    return SlotSizes(config.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
+
+
 class Experts(Module):
     """Stacked expert weights.
 
@@ -21,6 +34,7 @@ class Experts(Module):
       gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
         splits it.
       down: [slots, d_model, expert_d_ff].
+      sizes: of the slots.
       local: slots of one layer on one device.
       row_format: as `grouped_swiglu` takes it.
     """
@@ -33,10 +47,11 @@ class Experts(Module):
         rngs: Rngs,
         *,
         redundant: int = 0,
+        shared_ranks: int = 0,
     ):
         expert_ranks, tensor_ranks = ranks
-        sizes = SlotSizes(config.experts, expert_ranks, redundant)
-        self.local, slots = sizes.local, sizes.total
+        self.sizes = slot_sizes(config, expert_ranks, redundant, shared_ranks)
+        self.local, slots = self.sizes.local, self.sizes.all_slots
         self.row_format = formats.expert_rows
         d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)

@@ -2,8 +2,9 @@
 
 Slots are physical experts, `local` of them on each rank, device after device; a placement names the
 expert of every slot of one layer, `EMPTY` where there is none. Several slots may hold one expert
-(replicas). Called by the templates, by whoever moves experts, and by the planner; `replicas.py` is
-the part that runs on devices. Knows neither weights nor JAX.
+(replicas). Ranks of the shared expert come behind those of the routed ones and are in no placement:
+what they hold never moves. Called by the templates, by whoever moves experts, and by the planner;
+`replicas.py` is the part that runs on devices. Knows neither weights nor JAX.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,11 @@ class SlotSizes(NamedTuple):
     """Over which the slots are divided."""
     redundant: int = 0
     """Slots a rank beyond those that the experts need (`ffn.redundant_slots`)."""
+    shared_ranks: int = 0
+    """Further ranks, each of which holds the whole shared expert and no routed ones
+    (`ffn.shared_ranks`)."""
+    shared_parts: int = 0
+    """Slots that the shared expert takes there: parts of it, as wide as a routed expert."""
 
     @property
     def local(self) -> int:
@@ -40,8 +46,18 @@ class SlotSizes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Slots of all ranks; stands for "nowhere" where a slot is expected."""
+        """Slots of all ranks of routed experts."""
         return self.ranks * self.local
+
+    @property
+    def all_ranks(self) -> int:
+        """Those of routed experts and, behind them, those of the shared one."""
+        return self.ranks + self.shared_ranks
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all ranks; stands for "nowhere" where a slot is expected."""
+        return self.all_ranks * self.local
 
     @property
     def spare(self) -> int:
@@ -64,6 +80,14 @@ def home_slots(sizes: SlotSizes) -> Placement:
         slots[rank * sizes.local + taken[rank]] = expert
         taken[rank] += 1
     return tuple(slots)
+
+
+def first_entries(sizes: SlotSizes) -> tuple[int, ...]:
+    """What every slot of all ranks holds at first: experts at home, and behind their numbers those
+    of the shared expert's parts."""
+    parts = tuple(range(sizes.experts, sizes.experts + sizes.shared_parts))
+    empty = (EMPTY,) * (sizes.local - sizes.shared_parts)
+    return home_slots(sizes) + sizes.shared_ranks * (parts + empty)
 
 
 def check_placement(placement: Sequence[int], sizes: SlotSizes) -> None:

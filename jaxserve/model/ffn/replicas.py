@@ -2,11 +2,14 @@
 
 The router chooses logical experts; `choose_slots` turns them into slots by a table that is an
 argument of the program (`placement.replica_table`), so that no change of placement recompiles
-anything. Called by the exchange, inside `shard_map`.
+anything. Where the shared expert has ranks of its own, they take turns as replicas do. Called by
+the exchange, inside `shard_map`.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from jaxserve.model.ffn.placement import SlotSizes
 
 
 def choose_slots(
@@ -47,3 +50,42 @@ def expert_load(
     mine = first + jnp.arange(load.shape[0])
     here = (slots[:, :, None] == mine) & (place[:, None] < table[:, :1, None])
     return jnp.sum(jnp.where(here, load, 0), axis=(1, 2), dtype=jnp.int32)
+
+
+def choose_shared_rank(
+    experts: Int[Array, "tokens top_k"], sizes: SlotSizes, *, turn: Int[Array, ""] | int = 0
+) -> Int32[Array, " tokens"]:
+    """The rank that computes the shared expert for a row: they take turns, from row to row that is
+    no padding, which goes past the last rank.
+
+    Args:
+      experts: logical ids; past the last one: padding.
+      turn: as of `choose_slots`.
+    """
+    there = (experts[:, 0] >= 0) & (experts[:, 0] < sizes.experts)
+    number = jnp.cumsum(there, dtype=jnp.int32) - 1 + turn
+    return jnp.where(there, sizes.ranks + number % sizes.shared_ranks, sizes.all_ranks)
+
+
+def work_of_rank(
+    slots: Int[Array, "tokens top_k"],
+    gates: Float[Array, "tokens top_k"],
+    shared: Bool[Array, " tokens"],
+    rank: Int[Array, ""],
+    sizes: SlotSizes,
+) -> tuple[Int32[Array, "tokens choices"], Float[Array, "tokens choices"]]:
+    """Slots and weights of what a rank computes: its routed experts for the rows that chose them
+    or, if it is one of the shared expert's, all parts of that with weight 1. No rank does both, so
+    that a row needs no more choices than it has.
+
+    Args:
+      shared: rows whose turn with the shared expert it is.
+    """
+    parts, nowhere = sizes.shared_parts, sizes.all_slots
+    more = ((0, 0), (0, max(0, parts - slots.shape[1])))
+    slots = jnp.pad(slots, more, constant_values=nowhere).astype(jnp.int32)
+    gates = jnp.pad(gates, more)
+    part = jnp.arange(slots.shape[1], dtype=jnp.int32)
+    own = jnp.where(shared[:, None] & (part < parts), rank * sizes.local + part, nowhere)
+    routes = rank < sizes.ranks
+    return jnp.where(routes, slots, own), jnp.where(routes, gates, 1.0)
