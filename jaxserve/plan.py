@@ -115,6 +115,7 @@ def _search(options: argparse.Namespace) -> int:
         max_devices=options.max_devices,
         modes=tuple(options.modes or MODES),
         most_drafts=options.drafts,
+        shared_ranks=options.shared_ranks,
     )
     skew = read_skew(options.skew) if options.skew is not None else None
     accepted = _accepted(options, calculator)
@@ -322,6 +323,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
         add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
     add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
     add("--skew", help="of the experts' popularity, as of simulate: places them, with replicas")
+    add("--shared-ranks", action="store_true", help="tries some for the shared expert alone")
     add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")
     add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
     add("--best", type=_count, default=3, help="plans a mode: 3")

@@ -63,6 +63,7 @@ def deployment_text(
         *([] if colocated else [f"  ep: {layout.ep}", f"  tp: {layout.ffn_tp}"]),
         f"  weights: {weights}",
         *([f"  redundant_slots: {layout.redundant_slots}"] if layout.redundant_slots else []),
+        *([f"  shared_ranks: {layout.shared_ranks}"] if layout.shared_ranks else []),
         *([] if colocated else [f"  memory_gb: {f.memory_gb * usable:.1f}"]),
         f"link: {{dispatch: {formats.dispatch}}}",
         "cache:",

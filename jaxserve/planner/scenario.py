@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel, load_model, model_config
@@ -52,7 +51,7 @@ class Scenario(NamedTuple):
             return None
         random = np.random.default_rng(seed)
         popularity = skew.popularity(random, model.layers, moe.experts)
-        sizes = SlotSizes(moe.experts, self.layout.ep, self.layout.redundant_slots)
+        sizes = self.layout.slots(moe.experts)
         return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
 
     def rooflines(self, loads: ExpertLoads | None = None, *, extra: float = 0.0) -> Rooflines:
@@ -120,6 +119,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         ffn_tp=a.tp if colocated else f.tp,
         lanes=deployment.lanes,
         redundant_slots=f.redundant_slots,
+        shared_ranks=f.shared_ranks,
     )
 
 

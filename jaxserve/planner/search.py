@@ -50,6 +50,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Of a sequence in a step, by a multi-token-prediction module."""
     redundant_slots: int = 0
     """Of every ep rank, for replicas of experts."""
+    shared_ranks: int = 0
+    """Of the ep ranks, those that have the shared expert for themselves."""
 
     @property
     def attention_devices(self) -> int:
@@ -65,7 +67,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def ffn_mesh(self) -> ExchangeMesh:
         """The devices that exchange rows."""
         attention = self.attention_devices if self.mode == "afd" else None
-        return ExchangeMesh(self.ep, self.ffn_tp, attention)
+        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks)
+
+    def slots(self, experts: int) -> SlotSizes:
+        """Of the routed experts, on a rank each."""
+        return SlotSizes(experts, self.ep - self.shared_ranks, self.redundant_slots)
 
     @property
     def devices(self) -> int:
@@ -123,6 +129,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     modes: tuple[Mode, ...] = ("afd", "ep", "tp")
     most_drafts: int = 0
     """Every number of drafts a step up to this one is tried."""
+    shared_ranks: bool = False
+    """Whether ranks for the shared expert alone are tried, too."""
 
 
 class Found(NamedTuple):
@@ -213,9 +221,24 @@ class Searcher:
         """Everything that is tried, whether or not it fits."""
         replace = msgspec.structs.replace
         for shape in self._shapes(target):
-            for layout in (replace(shape, redundant_slots=n) for n in self._redundant(shape)):
-                for drafts in range(target.most_drafts + 1):
-                    yield replace(layout, drafts=drafts) if drafts else layout
+            for shared in self._shared(shape.ep, target):
+                cut = replace(shape, shared_ranks=shared)
+                for layout in (replace(cut, redundant_slots=n) for n in self._redundant(cut)):
+                    for drafts in range(target.most_drafts + 1):
+                        yield replace(layout, drafts=drafts) if drafts else layout
+
+    def _shared(self, ep: int, target: Target) -> list[int]:
+        """Numbers of ranks for the shared expert to try: none, and as many as leave every rank
+        equally many rows to multiply (xDeepServe's 288 = 256 + 32)."""
+        moe = self._calculator.model.moe
+        found = [0] if ep == 1 or self._divides(ep) else []
+        if target.shared_ranks and moe is not None and moe.shared_d_ff:
+            parts, odd = divmod(moe.shared_d_ff, moe.expert_d_ff)
+            ranks = round(ep * parts / (parts + moe.top_k))
+            held = -(-moe.experts // max(1, ep - ranks))
+            if not odd and 0 < ranks < ep and parts <= held and self._divides(ep - ranks):
+                found.append(ranks)
+        return found
 
     def _redundant(self, layout: Layout) -> Sequence[int]:
         moves = self._skew is not None and layout.ep > 1 and self._calculator.model.moe is not None
@@ -226,7 +249,7 @@ class Searcher:
         moe = self._calculator.model.moe
         if self._skew is None or moe is None or layout.ep == 1:
             return None
-        return mean_busiest(self._skew, SlotSizes(moe.experts, layout.ep, layout.redundant_slots))
+        return mean_busiest(self._skew, layout.slots(moe.experts))
 
     def _shapes(self, target: Target) -> Iterator[Layout]:
         if "afd" in target.modes:
@@ -242,17 +265,19 @@ class Searcher:
                                 a.slice_of(a_devices) and f.slice_of(f_devices)
                             ):
                                 continue
-                            yield from self._afd(a_name, f_name, a_devices, f_devices)
+                            yield from self._afd(a_name, f_name, a_devices, f_devices, target)
         for name, hardware in self._attention.items():
             if name in self._ffn:
                 for devices in _device_counts(hardware, target.max_devices):
                     if not hardware.slice_of(devices):
                         continue
-                    yield from self._colocated(name, hardware, devices, target.modes)
+                    yield from self._colocated(name, hardware, devices, target)
 
-    def _afd(self, a_name: str, f_name: str, a_devices: int, f_devices: int) -> Iterator[Layout]:
+    def _afd(
+        self, a_name: str, f_name: str, a_devices: int, f_devices: int, target: Target
+    ) -> Iterator[Layout]:
         for tp in self._attention_tp(self._attention[a_name], a_devices):
-            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices):
+            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices, target):
                 for lanes in (1, 2, 3, 4):
                     yield Layout(
                         mode="afd",
@@ -266,11 +291,11 @@ class Searcher:
                     )
 
     def _colocated(
-        self, name: str, hardware: Hardware, devices: int, modes: Sequence[Mode]
+        self, name: str, hardware: Hardware, devices: int, target: Target
     ) -> Iterator[Layout]:
         for tp in self._attention_tp(hardware, devices):
             mode: Mode = "tp" if tp == devices else "ep"
-            if mode in modes and (mode == "tp" or self._divides(devices // tp)):
+            if mode in target.modes and self._shared(devices // tp, target):
                 yield Layout(
                     mode=mode,
                     attention=name,
@@ -288,12 +313,12 @@ class Searcher:
         most = min(devices, hardware.link_devices, hardware.devices_per_host)
         return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
 
-    def _ffn_tp(self, hardware: Hardware, devices: int) -> list[int]:
+    def _ffn_tp(self, hardware: Hardware, devices: int, target: Target) -> list[int]:
         host = min(devices, hardware.devices_per_host)
         return [
             tp
             for tp in sorted({1, host})
-            if devices % tp == 0 and (self._divides(devices // tp) or tp == devices)
+            if devices % tp == 0 and self._shared(devices // tp, target)
         ]
 
     def _divides(self, ep: int) -> bool:

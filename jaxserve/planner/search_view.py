@@ -76,8 +76,12 @@ def layout_text(plan: Plan) -> str:
     if layout.redundant_slots:
         more += f", {layout.redundant_slots} redundant slot{'s' * (layout.redundant_slots > 1)}"
     if layout.mode != "afd":
-        return attention + more
-    ffn = f"{layout.ffn_devices} {layout.ffn} (ep {layout.ep} tp {layout.ffn_tp})"
+        shared = f", {layout.shared_ranks} with the shared expert" if layout.shared_ranks else ""
+        return attention + shared + more
+    ep = f"ep {layout.ep}"
+    if layout.shared_ranks:
+        ep += f" = {layout.ep - layout.shared_ranks} + {layout.shared_ranks} shared"
+    ffn = f"{layout.ffn_devices} {layout.ffn} ({ep} tp {layout.ffn_tp})"
     return f"{attention} + {ffn}{more}"
 
 

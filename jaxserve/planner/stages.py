@@ -19,6 +19,7 @@ from jaxserve.model.ffn.traffic import (
     alltoall_moves,
     choose,
     gather_moves,
+    ranks_met,
     reach,
     row_bytes,
 )
@@ -225,15 +226,18 @@ class Calculator(NamedTuple):
         redundant: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
-        expert only over those of a rank, for the rank's own rows.
+        expert only over those of a rank, for the rank's own rows. Where it has ranks of its own,
+        the stage takes as long as they or the others do, whichever is longer.
 
         Args:
-          busiest: tokens of the busiest rank over the mean; None: `Assumptions.imbalance` times
-            those that its share of the experts gets, if they are all alike.
+          busiest: tokens of the busiest rank of routed experts over the mean; None:
+            `Assumptions.imbalance` times those that its share of the experts gets, if they are all
+            alike.
           redundant: slots of a rank beyond its share of the experts, with replicas.
         """
         d_model, size = self.model.d_model, SIZE[self.formats.weights]
-        ep, tp = mesh.ranks, mesh.tensor
+        apart = group.experts and mesh.shared
+        ep, tp = mesh.routed if apart else mesh.ranks, mesh.tensor
         read, flops = 0.0, 0.0
         if group.experts:
             held = -(-group.experts // ep)
@@ -245,12 +249,18 @@ class Calculator(NamedTuple):
             read += met * expert * size
             flops += 2 * rows * expert
         parts, seen = ep * tp, float(tokens)
-        if self.exchange_kind(group, mesh) == "alltoall":
+        if apart:
+            parts, seen = tp, tokens / mesh.shared
+        elif self.exchange_kind(group, mesh) == "alltoall":
             parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
         shared = 3 * d_model * group.shared_d_ff / parts
-        read += shared * size
-        flops += 2 * seen * shared
-        work = self._work(hardware, [(read, flops, self.formats.linear)])
+        beside = shared * size, 2 * seen * shared, self.formats.linear
+        if apart:
+            routed = self._work(hardware, [(read, flops, self.formats.linear)])
+            work = max(routed, self._work(hardware, [beside]), key=lambda stage: stage.seconds)
+        else:
+            both = read + beside[0], flops + beside[1], self.formats.linear
+            work = self._work(hardware, [both])
         work = StageTime(self.measured.correct("ffn", hardware.name, work.seconds), work.bound)
         there, back = self._collectives(group, hardware, tokens, mesh)
         return FFNStage(there, work, back)
@@ -261,7 +271,7 @@ class Calculator(NamedTuple):
             return "gather"
         if self.exchange != "auto":
             return self.exchange
-        reached = reach(group.experts, group.top_k, mesh.ranks)
+        reached = ranks_met(mesh, group.experts, group.top_k) / mesh.ranks
         return choose(mesh, self._row_bytes(group), reached, shared=group.shared_d_ff > 0)
 
     def own_rows(self, mesh: ExchangeMesh) -> float:
@@ -285,7 +295,9 @@ class Calculator(NamedTuple):
         row, rows, latency = self._row_bytes(group), tokens * self.own_rows(mesh), 1
         near = min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)
         if self.exchange_kind(group, mesh) == "alltoall":
-            reached = reach(group.experts, group.top_k, mesh.ranks)
+            reached = reach(group.experts, group.top_k, mesh.routed)
+            if mesh.shared:  # whichever kind of rank gets more
+                reached = max(reached, 1 / mesh.shared)
             moved = alltoall_moves(mesh, row, reached, shared=group.shared_d_ff > 0)
             far, sizes = reached * (mesh.peers - near), (row.packed, row.result)
             latency = 2  # how many rows there are goes ahead of them
@@ -368,12 +380,13 @@ class Calculator(NamedTuple):
         Args:
           redundant: slots of a rank beyond its share of the experts.
         """
-        total, (ep, tp) = 0.0, mesh[:2]
+        total, tp = 0.0, mesh.tensor
         for group in self.model.ffn:
-            slots = -(-group.experts // ep) + redundant if group.experts else 0
-            experts = slots * group.expert_d_ff / tp
-            parts = tp if self.exchange_kind(group, mesh) == "alltoall" else ep * tp
-            width = experts + group.shared_d_ff / parts
+            slots = -(-group.experts // mesh.routed) + redundant if group.experts else 0
+            width = slots * group.expert_d_ff / tp
+            if not (group.experts and mesh.shared):  # else it has such slots
+                parts = tp if self.exchange_kind(group, mesh) == "alltoall" else mesh.ranks * tp
+                width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * SIZE[self.formats.weights]
 

@@ -235,17 +235,18 @@ def _ffn_activations(
     pieces = deployment.attention.devices
     arriving = -(-rows // pieces) * Route(pieces, devices).slots
     lanes = deployment.lanes if deployment.mode == "afd" else 1
-    hidden = 2 * FP32 + size
+    hidden, apart = 2 * FP32 + size, deployment.ffn.shared_ranks
 
     def layer(kind: FFNKind) -> int:
-        width = config.d_ff if kind == "dense" else config.shared_d_ff
+        width = config.d_ff if kind == "dense" else 0 if apart else config.shared_d_ff
         held = rows * (packed + d * (size + FP32) + -(-width // devices) * hidden)
         if kind == "moe":
             routed = d * (2 * size + FP32) + -(-config.expert_d_ff // ranks[1]) * hidden
-            held += rows * config.top_k * routed
+            choices = max(config.top_k, apart and config.shared_d_ff // config.expert_d_ff)
+            held += rows * choices * routed
             if exchange_of(config, deployment) == "alltoall":
                 mesh = exchange_mesh(deployment)
-                sent = math.ceil(rows * mesh.own) * min(config.top_k, mesh.ranks)
+                sent = math.ceil(rows * mesh.own) * min(config.top_k + (apart > 0), mesh.ranks)
                 held += rows * d * size + sent * (packed + devices // mesh.ranks * d * size)
         return held
 
@@ -362,7 +363,8 @@ def shape_of(deployment: Deployment, role: Role) -> str:
     """A role's mesh in words."""
     if role == "attention":
         return f"attention.dp {deployment.attention.dp} x attention.tp {deployment.attention.tp}"
-    return f"ffn.ep {deployment.ffn.ep} x ffn.tp {deployment.ffn.tp}"
+    shared = f" ({deployment.ffn.shared_ranks} shared)" if deployment.ffn.shared_ranks else ""
+    return f"ffn.ep {deployment.ffn.ep}{shared} x ffn.tp {deployment.ffn.tp}"
 
 
 def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
@@ -384,9 +386,8 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
         f"KV cache     {tokens:,} tokens a DP group, of up to {sequences} sequences at a time; "
         f"{deployment.attention.dp * tokens:,} in all"
     )
-    exchange = describe_exchange(config, deployment)
-    titles = ("exchange", "")[: len(exchange)]
-    lines += [f"{title:11}  {said}" for title, said in zip(titles, exchange, strict=True)]
+    for place, said in enumerate(describe_exchange(config, deployment)):
+        lines.append(f"{'' if place else 'exchange':11}  {said}")
     parts = role_bytes(config, deployment)
     lines += _table(parts, memory)
     lines += [

@@ -33,6 +33,13 @@ class ExchangeMesh(NamedTuple):
     attention: int | None
     """Attention devices, whose rows arrive at as many of these devices, if there are not fewer.
     None: colocated, where the devices of a rank have the same rows."""
+    shared: int = 0
+    """Ranks that have the shared expert for themselves, and no routed ones."""
+
+    @property
+    def routed(self) -> int:
+        """The other ranks."""
+        return self.ranks - self.shared
 
     @property
     def split(self) -> bool:
@@ -86,6 +93,12 @@ def reach(experts: int, top_k: int, parts: int) -> float:
     return 1 - misses
 
 
+def ranks_met(mesh: ExchangeMesh, experts: int, top_k: int) -> float:
+    """To how many ranks a row goes, on average: those of its experts, and one that has the shared
+    expert, if that has ranks of its own."""
+    return mesh.routed * reach(experts, top_k, mesh.routed) + (mesh.shared > 0)
+
+
 def gather_moves(mesh: ExchangeMesh, row: RowBytes) -> Moved:
     """Every row to every device, and partial sums in FP32 back."""
     others = mesh.peers - 1
@@ -96,12 +109,12 @@ def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bo
     """A row to the devices of those ranks that have an expert of it, and their results back.
 
     Args:
-      reached: the probability that a rank has one (`reach`).
-      shared: whether there is a shared expert, for which the devices of a rank gather their rows
-        if they have different ones.
+      reached: the probability that a rank has one, mean over ranks (`ranks_met`).
+      shared: whether there is a shared expert. The devices of a rank gather their rows for it, if
+        they have different ones and it has no ranks of its own.
     """
     others = reached * (mesh.peers - 1)
-    beside = mesh.tensor - 1 if shared and mesh.split else 0
+    beside = mesh.tensor - 1 if shared and mesh.split and not mesh.shared else 0
     there = (others + beside) * row.packed
     return Moved(there, others * row.result + beside * row.sum + _tensor_sum(mesh, row))
 
@@ -121,9 +134,10 @@ def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
 
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     """Of the deployment's ffn role; in colocated mode DP groups are the ranks."""
+    attention, ffn = deployment.attention, deployment.ffn
     if deployment.mode == "colocated":
-        return ExchangeMesh(deployment.attention.dp, deployment.attention.tp, None)
-    return ExchangeMesh(deployment.ffn.ep, deployment.ffn.tp, deployment.attention.devices)
+        return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks)
+    return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks)
 
 
 def row_bytes(d_model: int, top_k: int, sent: str, dtype: str) -> RowBytes:
@@ -144,7 +158,7 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
         return "gather"  # every row to every device is what was asked for
     mesh = exchange_mesh(deployment)
     row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
-    reached = reach(config.experts, config.top_k, mesh.ranks)
+    reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
     return choose(mesh, row, reached, shared=config.shared_d_ff > 0)
 
 
@@ -154,19 +168,27 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
     if not config.experts or mesh.ranks == 1:
         return []
     row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
-    reached = reach(config.experts, config.top_k, mesh.ranks)
+    met = ranks_met(mesh, config.experts, config.top_k)
     kind = exchange_of(config, deployment)
     moved: dict[ExchangeKind, Moved] = {
         "gather": gather_moves(mesh, row),
-        "alltoall": alltoall_moves(mesh, row, reached, config.shared_d_ff > 0),
+        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.shared_d_ff > 0),
     }
     (other,) = moved.keys() - {kind}
     numbers = {
         name: f"{way.there / 1e3:.1f} KB there, {way.back / 1e3:.1f} KB back"
         for name, way in moved.items()
     }
-    return [
+    lines = [
         f"{kind}: {numbers[kind]}; {other}: {numbers[other]}",
         "what a device receives a layer, for each of its own rows, which have experts on "
-        f"{reached * mesh.ranks:.2f} of {mesh.ranks} ranks",
+        f"{met:.2f} of {mesh.ranks} ranks",
     ]
+    if mesh.shared:
+        parts = config.shared_d_ff / config.expert_d_ff / mesh.shared
+        lines.append(
+            f"{mesh.ranks} ranks = {mesh.routed} with routed experts, which multiply "
+            f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "
+            f"shared expert: {parts:.3f}"
+        )
+    return lines

@@ -3,6 +3,7 @@
 That whole models give the same tokens with either is in `test_exchange_layouts.py`.
 """
 
+import dataclasses
 import functools
 import random
 from typing import NamedTuple
@@ -18,10 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
-from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.blocks import FFNBlock, shared_parts
 from jaxserve.model.ffn.balance import rebalance
 from jaxserve.model.ffn.exchange import Axes, make_exchanges, padded_all_to_all
-from jaxserve.model.ffn.placement import EMPTY, SlotSizes, home_slots, replica_table
+from jaxserve.model.ffn.experts import slot_sizes
+from jaxserve.model.ffn.placement import (
+    EMPTY,
+    SlotSizes,
+    first_entries,
+    home_slots,
+    replica_table,
+)
+from jaxserve.model.ffn.replicas import choose_shared_rank
 from jaxserve.model.message import Message
 from jaxserve.model.module import Formats, Template
 from tests.jaxserve.model.ffn.test_placement import random_placement
@@ -37,6 +46,8 @@ SIZES = TinyStep3(
     moe_num_experts=EXPERTS,
 )
 CONFIG = step3_config(SIZES.config())
+WIDER = step3_config(dataclasses.replace(SIZES, share_expert_dim=20).config())
+"""Its shared expert takes two slots, where it has ranks of its own."""
 FORMAT = MessageFormat(D_MODEL, TOP_K, "float32")
 FLOAT = jnp.dtype(jnp.float32)
 
@@ -64,16 +75,25 @@ class Layer(NamedTuple):
         """All rows' results, and the tokens of every expert on each rank."""
         arrays = jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(gates, jnp.float32)
         rows, load = self.run(*arrays, placement=placement or home_slots(self.sizes))
-        return np.asarray(rows), np.asarray(load).reshape(self.sizes.ranks, EXPERTS)
+        return np.asarray(rows), np.asarray(load).reshape(self.sizes.all_ranks, EXPERTS)
 
     def expert(self, number):
         """An expert's matrices."""
         slot = home_slots(self.sizes).index(number)
         return [self.weights[f"experts.{name}"][slot] for name in ("gate", "up", "down")]
 
+    def shared(self, x, experts):
+        """What the shared expert gives, in NumPy; with ranks of its own it leaves padding out."""
+        names, first = ("gate", "up", "down"), self.sizes.total
+        if not self.sizes.shared_ranks:
+            return swiglu(x, *(self.weights[f"dense.{name}"] for name in names))
+        parts = range(first, first + self.sizes.shared_parts)
+        matrices = [[self.weights[f"experts.{name}"][slot] for name in names] for slot in parts]
+        return sum(swiglu(x, *part) for part in matrices) * (experts[:, :1] < EXPERTS)
+
     def expected(self, x, experts, gates):
         """The same, in NumPy."""
-        out = swiglu(x, *(self.weights[f"dense.{name}"] for name in ("gate", "up", "down")))
+        out = self.shared(x, experts)
         load = np.zeros(EXPERTS, int)
         for row, (chosen, weight) in enumerate(zip(experts, gates, strict=True)):
             for expert, gate in zip(chosen, weight, strict=True):
@@ -89,19 +109,18 @@ def swiglu(x, gate, up, down):
 
 
 @functools.cache
-def layer(kind: str, mesh_name: str, redundant: int = 0) -> Layer:
+def layer(kind: str, mesh_name: str, redundant: int = 0, shared: int = 0) -> Layer:
     ranks, tensor, split = MESHES[mesh_name]
     names, rules = (("ep", "tp"), FFN_RULES) if split else (("dp", "tp"), COLOCATED_FFN_RULES)
     mesh = Mesh(np.array(jax.devices()[: ranks * tensor]).reshape(ranks, tensor), names)
     formats = Formats(FLOAT, "plain", shards(mesh, rules))
-    build = functools.partial(
-        FFNBlock, CONFIG, "moe", (ranks, tensor), kind, formats, redundant=redundant
-    )
-    template = Template(build)
+    config, more = WIDER if shared else CONFIG, {"redundant": redundant, "shared_ranks": shared}
+    build = functools.partial(FFNBlock, config, "moe", (ranks, tensor), kind, formats, **more)
+    sizes = slot_sizes(config, ranks, **more)
+    template = Template(build, {"slots": first_entries(sizes)}, shared_parts(sizes))
     axes = Axes(*names, rows=names if split else names[:1])
     exchange = make_exchanges(kind, axes, FLOAT)["moe"]
     leaves = template.random(1)
-    sizes = SlotSizes(EXPERTS, ranks, redundant)
 
     def body(x, experts, gates, table, *leaves):
         packed = FORMAT.pack(Message(x, experts, gates))
@@ -126,7 +145,8 @@ def layer(kind: str, mesh_name: str, redundant: int = 0) -> Layer:
         for leaf, names, spec in zip(leaves, template.dimensions, specs, strict=True):
             value = np.asarray(leaf)
             if names[0] == "slots":
-                value = np.stack([value[home.index(max(e, 0))] * (e != EMPTY) for e in placement])
+                held = [value[home.index(max(e, 0))] * (e != EMPTY) for e in placement]
+                value = np.concatenate([held, value[sizes.total :]])
             placed.append(jax.device_put(value, NamedSharding(mesh, spec)))
         table = jnp.asarray(replica_table(placement, sizes))
         return compiled(*(jax.device_put(array, sharding) for array in arrays), table, *placed)
@@ -236,6 +256,39 @@ def test_any_placement_gives_the_same(kind, mesh, redundant):
     assert (load[:, 0] > 0).tolist() == [count > 0 for count in there]
     each = one.rows / sum(there)
     np.testing.assert_allclose(load[:, 0], np.multiply(there, each), atol=max(1, each))
+
+
+SHARED = [
+    ("gather", "AFD 4 x 2", 1),
+    ("gather", "colocated 8 x 1", 3),
+    ("alltoall", "AFD 8 x 1", 3),
+    ("alltoall", "AFD 4 x 2", 2),
+    ("alltoall", "colocated 4 x 2", 1),
+]
+"""Exchange, mesh, and ranks that have the shared expert for themselves."""
+
+
+@pytest.mark.parametrize(("kind", "mesh", "ranks"), SHARED)
+def test_shared_experts_on_ranks_of_their_own(kind, mesh, ranks):
+    """Whatever the placement of the others, of which these ranks count no tokens."""
+    one, draw = layer(kind, mesh, 1, ranks), random.Random(3)
+    assert one.sizes.shared_parts == 2
+    x, experts, gates = inputs(one)
+    experts[::5], gates[::5] = EXPERTS, 0.0
+    for placement in (None, random_placement(draw, one.sizes)):
+        load = check(one, x, experts, gates, placement)
+        assert not load[one.sizes.ranks :].any()
+    experts[:], gates[:] = EXPERTS, 0.0
+    out, load = one(x, experts, gates)
+    assert not out.any()
+    assert not load.any()
+
+
+def test_ranks_of_the_shared_expert_take_turns():
+    sizes = SlotSizes(4, 3, shared_ranks=2, shared_parts=1)
+    experts = jnp.array([[0, 1], [3, 2], [4, 4], [2, 0], [4, 4], [1, 0]])
+    assert choose_shared_rank(experts, sizes).tolist() == [3, 4, 5, 3, 5, 4]
+    assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
 def test_the_shared_expert_is_whole_on_every_rank():

@@ -10,6 +10,7 @@ from jaxserve.model.ffn.placement import (
     aligned,
     balance_of,
     check_placement,
+    first_entries,
     home_slots,
     plan_rounds,
     rank_loads,
@@ -44,6 +45,17 @@ def test_homes_are_spread_in_order(experts, ranks, redundant, slots):
 )
 def test_sizes(sizes, local, total, spare, width):
     assert (sizes.local, sizes.total, sizes.spare, sizes.width) == (local, total, spare, width)
+
+
+def test_the_shared_expert_has_slots_behind_those_of_the_placement():
+    sizes = SlotSizes(5, 2, redundant=1, shared_ranks=3, shared_parts=2)
+    assert (sizes.local, sizes.total, sizes.all_ranks, sizes.all_slots) == (4, 8, 5, 20)
+    entries = first_entries(sizes)
+    assert entries[:8] == home_slots(sizes) == (0, 1, 2, -1, 3, 4, -1, -1)
+    assert entries[8:] == (5, 6, -1, -1) * 3
+    deepseek = SlotSizes(256, 256, shared_ranks=32, shared_parts=1)
+    assert first_entries(deepseek) == (*range(256), *[256] * 32)
+    assert (deepseek.spare, deepseek.width) == (0, 1)
 
 
 def test_table_counts_replicas_and_names_their_slots():

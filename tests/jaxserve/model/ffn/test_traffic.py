@@ -15,8 +15,10 @@ from jaxserve.model.ffn.traffic import (
     alltoall_moves,
     choose,
     describe_exchange,
+    exchange_mesh,
     exchange_of,
     gather_moves,
+    ranks_met,
     reach,
     row_bytes,
 )
@@ -55,6 +57,26 @@ def test_devices_of_their_own():
     assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(450, 70 + 40)
     alone = ExchangeMesh(ranks=8, tensor=1, attention=8)
     assert alltoall_moves(alone, row, 0.5, shared=True) == Moved(350, 70)
+
+
+def test_ranks_of_the_shared_expert_get_rows_and_spare_the_gather():
+    mesh = ExchangeMesh(ranks=4, tensor=2, attention=8, shared=1)
+    row = RowBytes(packed=100, result=20, sum=40)
+    assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(3.5 * 100, 3.5 * 20)
+    assert ranks_met(mesh, 6, 2) == pytest.approx(3 * reach(6, 2, 3) + 1)
+    assert ranks_met(mesh._replace(shared=0), 6, 2) == pytest.approx(4 * reach(6, 2, 4))
+
+
+def test_ep_288_is_256_and_32():
+    """xDeepServe §4.5: a token has rows on 8 ranks of routed experts, and on one of the others;
+    each of either kind multiplies 1/32 of all rows."""
+    sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
+    config, deployment = load("deepseek-v3", **sizes, ffn_shared_ranks=32)
+    assert ranks_met(exchange_mesh(deployment), 256, 8) == pytest.approx(9)
+    assert describe_exchange(config, deployment)[-1] == (
+        "288 ranks = 256 with routed experts, which multiply 0.031 rows a token on average, + 32 "
+        "with the shared expert: 0.031"
+    )
 
 
 def test_colocated_devices_of_a_group_have_the_same_rows():
