@@ -244,6 +244,17 @@ class TestRanges:
             load_deployment(write("model: x\n"), {key: value})
 
 
+def test_ranks_of_the_shared_expert_leave_some_for_the_others():
+    here, message = Path(__file__).parent, "of {} ranks leave none for the routed experts"
+    for overrides, ranks in (
+        ({"ffn.ep": 4}, "ffn.ep = 4"),
+        ({"mode": "colocated", "attention.dp": 4, "ffn.ep": 9}, "attention.dp = 4"),
+    ):
+        load_deployment(here, overrides | {"ffn.shared_ranks": 3})
+        with pytest.raises(ConfigError, match=f"shared_ranks = 4 {message.format(ranks)}"):
+            load_deployment(here, overrides | {"ffn.shared_ranks": 4})
+
+
 class TestBuckets:
     def load(self, **overrides):
         overrides = {f"scheduler.{key}": value for key, value in overrides.items()}

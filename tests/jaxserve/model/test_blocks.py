@@ -1,5 +1,7 @@
 """The model's logits against NumPy, with the driver and nothing around it."""
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -176,6 +178,29 @@ class TestLayoutsThatDoNotFit:
         with pytest.raises(ConfigError) as error:
             self.check(**overrides)
         assert str(error.value).startswith(message)
+
+    def test_the_shared_expert_needs_slots_of_its_ranks(self):
+        def check(overrides, **sizes):
+            deployment = load_deployment(
+                REPOSITORY, {"ffn.ep": 9, "ffn.shared_ranks": 1, **overrides}
+            )
+            sizes = dataclasses.replace(self.SIZES, share_expert_dim=96, **sizes)
+            check_layout(step3_config(sizes.config()), deployment)
+
+        check({"ffn.redundant_slots": 2})
+        check({"ffn.ep": 3}, moe_num_experts=6)
+        for overrides, sizes, message in (
+            ({}, {"moe_layers": ()}, "but the model has no shared expert beside routed ones"),
+            ({}, {"moe_intermediate_size": 40}, "d_ff = 40, which does not divide .* 96"),
+            (
+                {},
+                {},
+                "takes 96 / 32 = 3 slots, and 8 experts on 8 ranks give each 1; "
+                "ffn.redundant_slots = 2 would do",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=f"^ffn.shared_ranks = 1.*{message}"):
+                check(overrides, **sizes)
 
     @pytest.mark.parametrize(
         ("weights", "rows"), [("fp8", "fp8"), ("int8", "int8"), ("auto", None), ("bfloat16", None)]

@@ -43,6 +43,12 @@ def test_afd(tmp_path):
     assert "# Predicted, not measured: " in text
 
 
+def test_ranks_of_the_shared_expert(tmp_path):
+    layout = msgspec.structs.replace(AFD, ep=288, shared_ranks=32)
+    deployment, _ = written(tmp_path, "deepseek-v3", layout, 32, Formats())
+    assert (deployment.ffn.ep, deployment.ffn.shared_ranks) == (288, 32)
+
+
 def test_files_of_fp8_blocks_stay_as_they_are(tmp_path):
     deployment, _ = written(tmp_path, "deepseek-v3", AFD, 32, Formats())
     assert deployment.ffn.weights == "auto"

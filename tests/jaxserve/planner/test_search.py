@@ -148,6 +148,26 @@ def test_ranks_need_not_divide_the_experts():
     assert 192 not in ep  # half of the slots would be empty
 
 
+def test_the_shared_expert_may_have_ranks_of_its_own():
+    """xDeepServe: EP 288 = 256 + 32, either of which gets 1/32 of the rows."""
+    search = searcher("deepseek-v3", "h800")
+    target = Target(tpot=0.05, max_devices=304, modes=("afd",), shared_ranks=True)
+    found = {(layout.ep, layout.shared_ranks) for layout in search.layouts(target)}
+    assert {(288, 0), (288, 32), (144, 16), (72, 8), (256, 0), (16, 2)} <= found
+    assert (1, 0) in found
+    assert {shared for ep, shared in found if ep == 288} == {0, 32}
+    wide = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=288, ffn_tp=1, lanes=2)
+    apart = msgspec.structs.replace(wide, shared_ranks=32)
+    with_all, without = search.evaluate(wide, 64), search.evaluate(apart, 64)
+    expert = 58 * 3 * 7168 * 2048  # in every layer, FP8
+    assert with_all.ffn_bytes - without.ffn_bytes == expert
+    assert "288 h800 (ep 288 = 256 + 32 shared tp 1)" in layout_text(without)
+    none = Target(tpot=0.05, max_devices=304, modes=("afd",))
+    assert not any(layout.shared_ranks for layout in search.layouts(none))
+    step3 = searcher("step3", "h800").layouts(msgspec.structs.replace(target, max_devices=65))
+    assert (64, 16) in {(layout.ep, layout.shared_ranks) for layout in step3}  # 48 experts
+
+
 def test_replicas_where_experts_are_unevenly_popular():
     slow = Assumptions(compute=0.05)
     calculator = searcher("deepseek-v3", "h800", assumed=slow)._calculator

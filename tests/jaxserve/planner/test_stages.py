@@ -115,6 +115,21 @@ class TestFFN:
         assert parts.stage(1.0).seconds == pytest.approx(max(moving, parts.work.seconds))
         assert parts.stage(1.0).bound == "network"
 
+    def test_ranks_of_the_shared_expert_are_a_stage_beside_the_others(self):
+        """EP 9 = 8 + 1 of 256 experts: the one multiplies every row once, the others each row once
+        on average; fewer of either kind, and it is they who take longer."""
+        deepseek, h800 = calculator("deepseek-v3", compute="fp8"), load_hardware("h800")
+        group, expert = deepseek.model.ffn[1], 3 * 7168 * 2048
+        each = 2 * 65536 * expert / 1.98e15
+        for ranks, shared, rows in ((9, 1, 1.0), (10, 2, 1.0), (5, 1, 2.0), (17, 1, 1.0)):
+            mesh = ExchangeMesh(ranks=ranks, tensor=1, attention=16, shared=shared)
+            work = deepseek.ffn(group, h800, 65536, mesh).work
+            assert work.bound == "compute"
+            assert work.seconds == pytest.approx(rows * each)
+            held = -(-256 // (ranks - shared))
+            dense = 3 * 3 * 7168 * 18432 / ranks
+            assert deepseek.ffn_weights(mesh) == pytest.approx(58 * held * expert + dense)
+
     def test_an_all_to_all_moves_rows_to_the_ranks_that_need_them(self):
         """EP 16 on two hosts: 6.52 ranks a row, half of them on the other host."""
         deepseek = calculator("deepseek-v3")

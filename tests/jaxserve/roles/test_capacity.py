@@ -156,6 +156,15 @@ class TestBytes:
         dense = 3 * 7168 * 3687 + 4 * (2 * 3687 + 7168)  # ceil(18432 / 5)
         assert part.weights == 56 * (10 * expert + shared) + 5 * dense
 
+    def test_of_a_shared_expert_with_ranks_of_its_own(self):
+        """Every device has one slot a layer: of a routed expert, or of the shared one."""
+        sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
+        apart = by_role("deepseek-v3", **sizes, ffn_shared_ranks=32)["ffn"]
+        beside = by_role("deepseek-v3", **sizes, ffn_exchange="alltoall")["ffn"]
+        expert = 3 * 7168 * 2048 + 3 * 56 * 16 * 4  # with scales of blocks of 128
+        assert beside.weights - apart.weights == 58 * expert
+        assert apart.activations < beside.activations * 1.1
+
     def test_int8_takes_half_of_bf16_and_scales(self):
         plain = by_role("qwen3-235b-a22b")["ffn"].weights
         expert_outputs = 2 * 1536 + 4096

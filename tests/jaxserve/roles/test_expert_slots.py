@@ -1,5 +1,6 @@
 """Experts that move between slots of simulated devices, in every format of weights."""
 
+import dataclasses
 import random
 import time
 
@@ -28,6 +29,7 @@ from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
 from tests.jaxserve import layouts
 from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
@@ -37,10 +39,10 @@ AFD = {"ffn.ep": 3, "ffn.tp": 2, "ffn.redundant_slots": 1}
 COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
 
 
-def make(tmp_path, overrides, source=None):
+def make(tmp_path, overrides, source=None, config=CONFIG):
     deployment = layouts.deployment(tmp_path, overrides)
     meshes = Submeshes(deployment)
-    templates = ModelTemplates(CONFIG, deployment, meshes)
+    templates = ModelTemplates(config, deployment, meshes)
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
         weights = ColocatedWeights(source or RandomLeaves(), NAMES, programs)
@@ -112,6 +114,39 @@ def test_every_slot_holds_what_its_placement_says(overrides, expected_pieces, tm
     assert table.shape == (CONFIG.experts, 1 + slots.sizes.width)
     placed = [slots.placements[layer].count(expert) for expert in range(CONFIG.experts)]
     assert table[:, 0].tolist() == [min(count, slots.sizes.width) for count in placed]
+
+
+@pytest.mark.parametrize("source", [False, True], ids=["devices", "checkpoint"])
+def test_the_shared_expert_stays_where_it_is(source, tmp_path):
+    sizes = dataclasses.replace(layouts.SIZES, share_expert_dim=66)
+    folder = write_tiny_step3(tmp_path, sizes)
+    config = step3_config(sizes.config())
+    checkpoint = open_checkpoint(str(folder), step3_names(config))
+    overrides = {"ffn.ep": 4, "ffn.redundant_slots": 1, "ffn.shared_ranks": 1}
+    slots, _, pieces = make(folder, overrides, checkpoint, config)
+    assert (slots.sizes.local, slots.sizes.total, slots.counts[0].shape) == (4, 12, (1, 4, 7))
+
+    def whole():
+        return [np.asarray(leaf) for leaf in slots._of_slots(0)]
+
+    before, home = whole(), home_slots(slots.sizes)
+    assert all(leaf[12:14].any() and not leaf[14:].any() for leaf in before)
+    wanted = aligned(home, random_placement(random.Random(1), slots.sizes), 3)
+    if source:
+        for copies, placement in plan_rounds(home, wanted, 3):
+            slots.carry_out(ReadExperts(1, [(placement[slot], slot) for _, slot in copies]))
+            wait_for(slots)
+            moved = [(STORAGE, slot) for _, slot in copies]
+            slots.carry_out(MoveExperts(1, moved, list(placement)))
+    else:
+        change(slots, 1, wanted, pieces)
+    for leaf, then in zip(whole(), before, strict=True):
+        np.testing.assert_array_equal(leaf[12:], then[12:])
+        for slot, expert in enumerate(slots.placements[1]):
+            if expert != EMPTY:
+                np.testing.assert_array_equal(leaf[slot], then[home.index(expert)])
+    with pytest.raises(ValueError, match="or from nowhere"):
+        slots.carry_out(MoveExperts(1, [(0, 12)], list(slots.placements[1])))
 
 
 def wait_for(slots):

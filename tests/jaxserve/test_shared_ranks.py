@@ -1,0 +1,180 @@
+"""The shared expert on ranks of its own (`ffn.shared_ranks`): same tokens, in every layout, while
+routed experts move, and with prediction modules.
+
+`make test` runs one layout; the marker `matrix` has the others.
+"""
+
+import random
+import time
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from jaxserve.engine.build import Runtime, make_engine, warm_up
+from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.attention_runtime import attention_cell
+from jaxserve.fleet.ffn_runtime import message_server
+from jaxserve.model.ffn.placement import aligned
+from jaxserve.roles.capacity import deployment_buckets
+from tests.jaxserve import layouts, test_families_layouts
+from tests.jaxserve.fleet.test_domains import TOKEN, role_of
+from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.reference.catalogue import CATALOGUE
+from tests.reference.make_golden import GOLDEN
+from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+pytestmark = pytest.mark.unoptimised
+
+PROMPTS = layouts.PROMPTS[:6]
+PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+RECONFIGURATIONS = 8
+
+SIZES = TinyStep3(
+    vocab_size=161,
+    moe_intermediate_size=33,
+    share_expert_dim=66,
+    moe_num_experts=7,
+    mtp=True,
+)
+"""A shared expert that takes two slots."""
+
+MOVING: dict[str, dict[str, Any]] = {
+    "4 + 2, gather": {
+        "attention.dp": 2,
+        "ffn.ep": 6,
+        "ffn.shared_ranks": 2,
+        "ffn.redundant_slots": 1,
+        "ffn.exchange": "gather",
+        "lanes": 2,
+    },
+    "(2 + 1) x 2, alltoall": {
+        "attention.tp": 2,
+        "ffn.ep": 3,
+        "ffn.tp": 2,
+        "ffn.shared_ranks": 1,
+        "ffn.redundant_slots": 1,
+        "ffn.exchange": "alltoall",
+        "link.transport": "ppermute",
+    },
+    "colocated, 3 + 1": {
+        **layouts.COLOCATED,
+        "attention.dp": 4,
+        "ffn.shared_ranks": 1,
+        "ffn.redundant_slots": 1,
+        "ffn.exchange": "alltoall",
+        "lanes": 2,
+    },
+    "a module, 3 + 3": {
+        "ffn.ep": 6,
+        "ffn.shared_ranks": 3,
+        "ffn.redundant_slots": 1,
+        "speculative.method": "mtp",
+        "speculative.drafts": 2,
+        "speculative.automatic": False,
+    },
+    "colocated, a module, 6 + 2": {
+        **layouts.COLOCATED,
+        "attention.dp": 8,
+        "ffn.shared_ranks": 2,
+        "ffn.exchange": "gather",
+        "speculative.method": "mtp",
+        "speculative.drafts": 1,
+        "speculative.automatic": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_step3(tmp_path_factory.mktemp("shared"), SIZES, seed=layouts.SEED)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    reference = Step3Numpy.from_folder(model)
+    return [reference.greedy(prompt, PARAMS.max_tokens) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "4 + 2, gather",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in list(MOVING)[1:]),
+    ],
+)
+def test_the_same_tokens_while_routed_experts_move(layout, model, expected):
+    with layouts.running(model, MOVING[layout]) as engine:
+        assert layouts.generate(engine, PROMPTS, PARAMS) == expected
+        check_moves(engine, expected)
+
+
+def check_moves(engine, expected):
+    """Moves all there is to random places; the shared expert's ranks take no part in it."""
+    balancer, draw, done = engine.experts, random.Random(0), 0
+    sizes = balancer.facts.sizes
+    while done < RECONFIGURATIONS:
+        collector = layouts.Collector()
+        for prompt in PROMPTS:
+            collector.submit(engine, prompt, PARAMS)
+        while collector._open:
+            if not balancer.view().moving:
+                now = balancer.placements
+                wanted = {layer: random_placement(draw, sizes) for layer in now}
+                done += (
+                    balancer.place({n: aligned(now[n], wanted[n], sizes.ranks) for n in now}) > 0
+                )
+            time.sleep(0.001)
+        assert [output.token_ids for output in collector.wait().values()] == expected
+    proposal = balancer.rebalance(dry_run=True)
+    assert 0 < proposal.balance_now <= proposal.balance_then <= 1
+    assert {len(ranks) for ranks in balancer.view().loads.values()} == {sizes.ranks}
+    assert balancer.view().moves > RECONFIGURATIONS
+    assert engine.compilations_after_ready == 0
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "two shared experts, 4 + 2": (
+        "deepseek_v3_all_moe",
+        {"attention.dp": 2, "ffn.ep": 6, "ffn.shared_ranks": 2, "ffn.exchange": "alltoall"},
+    ),
+    "an expert a rank, 6 + 1": (  # EP 7 in place of EP 288: 6 experts, then the shared one
+        "kimi_k2",
+        {"ffn.ep": 7, "ffn.shared_ranks": 1, "ffn.exchange": "alltoall", "lanes": 2},
+    ),
+    "8-bit blocks, 2 + 1": (
+        "deepseek_v3_fp8",
+        {"ffn.ep": 3, "ffn.shared_ranks": 1, "ffn.exchange": "gather"},
+    ),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_give_the_references_tokens(case, tmp_path):
+    """The router's scaling factor is not the shared expert's."""
+    name, layout = FAMILIES[case]
+    CATALOGUE[name].write(tmp_path)
+    got = test_families_layouts.tokens(tmp_path, layout)
+    assert got == load_file(GOLDEN / f"{name}.safetensors")["tokens"].tolist()
+
+
+@pytest.mark.matrix
+@pytest.mark.multihost
+def test_over_pull(model, expected):
+    """The attention runtime knows nothing of it."""
+    shared = {"ffn.ep": 4, "ffn.shared_ranks": 1, "ffn.redundant_slots": 1, "lanes": 2}
+    overrides = {"link.transport": "pull", "ffn.runtime": "ffn"}
+    here = overrides | shared | {"link.addresses": ["127.0.0.1:1"]}
+    server, _ = message_server(*role_of(model, "ffn", 0, here), TOKEN, "127.0.0.1:0")
+    there = overrides | {"ffn.ep": 4, "lanes": 2, "link.addresses": [server.start()]}
+    role, deployment, source = role_of(model, "attention", 4, there)
+    cell, link = attention_cell(role, deployment, source, TOKEN)
+    warm_up(runtime := Runtime(deployment, role.config, cell, deployment_buckets(deployment)))
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine.start()
+    assert layouts.generate(engine, PROMPTS, PARAMS) == expected
+    engine.close()
+    link.close()
+    server.close()
