@@ -5,6 +5,7 @@
 #   make check    formatter, linter, type checker, layer rules
 #   make format   format and mend what the linter can mend
 #   make matrix   the whole product of layouts: hours, not part of `make test`
+#   make vllm     vLLM's own endpoint tests against our server: downloads its source package
 #   make bench    measure the pipeline                             (BENCH="pipeline --json F")
 #   make clean    remove the environment, the caches and the build products
 
@@ -30,7 +31,7 @@ CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
   --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve prepare test check format matrix bench clean
+.PHONY: help serve prepare test check format matrix vllm bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +83,9 @@ format: $(VENV)/.installed-all
 
 matrix: $(VENV)/.installed-all
 	LAYOUT_TOKENS=64 JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m matrix $(TESTS)
+
+vllm: $(VENV)/.installed-all
+	$(BIN)/python -m pytest -m vllm tests/vllm --capture=no --override-ini=faulthandler_timeout=0
 
 bench: $(VENV)/.installed-serve
 	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)
