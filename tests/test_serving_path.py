@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 16_250,
-    "jaxserve.fleet.attention_runtime": 16_250,
+    "jaxserve.fleet.worker": 15_000,
+    "jaxserve.fleet.attention_runtime": 15_200,
     "jaxserve.fleet.ffn_runtime": 10_800,
     "jaxserve.fleet.router": 5_000,
     "jaxserve.serve": 23_500,
@@ -127,3 +127,9 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
     packages = {".".join(name.split(".")[:2]) for name in closure("jaxserve.serve")}
     assert not packages & {"jaxserve.planner", "jaxserve.bench", "jaxserve.plan"}
     assert "pallas_kernels.bench" not in packages
+
+
+def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
+    ends = {"jaxserve.link.pages_client", "jaxserve.link.pages_server"}
+    assert not ends & set(closure("jaxserve.fleet.worker"))
+    assert ends <= set(closure("jaxserve.fleet.pages_link"))

@@ -22,9 +22,8 @@ from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError
 from jaxserve.link.pages import PagesSource, pages_digest
-from jaxserve.link.pages_client import FetchJob, PagesClient
+from jaxserve.link.pages_ends import ExportError, FetchesPages, FetchJob, Piece, SendsPages
 from jaxserve.link.pages_frames import Fetch
-from jaxserve.link.pages_server import ExportError, PagesServer, Piece
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.page_transfer import PageAccess
 
@@ -42,7 +41,7 @@ PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 class PrefillEnd(NamedTuple):
     """What makes an engine a prefill worker's."""
 
-    server: PagesServer
+    server: SendsPages
     access: PageAccess
     limits: HoldLimits
 
@@ -50,7 +49,7 @@ class PrefillEnd(NamedTuple):
 class DecodeEnd(NamedTuple):
     """What lets one domain fetch pages."""
 
-    client: PagesClient
+    client: FetchesPages
     access: PageAccess
 
 
@@ -75,7 +74,7 @@ class HandOffs:
         """None: no prompts are held here."""
         self.domains: Sequence[DecodeEnd] = ()
         """One a domain; empty: nothing is fetched."""
-        self._sources: dict[str, tuple[PagesClient, PagesSource]] = {}  # of open requests
+        self._sources: dict[str, tuple[FetchesPages, PagesSource]] = {}  # of open requests
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ set-up, before the start

@@ -151,11 +151,6 @@ class Loop:
         """Steps that were enqueued and are not complete, oldest first."""
         return self._in_flight
 
-    @property
-    def open_deadlines(self) -> int:
-        """Requests that have a deadline and have not ended."""
-        return len(self._deadlines)
-
     def submit(self, request: Request, domain: int = 0) -> None:
         """Queues a request with the scheduler of a domain.
 

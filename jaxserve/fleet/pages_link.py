@@ -102,7 +102,7 @@ def fetch_pages(
     _check(deployment)
     pieces = pieces or piece_tokens(deployment)
     formats = _formats(deployment)
-    ends = []
+    ends, clients = [], []
     policy = FetchPolicy(
         recompute=deployment.pages.on_failure == "recompute",
         most=deployment.pages.recompute_tokens,
@@ -119,9 +119,10 @@ def fetch_pages(
             streams=deployment.pages.streams,
             deadlines=deadlines,
         )
+        clients.append(client)
         ends.append(DecodeEnd(client, access))
     engine.hand_offs.fetch_with(ends, policy)
-    return [end.client for end in ends]
+    return clients
 
 
 def follow_pages(

@@ -12,11 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Hashable
 
-import jax
 import msgspec
 
 from jaxserve.errors import ConfigError
@@ -25,6 +22,7 @@ from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.pages import PagesSource
 from jaxserve.link.pages_bytes import HostBuffers
 from jaxserve.link.pages_connection import Connection, FetchError, Landing
+from jaxserve.link.pages_ends import FetchCounters, FetchedPiece, FetchJob
 
 logger = logging.getLogger(__name__)
 
@@ -32,65 +30,6 @@ IDLE_SECONDS = 60.0
 """After which a stream that nobody needs closes its connection and ends."""
 ATTEMPTS = 2
 """Connections over which a fetch is tried."""
-
-
-class FetchedPiece(NamedTuple):
-    """What has arrived, complete: as `Landing` asked for it."""
-
-    tokens: int
-    """Of the piece, padding included."""
-    cache_format: str
-    arrays: Sequence[jax.Array]
-    done: Callable[[], object]
-    """To be called once it was written; until then few further pieces are asked for."""
-
-
-@dataclass(eq=False)
-class FetchJob:
-    """One fetch.
-
-    Attributes:
-      key: names it for `cancel`.
-      source: of the pages.
-      token_ids: all that the source says it holds, to be compared.
-      start, stop: the tokens that are wanted.
-      group: DP group for which they land.
-      on_piece: takes the first token of a piece, how many it has (without padding) and the piece.
-      on_failure: takes why the rest does not come, and whether that is because the source holds
-        something else. After the last piece, or after it, nothing is called any more.
-    """
-
-    key: Hashable
-    source: PagesSource
-    token_ids: Sequence[int]
-    start: int
-    stop: int
-    group: int
-    on_piece: Callable[[int, int, FetchedPiece], None]
-    on_failure: Callable[[str, bool], None]
-    cancelled: bool = False
-    attempts: int = 0
-    queued: float = field(default_factory=time.monotonic)
-
-
-class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pages client has done since it was opened, and has in hand.
-
-    Attributes:
-      transfers: fetches that came whole.
-      bytes: that came, padding included.
-      failures: fetches that did not come whole, those cancelled not counted.
-      queued: fetches that have not ended.
-      wait_seconds: from the order to the last piece, summed over `transfers`.
-      connections: open now.
-    """
-
-    transfers: int = 0
-    bytes: int = 0
-    failures: int = 0
-    queued: int = 0
-    wait_seconds: float = 0.0
-    connections: int = 0
 
 
 class PagesClient:

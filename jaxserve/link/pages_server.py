@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-import jax
 import msgspec
 
 from jaxserve.clock import AwakeClock
@@ -36,6 +35,7 @@ from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.listener import Listener
 from jaxserve.link.pages_bytes import sent_parts
+from jaxserve.link.pages_ends import ExportCounters, ExportError, Piece
 from jaxserve.link.pages_frames import (
     Failed,
     Fetch,
@@ -56,22 +56,6 @@ REGISTERED_BYTES = 1 << 30
 READ_AHEAD = 1
 """Pieces of a connection that the engine reads while another one is sent."""
 
-Piece = Sequence[jax.Array]
-"""The wire arrays of a piece, each on one device."""
-
-
-class ExportError(Exception):
-    """Held pages cannot be handed out.
-
-    Args:
-      text: why.
-      mismatch: whether the lease is of something else than what was asked for.
-    """
-
-    def __init__(self, text: str, *, mismatch: bool = False):
-        super().__init__(text)
-        self.mismatch = mismatch
-
 
 class Holder(Protocol):
     """Who holds the pages: the engine. Called by any thread; none of these waits."""
@@ -87,26 +71,6 @@ class Holder(Protocol):
     def release_hand_off(self, hand_off: str) -> None:
         """This lease is over."""
         ...
-
-
-class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pages server has done since it was started, and has in hand.
-
-    Attributes:
-      transfers: pieces that were sent.
-      bytes: of them, padding included.
-      failures: pieces that were refused or lost.
-      queued: pieces that wait for the engine or for room, or are sent.
-      registered_bytes: of pieces that are read or sent.
-      connections: open now.
-    """
-
-    transfers: int = 0
-    bytes: int = 0
-    failures: int = 0
-    queued: int = 0
-    registered_bytes: int = 0
-    connections: int = 0
 
 
 class PagesServer:

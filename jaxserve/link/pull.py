@@ -211,14 +211,6 @@ class PullClient:
         found = enumerate(peer.describe() for peer in self.peers)
         return [f"ffn worker {number}: {what}" for number, what in found if what]
 
-    @property
-    def in_use(self) -> str | None:
-        """Address of the ffn worker that gets the messages; None before and after a loss."""
-        for peer in self.peers:
-            if peer.connection is not None and peer.connection is self._active:
-                return peer.address
-        return None
-
     def _usable(self) -> Connection | None:
         """The connection in use, or another that is up; notes the loss of the former."""
         if self._active is not None:

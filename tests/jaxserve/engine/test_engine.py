@@ -330,7 +330,7 @@ class TestDeadline:
         assert 0 < len(outputs["a"].token_ids) < 40
         assert outputs["b"].finish_reason == "length"
         idle(engine)
-        assert engine._loop.open_deadlines == 0
+        assert not engine._loop._deadlines
 
     def test_that_has_passed_already(self, make):
         engine, driver = make()

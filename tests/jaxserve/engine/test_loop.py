@@ -136,7 +136,7 @@ class TestRequests:
         loop.submit(request("a"))
         with pytest.raises(OverloadedError):
             loop.submit(request("b", deadline=1.0))
-        assert loop.open_deadlines == 0
+        assert len(loop._deadlines) == 0
 
     def test_a_deadline_ends_its_request_and_no_later_one_of_that_name(self):
         loop, clock = make_loop()
@@ -148,7 +148,7 @@ class TestRequests:
         loop.submit(request("a", deadline=20.0))
         clock.now = 10.0
         assert [output.request_id for output in loop.tick()] == ["b"]
-        assert loop.open_deadlines == 1
+        assert len(loop._deadlines) == 1
         loop.cancel("a")
         assert loop.next([0, 1]) == Idle(None)
 

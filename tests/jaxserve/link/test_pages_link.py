@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxserve.link.hello import make_hello
-from jaxserve.link.pages_client import FetchedPiece, FetchJob, PagesClient
+from jaxserve.link.pages_client import PagesClient
+from jaxserve.link.pages_ends import FetchedPiece, FetchJob
 from tests.conftest import REPOSITORY
 from tests.jaxserve.link.toy_holder import (
     DEADLINES,

@@ -30,6 +30,7 @@ from tests.jaxserve.link.toy_server import (
     Nursery,
     ToyClient,
     ToyServer,
+    in_use,
     kind_of,
     nursery,
     wait_until,
@@ -268,11 +269,11 @@ def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> 
     options = {"stuck_layer": 1}, {}
     with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
         wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-        if link.in_use != started[0].address:
+        if in_use(link) != started[0].address:
             link.peers[1].connection.fail("moved by the test")
         for number in (1, 2, 5):
             exchange(link, number)
-        assert link.in_use == started[1].address
+        assert in_use(link) == started[1].address
         assert (
             link.counters.last_failure
             == "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
@@ -301,7 +302,7 @@ def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
 def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
     with toys.servers({}, {}) as started, client(*started) as link:
         wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-        started.sort(key=lambda server: server.address != link.in_use)
+        started.sort(key=lambda server: server.address != in_use(link))
         first, second = started
         for lane in range(LANES):
             link.send(lane, KIND, lane, ROWS, on_mesh(values(lane)))
@@ -309,7 +310,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         for lane in range(LANES):
             check(link, lane, lane)
         rounds(link, 100, 2)
-        assert link.in_use == second.address
+        assert in_use(link) == second.address
         assert link.counters.failures == 1
         assert link.counters.reconnects == 0
         first.start()
@@ -317,7 +318,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         # The one in use stops, and is given up as soon as it is suspected.
         second.send_signal(signal.SIGSTOP)
         rounds(link, 200, 2)
-        assert link.in_use == first.address
+        assert in_use(link) == first.address
         assert link.counters.failures == 2
         assert link.counters.resends >= LANES
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.link.peer import PeerState
 from tests.jaxserve.link.test_pull import KIND, LANES, ROWS, client, on_mesh, values
-from tests.jaxserve.link.toy_server import nursery, wait_until
+from tests.jaxserve.link.toy_server import in_use, nursery, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost]
 
@@ -135,8 +135,8 @@ def test_standby() -> None:
         for _ in range(KILLS):
             wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
             time.sleep(generator.uniform(0.0, 0.2))
-            wait_until(lambda: link.in_use is not None)
-            server = by_address[link.in_use]
+            wait_until(lambda: in_use(link) is not None)
+            server = by_address[in_use(link)]
             killed = time.monotonic()
             server.end(signal.SIGKILL)
             load.wait_for_answer()

@@ -15,8 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.hello import facts_digest, make_hello
 from jaxserve.link.pages import PagesSource, pages_digest
+from jaxserve.link.pages_ends import ExportError, Piece
 from jaxserve.link.pages_frames import Fetch
-from jaxserve.link.pages_server import ExportError, PagesServer, Piece
+from jaxserve.link.pages_server import PagesServer
 
 FACTS = {"model": "toy"}
 PIECES = (4, 16)

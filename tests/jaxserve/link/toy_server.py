@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 DEVICES = 2
 ROWS, WORDS = 4, 32
@@ -40,6 +41,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
     while not condition():
         assert time.monotonic() - started < seconds
         time.sleep(0.01)
+
+
+def in_use(link: Any) -> str | None:
+    """Address of the server that gets the messages; None before and after a loss."""
+    active = link._active
+    return next((peer.address for peer in link.peers if active and peer.connection is active), None)
 
 
 class ToyServer:

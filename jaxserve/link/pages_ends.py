@@ -1,0 +1,163 @@
+"""What an engine knows of its end of a pages link: what it orders, and what it is given.
+
+An engine is handed the end of a prefill worker or of a domain (`pages_server.py`,
+`pages_client.py`); one that has neither need not have their code.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import jax
+import msgspec
+
+from jaxserve.link.hello import Hello
+from jaxserve.link.pages import PagesSource
+
+Piece = Sequence[jax.Array]
+"""The wire arrays of a piece, each on one device."""
+
+
+class ExportError(Exception):
+    """Held pages cannot be handed out.
+
+    Args:
+      text: why.
+      mismatch: whether the lease is of something else than what was asked for.
+    """
+
+    def __init__(self, text: str, *, mismatch: bool = False):
+        super().__init__(text)
+        self.mismatch = mismatch
+
+
+class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pages server has done since it was started, and has in hand.
+
+    Attributes:
+      transfers: pieces that were sent.
+      bytes: of them, padding included.
+      failures: pieces that were refused or lost.
+      queued: pieces that wait for the engine or for room, or are sent.
+      registered_bytes: of pieces that are read or sent.
+      connections: open now.
+    """
+
+    transfers: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queued: int = 0
+    registered_bytes: int = 0
+    connections: int = 0
+
+
+class FetchedPiece(NamedTuple):
+    """What has arrived, complete: as `Landing` asked for it."""
+
+    tokens: int
+    """Of the piece, padding included."""
+    cache_format: str
+    arrays: Sequence[jax.Array]
+    done: Callable[[], object]
+    """To be called once it was written; until then few further pieces are asked for."""
+
+
+@dataclass(eq=False)
+class FetchJob:
+    """One fetch.
+
+    Attributes:
+      key: names it for `cancel`.
+      source: of the pages.
+      token_ids: all that the source says it holds, to be compared.
+      start, stop: the tokens that are wanted.
+      group: DP group for which they land.
+      on_piece: takes the first token of a piece, how many it has (without padding) and the piece.
+      on_failure: takes why the rest does not come, and whether that is because the source holds
+        something else. After the last piece, or after it, nothing is called any more.
+    """
+
+    key: Hashable
+    source: PagesSource
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+    group: int
+    on_piece: Callable[[int, int, FetchedPiece], None]
+    on_failure: Callable[[str, bool], None]
+    cancelled: bool = False
+    attempts: int = 0
+    queued: float = field(default_factory=time.monotonic)
+
+
+class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pages client has done since it was opened, and has in hand.
+
+    Attributes:
+      transfers: fetches that came whole.
+      bytes: that came, padding included.
+      failures: fetches that did not come whole, those cancelled not counted.
+      queued: fetches that have not ended.
+      wait_seconds: from the order to the last piece, summed over `transfers`.
+      connections: open now.
+    """
+
+    transfers: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queued: int = 0
+    wait_seconds: float = 0.0
+    connections: int = 0
+
+
+class SendsPages(Protocol):
+    """A prefill worker's end."""
+
+    cache_format: str
+    """Of the pages, as they cross."""
+    hello: Hello
+    address: str
+    epoch: int
+
+    @property
+    def counters(self) -> ExportCounters:
+        """What it has done so far; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Ends all connections."""
+        ...
+
+
+class FetchesPages(Protocol):
+    """A domain's end. None of these waits but `close`."""
+
+    @property
+    def counters(self) -> FetchCounters:
+        """What it has done so far; from any thread."""
+        ...
+
+    def keep(self, source: PagesSource) -> None:
+        """Renews the lease until `release`."""
+        ...
+
+    def release(self, source: PagesSource) -> None:
+        """The lease is not wanted any more."""
+        ...
+
+    def leave(self, source: PagesSource) -> None:
+        """The lease is somebody else's to renew or release from now on."""
+        ...
+
+    def fetch(self, job: FetchJob) -> None:
+        """Begins a fetch; one of its callbacks says how it went on."""
+        ...
+
+    def cancel(self, key: Hashable) -> None:
+        """Nobody wants a fetch any more."""
+        ...
+
+    def close(self) -> None:
+        """Ends all connections; fetches under way fail."""
+        ...
