@@ -25,7 +25,7 @@ def due(request: Request) -> float:
 
 
 class RequestLimits:
-    """What a request may ask for.
+    """The limits that a request must keep.
 
     Args:
       max_length: longest sequence, prompt and output together, in tokens.
@@ -76,14 +76,14 @@ class RequestLimits:
 
 
 class GroupLoad:
-    """How full a DP group with a free slot is: looked up once for all requests that wait."""
+    """The load of a DP group with a free slot, computed once for all waiting requests."""
 
     def __init__(self, group: DPGroup):
         self.group = group
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks at the group again."""
+        """Updates the load after an admission."""
         free = self.group.free_pages
         self._used = self.group.pool.pages - free + self.group.promised
         self._available = free - self.group.residents_count  # a page to spare for each of them
@@ -122,7 +122,7 @@ class AdmissionQueue:
         self.prompt_tokens = 0
         """Prompt tokens that were looked up in the prefix cache, since the start."""
         self.prompt_tokens_found = 0
-        """Those of them that were there."""
+        """How many of `prompt_tokens` were found there."""
         self._admitted: list[Sequence] = []
 
     def push(self, sequence: Sequence) -> None:
@@ -171,13 +171,13 @@ class AdmissionQueue:
                 loads.remove(load)
 
     def _pages(self, sequence: Sequence) -> int:
-        """That it needs to be admitted."""
+        """How many pages the sequence needs at admission."""
         tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
         return pages_for(tokens, self._page_size)
 
 
 def rank(sequence: Sequence) -> tuple[float, int]:
-    """The key by which sequences are ordered."""
+    """The sort key of waiting and resident sequences."""
     return sequence.rank
 
 

@@ -43,7 +43,7 @@ class DPGroup:
         self.residents_count = 0
         """Sequences that hold a slot; counted, because every admission asks every group."""
         self.promised = 0
-        """Pages that residents will still take if all come to their full length; counted, too."""
+        """Pages that residents will still take if all reach their full length; counted, too."""
         self.held: dict[str, list[PageNode]] = {}
         """By request, pages in the prefix cache that are held for another worker to fetch."""
         self.stalled: set[Sequence] = set()
@@ -81,7 +81,7 @@ class DPGroup:
         return any(bool((lane.resident & ~lane.running)[self._rows].any()) for lane in self._lanes)
 
     def match(self, sequence: Sequence) -> list[PageNode]:
-        """What the prefix cache has of the sequence's tokens."""
+        """The longest prefix of the sequence that is in the prefix cache, as a path of pages."""
         if self.cache is None:
             return []
         return self.cache.match(sequence.keys, sequence.reusable)
@@ -187,7 +187,7 @@ class DPGroup:
         self.changed = True
 
     def let_go(self, request_id: str) -> None:
-        """Ends a hold."""
+        """Releases the pages that `hold` kept in use."""
         assert self.cache is not None
         self.cache.release(self.held.pop(request_id))
         self.changed = True

@@ -30,7 +30,7 @@ class FetchOrder(NamedTuple):
     """The token after the last."""
     group: int
     token_ids: list[int]
-    """All that the source holds."""
+    """All tokens whose entries the source holds."""
 
 
 class Fetches:
@@ -85,7 +85,7 @@ class Fetches:
         return [order for order in new if order.ticket in self._orders]
 
     def take_dropped(self) -> list[int]:
-        """Tickets of fetches that are not wanted any more, since this was called last."""
+        """Tickets of the fetches that were dropped since this was called last."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

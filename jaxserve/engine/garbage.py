@@ -20,7 +20,7 @@ def freeze() -> None:
 
 
 def thaw() -> None:
-    """Nothing is exempt any more; when an engine has ended."""
+    """Ends the exemption; called when an engine has ended."""
     gc.unfreeze()
 
 
@@ -31,11 +31,11 @@ class IdleCollection:
         self._worked = False
 
     def worked(self) -> None:
-        """Notes that there may be garbage."""
+        """Marks that a step has run, so there may be garbage."""
         self._worked = True
 
     def idle(self) -> None:
-        """There is time now."""
+        """Collects if a step has run since the last collection; called when the loop is idle."""
         if self._worked:
             self._worked = False
             gc.collect()

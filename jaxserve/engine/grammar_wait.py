@@ -15,7 +15,7 @@ every second step costs less than an eighth of the tokens."""
 
 
 def waiting(slots: LaneSlots) -> Literal["none", "grammars", "lane"]:
-    """Who of a lane waits for a token in flight: none, those with a grammar, or the whole lane."""
+    """Which rows of a lane wait for a token in flight: none, those with a grammar, or all."""
     if not (slots.grammar & (slots.pending > 0)).any():
         return "none"
     return "lane" if stops(slots) else "grammars"

@@ -30,7 +30,7 @@ from jaxserve.roles.page_transfer import PageAccess
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
-"""Has something done on the engine's thread, which delivers what it returns."""
+"""Runs a callable on the engine's thread, which delivers the outputs that it returns."""
 
 OnHeld = Callable[[PagesSource | JaxserveError], None]
 """Takes where the pages of a prompt are held, or why they are not; called once."""
@@ -39,7 +39,7 @@ PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class PrefillEnd(NamedTuple):
-    """What makes an engine a prefill worker's."""
+    """What an engine needs in order to prefill for other workers."""
 
     server: SendsPages
     access: PageAccess
@@ -47,14 +47,14 @@ class PrefillEnd(NamedTuple):
 
 
 class DecodeEnd(NamedTuple):
-    """What lets one domain fetch pages."""
+    """What one domain needs in order to fetch pages."""
 
     client: FetchesPages
     access: PageAccess
 
 
 class Export(NamedTuple):
-    """Who wants pages to be read."""
+    """A request of the pages server for held pages to be read."""
 
     fetch: Fetch
     reply: "Future[Piece]"
@@ -253,7 +253,7 @@ class HandOffs:
         return end.access.transfer.spread
 
     def carry_out(self, action: FetchAction | DropFetch | ImportPages | ExportPages) -> None:
-        """Does what the loop has decided; never waits."""
+        """Carries out an action of the loop about pages; never waits."""
         match action:
             case FetchAction(domain, order):
                 self._fetch(domain, order)

@@ -51,7 +51,7 @@ class Hold:
     until: float
     """Seconds of the clock at which the lease ends."""
     digest: str = ""
-    """What fetches are compared with, see `pages_digest`."""
+    """The digest that fetches must quote, see `pages_digest`."""
 
 
 class Holds:
@@ -83,7 +83,7 @@ class Holds:
 
     @property
     def waiting(self) -> int:
-        """Prompts that may not run yet."""
+        """How many prompts wait for room."""
         return len(self._waiting)
 
     @property
@@ -92,11 +92,11 @@ class Holds:
         return len(self._held)
 
     def of_request(self, request_id: str) -> Hold | None:
-        """What is held for a request."""
+        """The hold of a request, by its id."""
         return self._held.get(request_id)
 
     def of_hand_off(self, hand_off: str) -> Hold | None:
-        """What is held under a lease."""
+        """The hold of a lease, by the lease's name."""
         return self._by_hand_off.get(hand_off)
 
     def add(self, request: Request) -> None:
@@ -148,7 +148,7 @@ class Holds:
         return len(self._waiting) < before
 
     def renew(self, hand_off: str) -> bool:
-        """Begins the time of a lease anew; False if there is none."""
+        """Renews a lease; False if it is unknown."""
         hold = self._by_hand_off.get(hand_off)
         if hold is None:
             return False
@@ -175,7 +175,7 @@ class Holds:
         return PageRun(hold.group, pages, start % size)
 
     def tick(self) -> None:
-        """Lets go what nobody has asked about in time."""
+        """Releases the holds whose lease has expired."""
         now = self._clock()
         for hold in [hold for hold in self._held.values() if hold.until <= now]:
             self.expired += 1

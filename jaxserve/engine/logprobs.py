@@ -27,9 +27,9 @@ class StepResult(NamedTuple):
     """int32 `[groups, slots]`; read only where the plan samples. Of a step with drafts `[groups,
     slots, 1 + drafts]`: tokens, and `REJECTED` behind them."""
     logprobs: dict[int, TokenLogprobs]
-    """Row → of its sampled token, where the plan asks for it."""
+    """By row: log-probabilities at the sampled token, where the plan asks for them."""
     scores: dict[int, list[TokenLogprobs]]
-    """Row → of the plan's targets."""
+    """By row: log-probabilities of the plan's target tokens."""
 
     @property
     def counts(self) -> np.ndarray:

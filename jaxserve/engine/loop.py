@@ -57,7 +57,7 @@ class Fetch(NamedTuple):
 
 
 class DropFetch(NamedTuple):
-    """Nobody wants what a fetch brings any more."""
+    """Cancel a fetch whose pages are no longer wanted."""
 
     domain: int
     ticket: int
@@ -71,7 +71,7 @@ class ImportPages(NamedTuple):
     run: PageRun
     tokens: int
     piece: Any
-    """The arrays, as whoever fetched them made them."""
+    """The fetched arrays, passed through unread."""
 
 
 class ExportPages(NamedTuple):
@@ -81,7 +81,7 @@ class ExportPages(NamedTuple):
     start: int
     tokens: int
     reply: Any
-    """Who wants them, as it was given to `export`."""
+    """The job that was given to `export`."""
 
 
 class Idle(NamedTuple):
@@ -109,7 +109,7 @@ class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     between_steps: int = 0
 
     def recomputes(self, missing: int) -> bool:
-        """Whether a request computes so many tokens."""
+        """Whether a request that lacks so many tokens computes them itself."""
         return self.recompute and (not self.most or missing <= self.most)
 
 

@@ -63,7 +63,7 @@ class RequestRules:
 
 
 def bitmask(token_ids: list[int]) -> bytes:
-    """As many words as the largest id needs."""
+    """A bitmask of token ids, with as many words as the largest id needs."""
     bits = np.zeros(-(-(max(token_ids) + 1) // 32) * 32, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").tobytes()

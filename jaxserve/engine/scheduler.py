@@ -159,7 +159,7 @@ class Scheduler:
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
         self.fetches = Fetches(self._groups, self._lanes)
-        """Of sequences whose first pages a prefill worker holds."""
+        """The fetches of sequences whose first pages a prefill worker holds."""
         self._queue = AdmissionQueue(self._groups, page_size, self.fetches)
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._grammars = 0  # of them, those that have one
@@ -313,7 +313,7 @@ class Scheduler:
         return outputs
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step of a lane took, where that decides about drafts."""
+        """Tells the draft policy, if there is one, how long a decode step took."""
         policy = self.draft_policy
         decodes = plan.token_counts == np.maximum(plan.sample_counts, 1)
         if policy is not None and decodes.all():
@@ -348,7 +348,7 @@ class Scheduler:
         return None
 
     def let_go(self, request_id: str) -> None:
-        """Ends what `held` says."""
+        """Releases the pages that `held` reports."""
         for group in self._groups:
             if request_id in group.held:
                 group.let_go(request_id)
@@ -371,7 +371,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that get steps."""
+        """How many sequences are running."""
         return len(self._live) - self.num_waiting
 
     @property
@@ -401,7 +401,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> list[float]:
-        """The part of its pages that each DP group uses, 0 … 1."""
+        """The fraction of its pages that each DP group uses, 0 … 1."""
         return [group.usage for group in self._groups]
 
     @property
@@ -411,7 +411,7 @@ class Scheduler:
 
     @property
     def prompt_tokens_found(self) -> int:
-        """Those of them that were there."""
+        """How many of `prompt_tokens` were found there."""
         return self._queue.prompt_tokens_found
 
     @property

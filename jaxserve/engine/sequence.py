@@ -48,7 +48,7 @@ class Sequence:
     tokens: array[int]
     """The prompt and every generated token that the host knows; see `token_array`."""
     keys: PageKeys
-    """Of its tokens' full pages, in prefix caches."""
+    """The keys of its full pages in prefix caches."""
     status: Literal["waiting", "running", "ended"] = "waiting"
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Sequence:
     source: PagesSource | None = None
     """Where a prefill worker holds its first pages; None: nowhere, or what was there has come."""
     ticket: int | None = None
-    """Of its fetch, while it waits for pages from there."""
+    """The ticket of its fetch, while it waits for pages from `source`."""
     suspect: bool = False
     """Its last logits were no numbers: nobody else gets its cache entries."""
     poisoned: list[int] | None = None
@@ -131,7 +131,7 @@ class Sequence:
         return reusable
 
     def leave_slot(self) -> None:
-        """Forgets its slot, its pages, and what its cache entries stood for."""
+        """Clears everything that belongs to the slot it had: pages, prefix path, partial scores."""
         self.home, self.page_ids, self.prefix = None, [], []
         if self.unscored:
             self.scores = [None]

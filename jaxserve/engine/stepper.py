@@ -86,7 +86,7 @@ class Stepper:
         self._garbage = IdleCollection()
 
     def completed(self) -> StepOutputs | None:
-        """What the oldest step in flight gave, if that is there already."""
+        """The outputs of the oldest step in flight, if its result is there already."""
         return self._complete() if self._loop.in_flight and self._results.ready() else None
 
     def step(self) -> StepOutputs | Idle | None:

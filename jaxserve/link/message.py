@@ -95,16 +95,16 @@ class PackedRows(NamedTuple):
 
     format: MessageFormat
     dtype: jnp.dtype
-    """That rows are computed in."""
+    """The dtype that rows are dequantised to."""
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
-        """What is in them."""
+        """Unpacks the rows."""
         return self.format.unpack(packed, self.dtype)
 
     def addressed(
         self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
     ) -> UInt[Array, "rows words"]:
-        """The same rows with other ids."""
+        """Replaces the expert ids of packed rows."""
         form = self.format
         first = form.d_model + has_scales(form.rows) * 4 // form.word.itemsize
         return jax.lax.dynamic_update_slice_in_dim(
@@ -113,7 +113,7 @@ class PackedRows(NamedTuple):
 
 
 def _as(x: Array, dtype: DTypeLike) -> Array:
-    """The same bits."""
+    """Reinterprets the bits as another dtype."""
     return jax.lax.bitcast_convert_type(x, dtype)
 
 

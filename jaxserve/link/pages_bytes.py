@@ -21,7 +21,7 @@ KEPT_BUFFERS = 16
 
 
 def piece_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """That a piece of such arrays takes on the wire."""
+    """Bytes of a piece of such arrays on the wire."""
     return sum(_padded(_size(shape)) for shape in shapes)
 
 
@@ -62,7 +62,7 @@ class HostBuffers:
         self._unused: dict[int, deque[mmap.mmap]] = {}
 
     def take(self, size: int) -> np.ndarray:
-        """So many bytes, aligned to pages; of arbitrary content."""
+        """A buffer of so many bytes, aligned to pages, of arbitrary content."""
         unused = self._unused.setdefault(size, deque(maxlen=KEPT_BUFFERS))
         try:
             memory = unused.pop()

@@ -135,7 +135,7 @@ class PagesClient:
         )
 
     def arrived(self, size: int) -> None:
-        """Counts a piece."""
+        """Counts a piece that has arrived."""
         with self._lock:
             self._bytes += size
 
@@ -215,7 +215,7 @@ class _Peer:
             self._used()
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Closes all streams; fetches under way fail."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -223,7 +223,7 @@ class _Peer:
             connection.fail("closed here")
 
     def join(self, seconds: float) -> None:
-        """Waits for the threads."""
+        """Joins the streams' threads."""
         end = time.monotonic() + seconds
         for stream in list(self._streams):
             stream.join(max(0.0, end - time.monotonic()))
@@ -243,7 +243,7 @@ class _Peer:
             connection.renew(kept)
 
     def _used(self) -> None:
-        """Something is to be done: by a stream that waits, or by a new one."""
+        """Wakes a waiting stream, or starts one more, for a queued fetch."""
         self._last = time.monotonic()
         if not self._streams or (not self._idle and len(self._streams) < self._client.streams):
             thread = threading.Thread(

@@ -82,7 +82,7 @@ class Landing(Protocol):
 
 
 class Arrival(NamedTuple):
-    """A piece that is there."""
+    """A piece that has arrived whole."""
 
     first: int
     tokens: int
@@ -358,7 +358,7 @@ class Connection:
 
 
 class _Range(NamedTuple):
-    """What one fetch asks for."""
+    """The token range that one fetch asks for."""
 
     start: int
     stop: int

@@ -112,10 +112,10 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendsPages(Protocol):
-    """A prefill worker's end."""
+    """A prefill worker's end of the link."""
 
     cache_format: str
-    """Of the pages, as they cross."""
+    """Format of the pages on the wire."""
     hello: Hello
     address: str
     epoch: int
@@ -131,7 +131,7 @@ class SendsPages(Protocol):
 
 
 class FetchesPages(Protocol):
-    """A domain's end. None of these waits but `close`."""
+    """A domain's end of the link. Only `close` waits."""
 
     @property
     def counters(self) -> FetchCounters:

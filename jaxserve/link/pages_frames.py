@@ -26,7 +26,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
 
     hello: Hello
     cache_format: str
-    """Of the pieces."""
+    """Format of the pieces."""
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
@@ -48,11 +48,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     number: int
     size: int
-    """In bytes."""
+    """Size of the piece in bytes."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
-    """It does not come."""
+    """The piece will not come."""
 
     number: int
     text: str

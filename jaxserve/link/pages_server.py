@@ -185,7 +185,7 @@ class _Room:
             return True
 
     def give_back(self, size: int) -> None:
-        """The bytes are free again."""
+        """Gives the bytes back."""
         with self._changed:
             self.taken -= size
             self._changed.notify_all()
@@ -338,7 +338,7 @@ class _Puller:
             self._server.count(queued=-1)
 
     def _read_piece(self, reading: "_Reading") -> Piece:
-        """What the engine reads, once it has got to it."""
+        """Waits for the engine to read a piece; raises ExportError if it does not in time."""
         clock = AwakeClock(LONGEST_TICK_SECONDS)
         while True:
             try:

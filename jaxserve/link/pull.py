@@ -29,7 +29,7 @@ from jaxserve.link.transfers import is_ready, refuse_several_processes
 logger = logging.getLogger(__name__)
 
 MOST_REFUSALS = 3
-"""An ffn worker that says so often that a message gets no answer is believed."""
+"""After so many refusals by ffn workers a message is given up, with their error."""
 MOST_POSTS = 12
 """A message after which so many ffn workers died is not sent again."""
 WAIT_SECONDS = 0.25

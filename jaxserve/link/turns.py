@@ -41,7 +41,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """How many domains wait for their turn."""
         return len(self._waiting)
 
     @contextlib.contextmanager

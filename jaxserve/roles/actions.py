@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 STORAGE = -1
-"""In place of a slot that an expert comes from: the checkpoint."""
+"""A source slot's number that stands for the checkpoint."""
 
 
 class FetchExperts(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +45,7 @@ class MoveExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
-    """Keeps what the experts have got so far, to be read later."""
+    """Takes a snapshot of the experts' token counts, to be read later."""
 
     number: int
     """Ascending."""

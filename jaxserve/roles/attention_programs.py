@@ -240,15 +240,15 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """(x, combined), as `leave` takes them."""
+        """Shapes of (x, combined), the arguments of `leave` that hold the residual stream."""
         return self._stream_shape(bucket), self._stream_shape(bucket)
 
     def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Of (x, combined)."""
+        """Partition specs of (x, combined)."""
         return ROWS, PIECES
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """x with the last layer's output."""
+        """The residual stream: x plus the last layer's FFN output."""
         return add_combined(*parts)
 
     def _attend(

@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
-    """How large the model is, whatever format its files and its deployments have."""
+    """The model's numbers of parameters, whatever the formats of its files and deployments."""
     templates = _whole(config)
     embedding, head = _size(templates.embedding), _size(templates.head)
     if config.tied_head:
@@ -101,7 +101,7 @@ class RoleBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.cache + self.activations
 
 
@@ -162,7 +162,7 @@ def deployment_buckets(deployment: Deployment) -> list[Bucket]:
 
 
 def token_sizes(deployment: Deployment) -> list[int]:
-    """Tokens a DP group of the steps that there are, ascending."""
+    """The sizes of steps in tokens a DP group, ascending."""
     return sorted({bucket.tokens for bucket in deployment_buckets(deployment)})
 
 
@@ -177,7 +177,7 @@ def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int
 
 
 def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Rules) -> int:
-    """Of so many of each block, on one device of the mesh."""
+    """Bytes of so many blocks of each kind on one device of the mesh."""
     return sum(
         count * _shard_bytes(leaf.shape, leaf.dtype, NamedSharding(mesh, spec))
         for template, count in blocks
@@ -255,7 +255,7 @@ def _ffn_activations(
 
 
 def _message_bytes(config: ModelConfig, deployment: Deployment) -> int:
-    """Of a row on its way to the ffn role."""
+    """Bytes of a row of a dispatch message."""
     row = MessageFormat(config.d_model, config.top_k, deployment.dispatch_format)
     return row.width * row.word.itemsize
 

@@ -241,16 +241,16 @@ class ColocatedPrograms(TokenPrograms):
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """x, as `step` returns it."""
+        """Shape of x, as `step` returns it."""
         rows = self.groups * bucket.tokens
         return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
 
     def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Of x."""
+        """Partition spec of x."""
         return (ROWS,)
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """x itself."""
+        """The residual stream, which is x itself."""
         return parts[0]
 
     def _part_experts(

@@ -21,7 +21,7 @@ ProgramName = (
 
 
 class ProgramKey(NamedTuple):
-    """One program of a deployment."""
+    """Names one program of a deployment."""
 
     name: ProgramName
     kind: LayerKind | FFNKind | None
@@ -33,7 +33,7 @@ Compiled = Mapping[ProgramKey, jax.stages.Compiled]
 
 
 Call = Callable[..., Any]
-"""Takes flat, committed arguments."""
+"""A compiled program's call, which takes flat, committed arguments."""
 
 
 def hot_call(compiled: jax.stages.Compiled) -> Call:

@@ -56,9 +56,9 @@ class PageRun(NamedTuple):
 
     group: int
     page_ids: Sequence[int]
-    """Of the group; the first one holds the first token."""
+    """Page ids in the group's pool; the first page holds the first token."""
     offset: int = 0
-    """Place of the first token in the first page."""
+    """Offset of the first token in the first page, in tokens."""
 
 
 class BatchLayout(msgspec.Struct, frozen=True):

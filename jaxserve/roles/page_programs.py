@@ -29,12 +29,12 @@ class WireArray(NamedTuple):
 
 
 class PageKey(NamedTuple):
-    """One of these programs."""
+    """Names a program that reads or writes pages."""
 
     name: Literal["gather", "scatter"]
     tokens: int
     cache_format: WireFormat
-    """Of the wire."""
+    """Format of the wire's values."""
 
 
 class PagePrograms:
@@ -83,12 +83,12 @@ class PagePrograms:
 
     @property
     def token_bytes(self) -> int:
-        """That a token's entries take on the wire, all heads together."""
+        """Bytes of a token's entries on the wire, all heads together."""
         arrays = self.wire(1, self.format)
         return self.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of the pages of all layers, as programs take them."""
+        """Shapes of the pages of all layers, as programs take them."""
         if not self._stacked:
             return self._page_arrays * self.layers
         return tuple(

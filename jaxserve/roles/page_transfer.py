@@ -72,7 +72,7 @@ class PageTransfer:
         mesh = self.programs.mesh
         self._devices = mesh.devices
         self.device: jax.Device = mesh.devices.flat[0]
-        """One of this process's."""
+        """A device of this process."""
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
         self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
@@ -119,7 +119,7 @@ class PageTransfer:
         return jax.device_put(arrays, (self._rows,) * len(arrays))
 
     def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
-        """The results of the program."""
+        """The program's output arrays."""
         programs = self.programs
         page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
@@ -171,7 +171,7 @@ class PageTransfer:
     def _scattered(
         self, pages: Pages, run: PageRun, key: PageKey, arguments: Sequence[jax.Array]
     ) -> Pages:
-        """Runs the program."""
+        """Calls the compiled program."""
         programs = self.programs
         count = key.tokens // programs.page_size
         page_ids = np.full((programs.groups, count), programs.pages, np.int32)

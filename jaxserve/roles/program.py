@@ -185,15 +185,15 @@ class TokenPrograms:
         raise NotImplementedError
 
     def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """How it lies on the attention mesh."""
+        """Partition specs of `stream`'s arrays on the attention mesh."""
         raise NotImplementedError
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """The residual stream from these parts."""
+        """Puts the residual stream together from these parts."""
         raise NotImplementedError
 
     def shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """Shorthand."""
+        """Shape and dtype of an array, int32 unless said otherwise."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -224,14 +224,14 @@ def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
 
 
 def drawn_tokens(logits: Float[Array, "rows vocab"], state: SamplerState) -> Int[Array, " rows"]:
-    """A token a row; `NO_TOKEN` where logits are not numbers."""
+    """Draws a token for every row; `NO_TOKEN` where logits are not finite."""
     with jax.named_scope("sample"):
         drawn = sample(logits, state)
         return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
 
 
 def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:
-    """The leaves in runs of these lengths."""
+    """Splits flat leaves into runs of these lengths."""
     parts, start = [], 0
     for size in sizes:
         parts.append(tuple(leaves[start : start + size]))

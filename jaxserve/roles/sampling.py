@@ -21,7 +21,7 @@ from jaxserve.roles.step_plan import StepPlan
 
 
 class SamplingExecutables(NamedTuple):
-    """Of one bucket."""
+    """The sampling programs of one bucket."""
 
     choose: jax.stages.Compiled
     logprobs: jax.stages.Compiled
@@ -45,7 +45,7 @@ def options_programs(
 
 
 def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables:
-    """Of one bucket, out of everything that was compiled."""
+    """Picks those of one bucket out of everything that was compiled."""
     tokens = bucket.of_tokens
     return SamplingExecutables(
         choose=compiled[ProgramKey("choose", None, tokens)],

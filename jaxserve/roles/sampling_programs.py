@@ -140,7 +140,7 @@ def score(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 
 def counts_shape(programs: TokenPrograms) -> jax.ShapeDtypeStruct:
-    """Of a lane's token counts, `[groups * slots, vocab]`."""
+    """Shape and dtype of a lane's token counts, `[groups * slots, vocab]`."""
     return programs.shape(programs.groups * programs.slots, programs.config.vocab)
 
 

@@ -39,7 +39,7 @@ class LeafSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes of all of it; None: nothing is read."""
+        """Bytes that will be read; None: nothing is."""
         ...
 
     def leaves(
@@ -79,7 +79,7 @@ class RandomLeaves:
         tables: Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> list[jax.Array]:
-        """The same, for several blocks at once."""
+        """Random leaves of several blocks of one kind, stacked."""
         blocks = [self._values(template) for _ in tables]
         return self._arrays([np.stack(leaf) for leaf in zip(*blocks, strict=True)], shardings)
 
@@ -179,7 +179,7 @@ class FFNWeights:
         return self.layers[self._banks[number]]
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Puts others in their place."""
+        """Replaces all leaves of a bank's layer or layers."""
         self.layers[self._banks[number]] = leaves
 
 
@@ -225,7 +225,7 @@ class ColocatedWeights:
         return self.flat[self._banks[number]]
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Puts others in their place."""
+        """Replaces all leaves of a bank's layer or layers."""
         if number == len(self._banks):
             self.modules = *self.modules[: self._own_experts.start], *leaves
             return

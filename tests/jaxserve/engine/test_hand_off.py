@@ -402,7 +402,7 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
             into += ["steps"] * len(plans)
 
         end = engine.hand_offs.prefill or engine.hand_offs.domains[0]
-        monkeypatch.setattr(engine, "_broadcast", broadcast)
+        monkeypatch.setattr(engine._stepper, "_broadcast", broadcast)
         monkeypatch.setattr(end.access.transfer, "spread", True)
     (prompt,) = draw_prompts(14, [150])
     held = prefill(source, prompt, request_id="told")
