@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 15_000,
-    "jaxserve.fleet.attention_runtime": 15_200,
+    "jaxserve.fleet.worker": 15_100,
+    "jaxserve.fleet.attention_runtime": 15_400,
     "jaxserve.fleet.ffn_runtime": 10_800,
     "jaxserve.fleet.router": 5_000,
     "jaxserve.serve": 23_500,
