@@ -2,9 +2,10 @@
 
 A message of one row a device goes there and an answer comes back, on simulated devices: first in
 one process, which owns both sides, then on hosts of up to eight devices, a process each, as the
-committed configurations have them; then the calls that this consists of, and those that a link of
-fewer, larger pieces would need besides. The clock is the enqueuing thread's CPU time: simulated
-devices copy on threads of the same cores.
+committed configurations have them; then calls that take a shard a device, among them the cheapest
+there is, and what a link of one piece would take. As in a step, messages follow each other layer by
+layer: what comes after a sleep costs several times as much, whatever it is. The clock is the
+enqueuing thread's CPU time: simulated devices copy on threads of the same cores.
 
 Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 """
@@ -12,13 +13,13 @@ Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, writing
@@ -29,12 +30,15 @@ from jaxserve.fleet.bootstrap import initialise
 from jaxserve.link.copy import fast_copy, fast_shards
 from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
-from jaxserve.link.transport import Arrays, piece_sharding
+from jaxserve.link.transport import Arrays, Transport, piece_sharding
 from jaxserve.mesh import Submeshes
+from jaxserve.roles.compilation import hot_call
 
 SIDES = [(1, 1), (1, 16), (16, 1), (4, 4), (8, 8), (16, 16), (8, 24), (24, 8), (32, 32)]
 HOSTS = [(1, 1), (8, 8), (16, 16)]
 HOST_DEVICES = 8
+LAYERS = 16
+"""Messages in a row; the CPU backend allows 32 in flight on a device."""
 WIDTH = 128
 _SECONDS, _LEADER_STAYS_SECONDS = 600.0, 3.0
 CALLS = (1, 8, 16)
@@ -79,8 +83,8 @@ def measure(quick: bool) -> Part:
         f"Hosts of {HOST_DEVICES}: a process a host, each of one role; the process that spends "
         "most.",
         "Routes trampoline and broadcast are one wire: rows cross once, the ffn mesh spreads them.",
-        "Pieces brought together on one device would take, in each direction, a shard of a new "
-        "array, its copy, and an array put together; 1A1F takes a copy alone.",
+        "One piece: the first shard, its copy, and an array put together of it and of padding; the "
+        "collectives that bring rows together and spread them come on top.",
     ]
     details = found | {"hosts": hosts, "calls": calls}
     return Part("link", "(e) host time of a message and its answer", measures, notes, details)
@@ -114,7 +118,7 @@ def compare(rounds: int) -> dict[str, Any]:
 
 
 def time_calls(rounds: int) -> dict[str, dict[int, float]]:
-    """Microseconds of the calls that a link consists of, by the devices of one side."""
+    """Microseconds of calls in a row, by the devices of one side."""
     devices, spec = np.array(jax.devices()), PartitionSpec("x")
     make_copy, (shards_of, make_assemble) = fast_copy(), fast_shards()
     found: dict[str, dict[int, float]] = {}
@@ -123,18 +127,34 @@ def time_calls(rounds: int) -> dict[str, dict[int, float]]:
         here, there = (NamedSharding(Mesh(side, ("x",)), spec) for side in sides)
         shape, dtype = (count, WIDTH), jnp.dtype(jnp.uint8)
         compute = jax.jit(jnp.negative, out_shardings=here)
-        copy, assemble = make_copy(there), make_assemble(shape, dtype, here)
+        copy, assemble = make_copy(there), make_assemble(shape, dtype, there)
+        copy_one = make_copy(SingleDeviceSharding(sides[1][0]))
         zeros = jax.device_put(np.zeros(shape, dtype), here)
+        padding = shards_of(jax.device_put(zeros, there))
+        nothing = hot_call(jax.jit(lambda x: x).lower(zeros).compile())
 
+        def whole(array: Any, copy: Callable[..., Any] = copy) -> Any:
+            return copy([array])
+
+        def one_piece(
+            array: Any,
+            copy: Callable[..., Any] = copy_one,
+            assemble: Callable[..., Any] = assemble,
+            padding: Sequence[jax.Array] = padding,
+        ) -> jax.Array:
+            first = array._fully_replicated_shard()  # of any array: JAX's cheapest way to a shard
+            return assemble([*copy([first]), *padding[1:]])
+
+        calls: dict[str, Callable[[Any], Any]] = {
+            "a program that does nothing": nothing,
+            "a copy": whole,
+            "one piece": one_piece,
+        }
         samples: dict[str, list[float]] = {}
         for number in range(-3, rounds):
-            new = jax.block_until_ready(compute(zeros))
-            shards, spent = _timed(shards_of, new)
-            calls = {"shards of a new array": spent}
-            _, calls["an array put together"] = _timed(assemble, shards)
-            arrived, calls["a copy"] = _timed(copy, [new])
-            jax.block_until_ready(arrived)
-            for name, spent in calls.items():
+            for name, call in calls.items():
+                new = jax.block_until_ready([compute(zeros) for _ in range(LAYERS)])
+                spent = _timed(call, new)
                 if number >= 0:
                     samples.setdefault(name, []).append(spent * 1e6)
         for name, values in samples.items():
@@ -142,11 +162,13 @@ def time_calls(rounds: int) -> dict[str, dict[int, float]]:
     return found
 
 
-def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, float]:
-    """What a call returns, and its CPU seconds."""
+def _timed(call: Callable[[Any], Any], arguments: Sequence[Any]) -> float:
+    """CPU seconds of a call, one after the other; waits for what they compute."""
     start = time.thread_time()
-    result = call(argument)
-    return result, time.thread_time() - start
+    results = [call(argument) for argument in arguments]
+    spent = (time.thread_time() - start) / len(arguments)
+    jax.block_until_ready(results)
+    return spent
 
 
 def on_host(options: argparse.Namespace) -> dict[str, float]:
@@ -178,27 +200,37 @@ def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[
     cls, piece = TRANSPORTS[transport], (1, WIDTH)
     dispatch = cls("dispatch", route, a, f, piece, jnp.dtype(jnp.uint8))
     combine = cls("combine", route, a, f, piece, jnp.dtype(jnp.bfloat16))
-    message = (_zeros(a, jnp.dtype(jnp.uint8)),)
+    message = [_zeros(a, jnp.dtype(jnp.uint8))]
     answer = [_zeros(f, jnp.dtype(jnp.bfloat16)) for _ in range(route.slots)]
     ways = [
-        (name, way, way.sender(), way.receiver(), arrays)
+        (name, way, way.sender(), way.receiver(), _anew(way, arrays))
         for name, way, arrays in (("dispatch", dispatch, message), ("combine", combine, answer))
     ]
     samples: dict[str, list[float]] = {"dispatch": [], "combine": []}
     for number in range(-3, rounds):
-        for name, way, send, receive, arrays in ways:
-            arrived: Arrays = ()
+        for name, way, send, receive, anew in ways:
+            sent = jax.block_until_ready([anew() for _ in range(LAYERS)])
+            arrived: list[Arrays] = []
             start = time.thread_time()
-            if way.source.local_devices:
-                send(*arrays)
-            if way.destination.local_devices:
-                arrived = receive()
+            for arrays in sent:
+                if way.source.local_devices:
+                    send(*arrays)
+                if way.destination.local_devices:
+                    arrived.append(receive())
             spent = time.thread_time() - start
             jax.block_until_ready(arrived)
             if number >= 0:
-                samples[name].append(spent * 1e6)
+                samples[name].append(spent / LAYERS * 1e6)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     return medians | {"both": sum(medians.values())}
+
+
+def _anew(way: Transport, arrays: list[jax.Array]) -> Callable[[], Sequence[jax.Array]]:
+    """Makes what a program would: JAX keeps what was once asked of an array."""
+    if not way.source.local_devices:
+        return lambda: ()
+    compute = hot_call(jax.jit(lambda *arrays: [-x for x in arrays]).lower(*arrays).compile())
+    return lambda: compute(*arrays)
 
 
 def _zeros(mesh: Mesh, dtype: jnp.dtype) -> jax.Array:
