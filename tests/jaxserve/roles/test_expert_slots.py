@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.step3 import step3_config, step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
@@ -154,14 +155,29 @@ def wait_for(slots):
         time.sleep(0.001)
 
 
+@pytest.fixture(scope="module")
+def converted(tiny_model, tmp_path_factory):
+    """The model as an Orbax checkpoint a block."""
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    convert(tiny_model, folder)
+    return folder
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [{**AFD, "ffn.weights": "int8"}, {**AFD, "ffn.ep": 5, "ffn.tp": 1}, COLOCATED],
+    ("folder", "overrides"),
+    [
+        ("tiny_model", {**AFD, "ffn.weights": "int8"}),
+        ("tiny_model", {**AFD, "ffn.ep": 5, "ffn.tp": 1}),
+        ("tiny_model", COLOCATED),
+        ("converted", AFD),
+        ("converted", {**COLOCATED, "ffn.weights": "fp8"}),
+    ],
     ids=str,
 )
-def test_experts_come_from_the_checkpoint(overrides, tiny_model):
+def test_experts_come_from_the_checkpoint(folder, overrides, request):
     """As they were loaded: their slots have the same bytes."""
-    slots, weights, _ = make(tiny_model, overrides, open_checkpoint(str(tiny_model), NAMES))
+    folder = request.getfixturevalue(folder)
+    slots, weights, _ = make(folder, overrides, open_checkpoint(str(folder), NAMES))
     layer, home = slots.layers[-1], home_slots(slots.sizes)
     before = contents(slots, weights, layer)
     wanted = random_placement(random.Random(1), slots.sizes)
