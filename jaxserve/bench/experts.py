@@ -49,6 +49,7 @@ from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256
+TITLE = f"{EXPERTS} experts, EP {RANKS}, one redundant slot a device, {ROWS} rows of {TOP_K}"
 LAYERS = 8
 """Messages that make a step."""
 WINDOW = 5
@@ -61,16 +62,31 @@ def run(quick: bool, json_file: Path | None) -> int:
     """Measures in a process with nine simulated devices; 1 if a target is missed."""
     machine = this_machine()
     print(describe_machine(machine), flush=True)
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(RANKS + 1)}
-    arguments = ["--quick"] if quick else []
-    found = run_worker(Worker("jaxserve.bench.experts", arguments, environment), SECONDS)
-    part = _part(found)
+    part = _part(_measured(quick, []))
     print(f"\n{table(part)}", flush=True)
     if json_file is not None:
         write_json(json_file, Report("experts", quick, machine, [part]))
     if late := missed([part]):
         print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
     return int(bool(late))
+
+
+def measure_counting(quick: bool) -> Part:
+    """What counting alone costs, as a part of `bench pipeline`: of the one stage of a layer that
+    counts, so that a step costs less."""
+    found = _measured(quick, ["--counting"])
+    return Part("counting", TITLE, [_counting_measure(found)], [], found)
+
+
+def _measured(quick: bool, arguments: list[str]) -> dict[str, Any]:
+    """By a process with a device of attention, and of ffn as many as there are ranks."""
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(RANKS + 1)}
+    arguments = [*arguments, *(["--quick"] if quick else [])]
+    return run_worker(Worker("jaxserve.bench.experts", arguments, environment), SECONDS)
+
+
+def _counting_measure(found: dict[str, Any]) -> Measure:
+    return Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01)
 
 
 def _part(found: dict[str, Any]) -> Part:
@@ -86,14 +102,13 @@ def _part(found: dict[str, Any]) -> Part:
         Measure("the same of its core time", found["p99_core"], limit=1.1),
         Measure("core time of a piece to every rank ÷ a step's", fetch / found["step_ms"]),
         Measure("the same of every rank's load", load / found["step_ms"]),
-        Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01),
+        _counting_measure(found),
     ]
     notes = [
         f"{found['moves']} experts moved; {found['steps']} steps at rest and as many moving, in "
         f"turns of {WINDOW}, with {found['rounds']} rounds"
     ]
-    title = f"{EXPERTS} experts, EP {RANKS}, one redundant slot a device, {ROWS} rows of {TOP_K}"
-    return Part("experts", title, measures, notes, found)
+    return Part("experts", TITLE, measures, notes, found)
 
 
 class _Layer(NamedTuple):
@@ -349,9 +364,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The process that measures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--counting", action="store_true")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args(arguments)
-    options.result.write_bytes(msgspec.json.encode(measure(options.quick)))
+    if options.counting:
+        found: dict[str, Any] = {"counting": counting(make_layer(), 3 if options.quick else 15)}
+    else:
+        found = measure(options.quick)
+    options.result.write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`python -m jaxserve.bench pipeline`: what AFD costs the host and what it gains, in five parts."""
+"""`python -m jaxserve.bench pipeline`: what AFD costs the host and what it gains, and what
+counting tokens per expert costs, in six parts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.bench import host, link, overlap, startup, tokens
+from jaxserve.bench import experts, host, link, overlap, startup, tokens
 from jaxserve.bench.report import Part, run_parts
 
 PARTS: dict[str, Callable[[bool], Part]] = {
@@ -12,6 +13,7 @@ PARTS: dict[str, Callable[[bool], Part]] = {
     "tokens": tokens.measure,
     "startup": startup.measure,
     "link": link.measure,
+    "counting": experts.measure_counting,
 }
 
 
