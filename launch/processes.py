@@ -111,7 +111,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def describe(code: int) -> str:
     """How a process ended, in words."""
-    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def say(text: str) -> None:

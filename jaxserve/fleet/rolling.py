@@ -11,12 +11,12 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.addresses import split_address
 from jaxserve.fleet.fleet_load import worker_status
 from jaxserve.fleet.registry import Place, Registry
 from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
-from jaxserve.link.channel import split_address
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
@@ -80,7 +80,7 @@ class Rolling:
         Raises:
           ConfigError: it is no address, or looked at already.
         """
-        split_address(address)
+        split_address(address, "worker")
         if any(place.address == address for place in self._places()):
             raise ConfigError(f"worker {address}: is one of the fleet already")
         place = Place(address, role, long)

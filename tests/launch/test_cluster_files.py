@@ -88,3 +88,23 @@ def test_the_slurm_script_gives_all_tasks_one_secret_and_the_arguments(tmp_path:
             *("-u", "-m", "jaxserve.serve", "--distributed", "--config", "a file.yaml")
         ]
     assert len(tokens) == 2
+
+
+def test_autoscalers_read_metrics_that_exist() -> None:
+    """What they scale by is measured, and what they scale exists in their API versions."""
+    keda, hpa = yaml.safe_load_all((LAUNCH / "autoscale.yaml").read_text())
+    assert (keda["apiVersion"], keda["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    assert (hpa["apiVersion"], hpa["kind"]) == ("autoscaling/v2", "HorizontalPodAutoscaler")
+    (trigger,) = keda["spec"]["triggers"]
+    assert trigger["type"] == "prometheus"
+    assert {"serverAddress", "query", "threshold"} == set(trigger["metadata"])
+    assert keda["spec"]["minReplicaCount"] <= keda["spec"]["maxReplicaCount"]
+    assert hpa["spec"]["minReplicas"] <= hpa["spec"]["maxReplicas"]
+    (metric,) = hpa["spec"]["metrics"]
+    assert metric["external"]["target"]["type"] == "Value"
+    (policy,) = hpa["spec"]["behavior"]["scaleDown"]["policies"]
+    assert set(policy) == {"type", "value", "periodSeconds"}
+    used = set(re.findall(r"jaxserve:(\w+)", (LAUNCH / "autoscale.yaml").read_text()))
+    dashboard = (LAUNCH / "grafana-dashboard.json").read_text()
+    assert used == {"worker_requests", "kv_cache_usage_perc"}
+    assert all(f"jaxserve:{name}" in dashboard for name in used)

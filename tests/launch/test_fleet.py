@@ -67,3 +67,11 @@ def test_workers_behind_addresses_of_somebody_else(fleet):
         assert member.arguments[-2:] == ["--listen", member.listens]
     settings = " ".join(router.arguments)
     assert all(member.dialled in settings for member in workers)
+
+
+def test_how_a_process_ended(fleet):
+    import processes
+
+    assert [processes.describe(code) for code in (0, 2, -9)] == [
+        *("exit code 0", "exit code 2", "signal SIGKILL"),
+    ]

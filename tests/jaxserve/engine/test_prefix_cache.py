@@ -113,18 +113,36 @@ def test_a_reset_forgets_what_is_used_too():
     unused = put(cache, pool, [7, 8])
     cache.release(unused)
     assert cache.reset() == 1
-    assert cache.match("", [1, 2, 3, 4], 4) == cache.match("", [7, 8], 2) == []
+    assert cache.match(keys([1, 2, 3, 4]), 4) == cache.match(keys([7, 8]), 2) == []
     assert pool.free_pages == 8 - 2
     again = put(cache, pool, [1, 2])
     assert page_ids(again) == [2]
     (page_id,) = pool.allocate(1)
-    assert cache.extend(used, "", [5, 6], page_id)
-    assert page_ids(cache.match("", [1, 2, 3, 4, 5, 6], 6)) == [2]
+    assert cache.extend(used, keys([1, 2, 3, 4, 5, 6]), page_id)
+    assert page_ids(cache.match(keys([1, 2, 3, 4, 5, 6]), 6)) == [2]
     cache.check_integrity([used, again])
     cache.release(used)
     cache.evict(3)
     assert pool.free_pages == 8 - 1
     cache.check_integrity([again])
+
+
+def test_what_is_condemned_matches_nothing_and_goes_when_nobody_uses_it():
+    cache, pool = make()
+    path, other = put(cache, pool, [1, 2, 3, 4]), put(cache, pool, [7, 8])
+    beside = put(cache, pool, [1, 2, 5, 6])
+    cache.condemn(path)
+    cache.condemn(beside)
+    assert cache.match(keys([1, 2, 5, 6]), 4) == []
+    assert page_ids(cache.match(keys([7, 8]), 2)) == page_ids(other)
+    cache.check_integrity([path, other, beside])
+    again = put(cache, pool, [1, 2])
+    cache.release(path)
+    cache.release(beside)
+    cache.check_integrity([other, again])
+    cache.evict(8)
+    assert pool.free_pages == 8 - 2
+    pool.check_integrity([cache.page_ids()])
 
 
 def test_the_same_page_twice():
