@@ -110,6 +110,8 @@ class LaneSlots:
         """Whether it asks more of a step than a token."""
         self.draftable = flags()
         """Whether it may be given drafts."""
+        self.banned_until = counts()
+        """Tokens, prompt included, up to which it may not end."""
         self.proposed = flags()
         """Whether its last step was followed by proposing drafts."""
         self.recorded = counts()
@@ -140,7 +142,7 @@ class LaneSlots:
         self.pending[row] = self.in_flight[row] = self.pages_told[row] = self.slack[row] = 0
         self.most_cached[row] = -(-sequence.longest_cache // self.page_size) * self.page_size
         self.draftable[row], self.proposed[row] = sequence.draftable, False
-        self.recorded[row] = 0
+        self.recorded[row], self.banned_until[row] = 0, sequence.banned_until
         self.room[row] = len(sequence.page_ids) * self.page_size
         self.grammar[row], self.options[row] = sequence.has_grammar, sequence.has_options
         self.last_token[row] = sequence.tokens[-1]
@@ -180,6 +182,11 @@ class LaneSlots:
         """How many drafts each row of a mask could be given, of at most so many: none beyond its
         end, none beyond its last page, and none where none were proposed."""
         left = np.minimum(self.longest - self.length, self.most_cached - self.cached - self.slack)
+        # A step's tokens may all end the sequence, or none may, and so those of the next step.
+        ban = np.where(
+            self.length < self.banned_until, self.banned_until - self.slack, self.longest + 1
+        )
+        left = np.minimum(left, ban - self.length - 1)
         count = np.minimum(left - 1, most)
         return np.where(decoding & self.draftable & self.proposed, np.maximum(count, 0), 0)
 
@@ -354,7 +361,7 @@ class LaneSlots:
         self.cached[rows] -= step.counts
         if step.drafts is not None:
             self.slack[rows] -= step.drafts
-        self.recorded[rows] = np.minimum(self.recorded[rows], self.cached[rows])
+        self.recorded[rows] = 0
         self.proposed[rows] = False
         self.fresh[rows] = self.cached[rows] == self.found[rows]
         self.told[rows] = False

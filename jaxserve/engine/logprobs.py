@@ -26,8 +26,8 @@ class StepResult(NamedTuple):
     sampled: np.ndarray
     """int32 `[groups, slots]`; read only where the plan samples. Of a step with drafts `[groups,
     slots, 1 + drafts]`: tokens, and `REJECTED` behind them."""
-    logprobs: dict[int, TokenLogprobs]
-    """By row: log-probabilities at the sampled token, where the plan asks for them."""
+    logprobs: dict[int, list[TokenLogprobs]]
+    """By row: log-probabilities at the sampled tokens, where the plan asks for them."""
     scores: dict[int, list[TokenLogprobs]]
     """By row: log-probabilities of the plan's target tokens."""
 
@@ -45,7 +45,8 @@ def step_result(
 
     Args:
       sampled: `[groups, slots]`, or as `StepResult` says of a step with drafts.
-      logprobs: `[groups, slots, 1 + 2 * top]`, int32; floats as bits.
+      logprobs: `[groups, slots, 1 + 2 * top]`, of a step with drafts `[groups, slots, 1 + drafts,
+        1 + 2 * top]`, int32; floats as bits.
       scores: `[groups, tokens, 1 + 2 * top]`.
     """
     result = StepResult(sampled, {}, {})
@@ -57,13 +58,18 @@ def step_result(
         row = options.row
         at = divmod(row, slots)
         if logprobs is not None and options.logprobs is not None:
-            token_id = int(sampled[at].flat[0])
-            result.logprobs[row] = _unpack(logprobs[at], token_id, options.logprobs)
+            run = sampled[at].reshape(-1)
+            packed = logprobs[at].reshape(len(run), -1)
+            result.logprobs[row] = [
+                _unpack(one, token_id, options.logprobs)
+                for one, token_id in zip(packed, run.tolist(), strict=True)
+                if token_id != REJECTED
+            ]
         if scores is not None and options.targets:
             group, start = starts[row]
             result.scores[row] = [
-                _unpack(packed, token_id, options.target_logprobs)
-                for packed, token_id in zip(scores[group, start:], options.targets, strict=False)
+                _unpack(one, token_id, options.target_logprobs)
+                for one, token_id in zip(scores[group, start:], options.targets, strict=False)
             ]
     return result
 

@@ -146,18 +146,22 @@ def append_tokens(
 
 
 def _append(
-    slots: LaneSlots, row: int, run: list[int], logprobs: TokenLogprobs | None
+    slots: LaneSlots, row: int, run: list[int], logprobs: list[TokenLogprobs] | None
 ) -> TokenOutput:
     """Adds tokens to a sequence that may end with one of them, or that has options."""
     kept: list[int] = []
+    reported: list[TokenLogprobs] = []
     sequence: Sequence = slots.sequences[row]
-    for token_id in run:
-        output = _append_one(slots, row, token_id, logprobs)
+    for place, token_id in enumerate(run):
+        output = _append_one(slots, row, token_id, None if logprobs is None else logprobs[place])
         kept += output.token_ids
+        reported += output.logprobs
         if output.finish_reason is not None or sequence.suspect:
             break
     slots.draftable[row] = sequence.draftable
-    return output if len(run) == 1 else msgspec.structs.replace(output, token_ids=kept)
+    if len(run) == 1:
+        return output
+    return msgspec.structs.replace(output, token_ids=kept, logprobs=reported)
 
 
 def _append_one(

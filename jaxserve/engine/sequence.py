@@ -93,13 +93,14 @@ class Sequence:
 
     @property
     def draftable(self) -> bool:
-        """Whether its next tokens may be drafted: not while something of them is wanted, or is to
-        be done to their logits, that depends on the tokens before."""
-        params = self.request.params
-        if params.penalises or params.logit_bias or self.has_grammar or self.unscored:
-            return False
-        wanted = params.speculative and params.logprobs is None
-        return wanted and self.generated >= params.min_tokens
+        """Whether its next tokens may be drafted: not where the host has to know a token before it
+        can say which one may be next."""
+        return self.request.params.speculative and not (self.has_grammar or self.unscored)
+
+    @property
+    def banned_until(self) -> int:
+        """Tokens, prompt included, up to which it may not end."""
+        return len(self.request.prompt) + self.request.params.min_tokens
 
     @property
     def longest(self) -> int:

@@ -260,12 +260,10 @@ class AttentionWorker:
             del message
             combined = receive()
             yield combined[0]
-        last, sampled, logits, *lengths = executables.leave(
-            x, before, batch, *combined, *self._weights.head
-        )
+        left = executables.leave(x, before, batch, *combined, *self._weights.head)
         stream = x, *combined
-        last, finished = self._sampling.finish(
-            plan, executables.sampling, batch, before, (last, sampled, logits), stream
+        last, finished, lengths = self._sampling.finish(
+            plan, executables.sampling, batch, before, left, stream
         )
         self._last_tokens[lane] = last
         if self._drafting is not None and drafting is not None and plan.proposes:

@@ -179,12 +179,11 @@ class ColocatedWorker:
         )
         pages = len(self._pages)
         self._pages = state[:pages]
-        lengths = [state.pop()] if plan.bucket.drafts else []
+        own = [state.pop()] if plan.bucket.drafts else []
         if slots is not None:
             slots.counts[:banks] = state[pages:]
-        last, finished = self._sampling.finish(
-            plan, sampling, batch, before, (last, sampled, logits), (x,)
-        )
+        left = last, sampled, logits, *own
+        last, finished, lengths = self._sampling.finish(plan, sampling, batch, before, left, (x,))
         self._last_tokens[plan.lane] = last
         if self._drafting is not None and drafting is not None and plan.proposes:
             end = self._drafting.end(finished, batch, table, (x,), last, lengths)

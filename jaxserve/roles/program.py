@@ -143,7 +143,7 @@ class TokenPrograms:
     ) -> tuple[
         Int[Array, "1 slots"],
         Int[Array, "groups slots rows"],
-        Float[Array, "slots vocab"],
+        Float[Array, "sampled vocab"],
         Int[Array, "1 slots"],
     ]:
         """Head and sampler on the last 1 + drafts tokens of every slot, of which the step has fed
@@ -154,21 +154,30 @@ class TokenPrograms:
         2024, "Coupling without communication and drafter-invariant speculative decoding").
 
         Returns the lane's last tokens; all DP groups' sampled tokens, 1 + drafts a slot, with
-        `REJECTED` behind those that hold; the logits of each slot's first row; and its tokens that
-        are in the cache and hold.
+        `REJECTED` behind those that hold; the logits of all of them, slot by slot; and each slot's
+        tokens that are in the cache and hold.
         """
-        slots, rows = self.slots, 1 + drafts
-        counts, end = fields["sample"], fields["query_start"][1:]
-        offset = jnp.arange(rows, dtype=jnp.int32)[None]
-        row = jnp.maximum(end[:, None] - jnp.maximum(counts, 1)[:, None] + offset, 0)
-        row = jnp.minimum(row, x.shape[0] - 1)  # [slots, rows]; beyond a slot's tokens ignored
+        row = sampled_rows(fields, 1 + drafts)
         with jax.named_scope("head"):
             logits = self.templates.head.merge(leaves)(x[row.reshape(-1)])
+        last, sampled, lengths = self.verify(logits, last_tokens, fields, drafts)
+        return last, sampled, logits, lengths
+
+    def verify(
+        self,
+        logits: Float[Array, "sampled vocab"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        drafts: int,
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots rows"], Int[Array, "1 slots"]]:
+        """What `verify_step` returns beside its logits."""
+        slots, rows, counts = self.slots, 1 + drafts, fields["sample"]
+        offset = jnp.arange(rows, dtype=jnp.int32)[None]
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
         each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
         state = sampler_state(each | {"kv_length": position.reshape(-1)})
         drawn = drawn_tokens(logits, state).reshape(slots, rows)
-        draft = fields["token_ids"][row[:, 1:]]
+        draft = fields["token_ids"][sampled_rows(fields, rows)[:, 1:]]
         holds = (draft == drawn[:, :-1]) & (offset[:, 1:] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         samples = counts > 0
@@ -177,8 +186,7 @@ class TokenPrograms:
         sampled = jnp.where(samples[:, None] & (offset <= accepted[:, None]), drawn, REJECTED)
         rejected = jnp.where(samples, counts - 1 - accepted, 0)
         lengths = fields["kv_length"] - rejected
-        logits = logits.reshape(slots, rows, -1)[:, 0]
-        return last[None], jax.lax.all_gather(sampled, "dp"), logits, lengths[None]
+        return last[None], jax.lax.all_gather(sampled, "dp"), lengths[None]
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of what holds the residual stream after the last layer."""
@@ -204,6 +212,15 @@ class TokenPrograms:
             self.shape(self.groups, width),
             self.shape(self.groups, self.slots, bucket.pages),
         )
+
+
+def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"]:
+    """Rows of a step after which something is sampled, so many a slot; those beyond a slot's own
+    mean nothing."""
+    counts, end = fields["sample"], fields["query_start"][1:]
+    offset = jnp.arange(rows, dtype=jnp.int32)[None]
+    row = jnp.maximum(end[:, None] - jnp.maximum(counts, 1)[:, None] + offset, 0)
+    return jnp.minimum(row, fields["token_ids"].shape[0] - 1)
 
 
 def sampler_state(fields: dict[str, Array]) -> SamplerState:

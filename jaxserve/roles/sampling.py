@@ -62,12 +62,13 @@ class Finished(NamedTuple):
     """int32 [groups, slots], replicated over the mesh; of a step with drafts [groups, slots,
     1 + drafts], with `REJECTED` behind the tokens that hold."""
     logits: jax.Array
-    """FP32 [groups * slots, vocab], those of the first token of a slot that is followed by
-    sampling; rows of slots that did not sample mean nothing."""
+    """FP32 [groups * slots, vocab], of a step with drafts 1 + drafts rows a slot; rows after which
+    nothing was sampled mean nothing."""
     last: jax.Array
     """What this process computes last in the step: when it is there, so is everything before."""
     logprobs: jax.Array | None = None
-    """int32 [groups, slots, …] as `programs.sampling` packs them; None where nobody asked."""
+    """int32 [groups, slots, …], of a step with drafts [groups, slots, 1 + drafts, …], as
+    `programs.sampling` packs them; None where nobody asked."""
     scores: jax.Array | None = None
     """int32 [groups, tokens, …]: the same of prompt tokens."""
 
@@ -103,28 +104,29 @@ class Sampling:
         executables: SamplingExecutables,
         batch: jax.Array,
         before: jax.Array,
-        left: tuple[jax.Array, jax.Array, jax.Array],
+        left: tuple[jax.Array, ...],
         stream: Sequence[jax.Array],
-    ) -> tuple[jax.Array, Finished]:
-        """The lane's last tokens, and the step with everything that was asked for.
+    ) -> tuple[jax.Array, Finished, Sequence[jax.Array]]:
+        """The lane's last tokens, the step with everything that was asked for, and with drafts the
+        lane's lengths.
 
         Args:
           plan, batch: the step, and its array.
           before: the lane's last tokens before the step.
-          left: last tokens, sampled tokens and logits, as the step's last program left them.
+          left: last tokens, sampled tokens, logits, and with drafts lengths, as the step's last
+            program left them.
           stream: what holds the residual stream after the last layer.
         """
-        last, sampled, logits = left
+        last, sampled, logits, *lengths = left
         logprobs = scores = None
         if plan.has_rules:
             rules = self._put(rules_array(plan, self._groups, self._slots, self._vocab))
-            drawn = (last, batch, sampled) if plan.bucket.drafts else (before, batch)
-            last, sampled, self._counts[plan.lane] = executables.choose(
-                logits, *drawn, self._counts[plan.lane], rules
+            last, sampled, self._counts[plan.lane], *lengths = executables.choose(
+                logits, before, batch, self._counts[plan.lane], rules
             )
         if plan.has_logprobs:
             logprobs = executables.logprobs(logits, sampled)
         if plan.has_targets:
             targets = self._put(targets_array(plan, self._groups, self._slots))
             scores = executables.score(targets, *stream, *self._head)
-        return last, Finished(plan, sampled, logits, sampled, logprobs, scores)
+        return last, Finished(plan, sampled, logits, sampled, logprobs, scores), lengths

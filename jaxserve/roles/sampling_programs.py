@@ -15,7 +15,6 @@ from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
 from jaxserve.roles.layout import (
     FROM_DEVICE,
     MAX_LOGPROBS,
-    REJECTED,
     BatchLayout,
     Bucket,
     RulesLayout,
@@ -25,25 +24,25 @@ from jaxserve.roles.program import (
     ROWS,
     Program,
     TokenPrograms,
-    drawn_tokens,
-    sampler_state,
+    sampled_rows,
 )
 
 FLOATS = ("repetition", "presence", "frequency", "biases")
 
 
 def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
-    """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts).
+    """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts), and with drafts
+    the lengths as `TokenPrograms.verify_step` gives them.
 
     Draws by the rules; in slots without any, what the step's own last program would have drawn.
-    `last_tokens` are those before the step. With drafts both are those after it, as `sampled`
-    follows them among the arguments: slots that had drafts, which have no rules, keep theirs.
+    `last_tokens` are those before the step. Before each of its drafts a slot's counts are those of
+    the drafts before; what is kept counts those that hold.
     """
+    drafts = bucket.drafts
     layout = RulesLayout(programs.config.vocab)
     groups, slots = programs.groups, programs.slots
 
-    def body(logits: Array, last: Array, batch: Array, *rest: Array) -> object:
-        *sampled, counts, rules = rest
+    def body(logits: Array, last: Array, batch: Array, counts: Array, rules: Array) -> object:
         fields = BatchLayout(bucket.tokens, slots).fields(batch[0])
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         token_ids = fields["token_ids"]
@@ -51,58 +50,79 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         ruled = layout.fields(rules[0])
         fields["temperature"] = ruled.pop("temperature")[:, 0]
         parsed = _rules(ruled)
-        with jax.named_scope("count"):
-            counts = count(counts, parsed, token_ids, slot, position)
-        with jax.named_scope("adjust"):
-            logits = adjust(logits, counts, parsed)
-        if not bucket.drafts:
+        if not drafts:
+            with jax.named_scope("count"):
+                counts = count(counts, parsed, token_ids, slot, position)
+            with jax.named_scope("adjust"):
+                logits = adjust(logits, counts, parsed)
             return *programs.draw(logits, last, fields), counts
-        drawn = drawn_tokens(logits, sampler_state(fields))
-        alone = fields["sample"] == 1
-        last = jnp.where(alone, drawn, last[0])[None]
-        first = jax.lax.all_gather(jnp.where(alone, drawn, REJECTED), "dp")
-        runs = sampled[0]
-        first = jnp.where(first == REJECTED, runs[:, :, 0], first)
-        return last, runs.at[:, :, 0].set(first), counts
+        drafted = jnp.maximum(fields["sample"] - 1, 0)
+        row = jnp.arange(bucket.tokens, dtype=jnp.int32)
+        certain = row < (fields["query_start"][1:] - drafted)[slot]
+        with jax.named_scope("count"):
+            counts = count(counts, parsed, token_ids, slot, jnp.where(certain, position, -1))
+        draft = token_ids[sampled_rows(fields, 1 + drafts)]  # [slots, 1 + drafts], from place 1 on
+        each = jnp.arange(slots, dtype=jnp.int32)
+        own = parsed._replace(fresh=jnp.zeros_like(parsed.fresh))
+
+        def add(counts: Array, place: Array, most: Array) -> Array:
+            """Counts the slots' drafts in this place, where it is not beyond `most`."""
+            fed = (place > 0) & (place <= most)
+            start = fields["kv_length"] - drafted
+            at = jnp.where(fed, start + place - 1, -1)
+            return count(counts, own, draft[:, place], each, at)
+
+        def one(counts: Array, place: Array) -> tuple[Array, Array]:
+            counts = add(counts, place, drafted)
+            return counts, adjust(by_place[place], counts, parsed)
+
+        with jax.named_scope("adjust"):
+            places = jnp.arange(1 + drafts, dtype=jnp.int32)
+            by_place = logits.reshape(slots, 1 + drafts, -1).swapaxes(0, 1)
+            _, adjusted = jax.lax.scan(one, counts, places)
+            logits = adjusted.swapaxes(0, 1).reshape(slots * (1 + drafts), -1)
+        last, sampled, lengths = programs.verify(logits, last, fields, drafts)
+        held = drafted - (fields["kv_length"] - lengths[0])
+        with jax.named_scope("count"):
+            counts, _ = jax.lax.scan(lambda c, place: (add(c, place, held), None), counts, places)
+        return last, sampled, counts, lengths
 
     shapes = programs.step_shapes(bucket)
     rows = groups * slots
-    runs = [programs.shape(groups, slots, 1 + bucket.drafts)] if bucket.drafts else []
+    lengths = [ROWS] if drafts else []
     return Program(
         "choose",
         body,
         programs.mesh,
         (
-            programs.shape(rows, programs.config.vocab, dtype=jnp.float32),
+            programs.shape(rows * (1 + drafts), programs.config.vocab, dtype=jnp.float32),
             *shapes[:2],
-            *runs,
             programs.shape(rows, programs.config.vocab),
             programs.shape(groups, slots, layout.width),
         ),
-        (*(ROWS,) * 3, *[REPLICATED] * len(runs), ROWS, ROWS),
-        (ROWS, REPLICATED, ROWS),
-        donated=(3 + len(runs),),
+        (ROWS,) * 5,
+        (ROWS, REPLICATED, ROWS, *lengths),
+        donated=(3,),
     )
 
 
 def logprobs(programs: TokenPrograms, drafts: int) -> Program:
     """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
-    with drafts of the first one of every slot."""
+    with drafts `[groups, slots, 1 + drafts, …]`."""
     groups, slots, vocab = programs.groups, programs.slots, programs.config.vocab
     shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
     def body(logits: Array, sampled: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
-        if drafts:
-            token_ids = jnp.maximum(token_ids[:, 0], 0)
-        return jax.lax.all_gather(_packed(logits, token_ids), "dp")
+        packed = _packed(logits, jnp.maximum(token_ids.reshape(-1), 0))
+        return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 
     return Program(
         "logprobs",
         body,
         programs.mesh,
         (
-            programs.shape(groups * slots, vocab, dtype=jnp.float32),
+            programs.shape(groups * slots * (1 + drafts), vocab, dtype=jnp.float32),
             programs.shape(*shape),
         ),
         (ROWS, REPLICATED),

@@ -1,5 +1,6 @@
 """Drafts change no token: greedy and sampled, with whatever else requests ask for."""
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.build import make_engine
@@ -66,6 +67,8 @@ class Counted:
 
     def __init__(self, engine):
         self.drafted = self.held = 0
+        self.ruled = 0
+        """Those of rows whose logits are changed."""
         for scheduler in engine.schedulers:
             scheduler.complete = self._counting(scheduler.complete)
 
@@ -74,6 +77,9 @@ class Counted:
             if plan.bucket.drafts:
                 samples = plan.sample_counts > 0
                 self.drafted += int((plan.sample_counts - 1)[samples].sum())
+                ruled = [one.row for one in plan.options if one.rules is not None]
+                of_ruled = samples & np.isin(plan.rows, ruled)
+                self.ruled += int((result.counts.reshape(-1)[plan.rows] - 1)[of_ruled].sum())
                 self.held += int((result.counts.reshape(-1)[plan.rows] - 1)[samples].sum())
             return complete(plan, result)
 
@@ -102,6 +108,7 @@ def test_the_same_tokens_as_without(case, tiny_model, expected):
         assert counted.drafted > (1000 if always else 0)
         assert layouts.generate(engine, params=SAMPLED) == sampled
         assert run_mixed(engine) == with_options
+        assert counted.ruled > (0 if always else -1)
         layouts.idle(engine)
         assert engine.compilations_after_ready == 0
         drafts = engine.load().drafts

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.logprobs import step_result
+from jaxserve.roles.layout import REJECTED
 from jaxserve.roles.step_plan import Bucket, SequenceRow, plan_of_rows
 
 
@@ -34,10 +35,18 @@ def test_what_each_row_asked_for():
     assert result.sampled is sampled
     everything = ((4, -0.25), (5, -1.0), (6, -2.0))
     assert result.logprobs == {
-        6: (11, -1.5, everything[:2]),
-        8: (13, -3.5, ()),
-        9: (14, -4.5, everything),  # a vocabulary of three has no more
+        6: [(11, -1.5, everything[:2])],
+        8: [(13, -3.5, ())],
+        9: [(14, -4.5, everything)],  # a vocabulary of three has no more
     }
+
+
+def test_log_probabilities_of_a_run_end_where_its_drafts_do():
+    row = SequenceRow(0, [1, 2, 3], 3, [0], sample=True, logprobs=0, drafts=2)
+    plan = plan_of_rows(0, 0, Bucket(8, 1, 2), [[row]], slots=1)
+    logprobs = np.stack([packed(-place - 0.5, [4], [-0.25]) for place in range(3)])
+    result = step_result(plan, np.asarray([[[10, 11, REJECTED]]]), logprobs[None, None], None)
+    assert result.logprobs == {0: [(10, -0.5, ()), (11, -1.5, ())]}
 
 
 @pytest.mark.parametrize("top", [0, 1])

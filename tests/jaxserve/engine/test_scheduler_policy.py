@@ -191,13 +191,13 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
     assert scheduler.complete(first, result) == []
     third = scheduler.plan(0)
     assert third.groups[0][0].targets == []
-    result = StepResult(np.asarray([[7, 0, 0]]), {0: logs[7]}, {0: logs[6:7]})
+    result = StepResult(np.asarray([[7, 0, 0]]), {0: [logs[7]]}, {0: logs[6:7]})
     assert scheduler.complete(second, result) == [
         TokenOutput(
             request_id="a", token_ids=[7], logprobs=[logs[7]], prompt_logprobs=[None, *logs[2:7]]
         )
     ]
-    result = StepResult(np.asarray([[7, 0, 0]]), {0: logs[7]}, {})
+    result = StepResult(np.asarray([[7, 0, 0]]), {0: [logs[7]]}, {})
     assert scheduler.complete(third, result) == [
         TokenOutput(request_id="a", token_ids=[7], finish_reason="length", logprobs=[logs[7]])
     ]

@@ -126,6 +126,8 @@ class Device:
                     sampled[group][row.slot] = run + [REJECTED] * (1 + most - len(run))
                     self.last_token[home] = run[-1]
                     self.length[home] = len(tokens) - row.drafts + len(run) - 1
+                    counted = self.counted.get(home, [])
+                    self.counted[home] = [at for at in counted if at < self.length[home]]
                     self.drafts[home] = _guesses(row.seed, tokens[: self.length[home]] + run[-1:])
                     tokens = tokens[: self.length[home]] + run[-1:]
                 if plan.plan.proposes:
@@ -453,9 +455,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.limits.drafts:
             assert len(row.page_ids) == least
         if row.drafts:
-            assert row.rules is None
             assert request.params.grammar is None
-            assert not request.params.presence_penalty
         assert set(row.page_ids) <= set(range(self.limits.pages))
         self.check_rules(request, row)
         for other_lane, others in self.rows_in_flight(group):
