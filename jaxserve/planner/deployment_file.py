@@ -16,6 +16,10 @@ from jaxserve.planner.stages import Assumptions, Formats
 
 PAGE = {"gpu": 64, "tpu": 128}
 """Tokens of a page. The TPU kernels take an 8-bit cache in multiples of 128."""
+REBALANCE_SECONDS = 600
+"""Of plans with slots for replicas, whose predicted balance needs experts that are placed by what
+they get: ten times the default window of counting, as `expert_balancer.SLICES` are looked back
+on."""
 
 
 def deployment_text(
@@ -76,6 +80,8 @@ def deployment_text(
         f"  token_budget: {budget}",
         f"  token_buckets: [{', '.join(map(str, sorted({plan.batch, decoded, budget})))}]",
     ]
+    if layout.redundant_slots:
+        lines.append(f"experts: {{rebalance_seconds: {REBALANCE_SECONDS}}}")
     if layout.drafts:
         lines.append(f"speculative: {{method: mtp, drafts: {layout.drafts}}}")
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxserve.config.deployment import Deployment, SchedulerLimits
 from jaxserve.config.model import MLA, FFNKind, ModelConfig
+from jaxserve.config.sections import Experts
 from jaxserve.errors import ConfigError
 from jaxserve.link.message import MessageFormat
 from jaxserve.link.route import Route
@@ -98,18 +99,19 @@ class RoleBytes(NamedTuple):
     """KV pages of all layers, those of prediction modules included, with scales."""
     activations: int
     """Of the largest step; an estimate, see `_attention_activations` and `_ffn_activations`."""
+    moving: int = 0
+    """Room for one expert on its way to a slot (`expert_programs.py`)."""
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.cache + self.activations
+        return self.weights + self.cache + self.activations + self.moving
 
 
 def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
     """Bytes a device, of the attention role and of the ffn role; colocated: of the one mesh.
 
-    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it, nor
-    is the room for one expert that moves (`expert_programs.py`).
+    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it.
 
     Raises:
       ConfigError: the model cannot be cut as the deployment asks.
@@ -136,11 +138,13 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     step_attention = _attention_activations(config, deployment, tokens)
     step_ffn = _ffn_activations(config, deployment, templates.ranks, tokens)
     devices = deployment.attention.devices
+    moving = _moving(templates, meshes.ffn, meshes.ffn_rules, deployment.experts)
     if deployment.mode == "colocated":
-        return (RoleBytes("attention", devices, attention + ffn, cache, step_attention + step_ffn),)
+        weights, step = attention + ffn, step_attention + step_ffn
+        return (RoleBytes("attention", devices, weights, cache, step, moving),)
     return (
         RoleBytes("attention", devices, attention, cache, step_attention),
-        RoleBytes("ffn", deployment.ffn.devices, ffn, 0, step_ffn),
+        RoleBytes("ffn", deployment.ffn.devices, ffn, 0, step_ffn, moving),
     )
 
 
@@ -183,6 +187,22 @@ def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Ru
         for template, count in blocks
         for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
     )
+
+
+def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, settings: Experts) -> int:
+    """Of one expert of a layer on one device, of which there is a second one where experts are read
+    for it; without ranks that could exchange experts there is no such room."""
+    ranks = templates.slots.ranks
+    if ranks == 1 or "moe" not in templates.ffn:
+        return 0
+    template = templates.ffn["moe"]
+    leaves = zip(template.leaves, template.dimensions, template.specs(rules), strict=True)
+    size = sum(
+        _shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, NamedSharding(mesh, spec))
+        for leaf, names, spec in leaves
+        if names[0] == "slots"
+    )
+    return size if settings.source == "devices" else 2 * size
 
 
 def _shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> int:
@@ -299,6 +319,8 @@ def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, avail
     if part.role == "attention":
         parts.append(f"KV pages {_gb(part.cache)}")
     parts.append(f"activations {_gb(part.activations)}")
+    if part.moving:
+        parts.append(f"room for moving experts {_gb(part.moving)}")
     key = f"{part.role}.memory_gb"
     said = key if getattr(deployment, part.role).memory_gb else f"reported; {key} overrules"
     advice = "; ".join(_what_fits(config, deployment, part, available))
@@ -315,7 +337,7 @@ def _what_fits(
 ) -> Iterator[str]:
     """Changes of one key each that make the role fit."""
     if part.cache:
-        room = available - part.weights - part.activations
+        room = available - part.total + part.cache
         pages = room * deployment.cache.pages // part.cache
         if pages >= -(-deployment.scheduler.max_length // deployment.cache.page_size):
             yield f"cache.pages up to {pages} (now {deployment.cache.pages})"
@@ -399,9 +421,9 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
 
 
 def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:
-    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "sum", "of"]]
+    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "moving", "sum", "of"]]
     for part in parts:
-        numbers = (part.weights, part.cache, part.activations, part.total)
+        numbers = (part.weights, part.cache, part.activations, part.moving, part.total)
         available = memory[part.role]
         known = "?" if available is None else _gb(available)
         rows.append([part.role, str(part.devices), *map(_gb, numbers), known])

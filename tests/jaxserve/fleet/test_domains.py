@@ -10,6 +10,7 @@ import random
 import threading
 from typing import NamedTuple
 
+import httpx
 import jax
 import pytest
 
@@ -26,11 +27,16 @@ from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.link.pull import PullClient
 from jaxserve.mesh import role_mesh
-from jaxserve.model.ffn.placement import aligned
+from jaxserve.model.ffn.placement import EMPTY, aligned
 from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.metrics import Metrics
+from jaxserve.text.generator import TextGenerator
 from tests.jaxserve import layouts
 from tests.jaxserve.link.toy_server import wait_until
 from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.jaxserve.text.letters import LETTERS
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -67,7 +73,7 @@ def role_of(model, role, first, overrides):
 
 @pytest.fixture(scope="module")
 def server(tiny_model):
-    overrides = FFN | {"link.addresses": ["127.0.0.1:1"]}
+    overrides = FFN | {"link.addresses": ["127.0.0.1:1"], "experts.window_seconds": 10_000}
     server, _ = message_server(*role_of(tiny_model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
     server.address = server.start()
     yield server
@@ -191,6 +197,8 @@ def test_experts_move_between_messages(domains, server, expected):
     rows = len(PROMPTS) * (GREEDY.max_tokens - 1)  # and what of prompts was not in the cache
     assert tokens >= rows * layouts.SIZES.moe_top_k * 2  # layers
     ask_for_a_rebalance(work, server, domains["one lane"].link)
+    post_a_rebalance(work, server, domains["one lane"])
+    assert generate(engine, GREEDY) == expected[0]
     work.experts.close()
 
 
@@ -219,14 +227,67 @@ def test_an_ffn_worker_on_what_is_left_takes_over(domains, server, expected, tin
         smaller.close()
 
 
-def ask_for_a_rebalance(work, server, link):
-    """By hand, from the attention runtime."""
-    experts, found = RemoteExperts(link.ask), []
-    thread = threading.Thread(target=lambda: found.append(experts.rebalance(dry_run=True)))
+def while_it_serves(work, server, call):
+    """What the call returns, while the ffn worker does what its main thread does."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
     while thread.is_alive():
         work.move_experts(server.between_messages)
         thread.join(0.01)
+    return found[0]
+
+
+def post_a_rebalance(work, server, domain):
+    """Over HTTP, on the admin port of the attention runtime."""
+    engine = domain.engine
+    engine.experts = RemoteExperts(domain.link.ask)
+    face = HttpServer(port=0, endpoints=ADMIN_ENDPOINTS)
+    address = face.start()
+    generator = TextGenerator(engine, LETTERS)
+    face.operate(generator, Metrics("tiny"), lambda: None)
+    crowd(work, server)
+    wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+    generate(engine, GREEDY)
+    url, before = f"http://{address}/experts/rebalance", work.experts.view()
+
+    def post(**fields):
+        call = functools.partial(httpx.post, url, json=fields, timeout=60.0)
+        return while_it_serves(work, server, call)
+
+    try:
+        proposed = post(dry_run=True)
+        assert (proposed.status_code, work.experts.view().moving) == (200, 0)
+        begun = post().json()
+        assert begun["moves"] == proposed.json()["moves"] > 0
+        wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+        after = work.experts.view()
+        assert (after.epoch, after.moves) == (before.epoch + 1, before.moves + begun["moves"])
+        assert post(dry_run="yes").status_code == 400
+    finally:
+        face.stop(0)
+        generator.close()
+
+
+def crowd(work, server):
+    """The busiest experts get to one rank."""
+    wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+    sizes, targets = work.experts.facts.sizes, {}
+    for layer, tokens in work.experts.view().expert_tokens.items():
+        busiest = sorted(range(sizes.experts), key=lambda expert: -tokens[expert])
+        slots = (*busiest, *[EMPTY] * (sizes.total - sizes.experts))
+        targets[layer] = aligned(work.experts.placements[layer], slots, sizes.ranks)
+    work.experts.place(targets)
+
+
+def moving(work):
+    return work.experts.view().moving
+
+
+def ask_for_a_rebalance(work, server, link):
+    """By hand, from the attention runtime."""
+    experts = RemoteExperts(link.ask)
+    found = [while_it_serves(work, server, lambda: experts.rebalance(dry_run=True))]
     assert 0 < found[0].balance_now <= found[0].balance_then <= 1
     assert experts.view().moves == work.experts.view().moves > 0
     with pytest.raises(EngineFailedError, match="link: ValidationError: Expected"):

@@ -69,6 +69,14 @@ def test_drafts(tmp_path):
     assert deployment.scheduler.token_buckets == [32, 96, 224]
 
 
+def test_slots_for_replicas_are_filled(tmp_path):
+    layout = msgspec.structs.replace(AFD, redundant_slots=1)
+    deployment, _ = written(tmp_path, "deepseek-v3", layout, 32, Formats())
+    assert (deployment.ffn.redundant_slots, deployment.experts.rebalance_seconds) == (1, 600)
+    deployment, _ = written(tmp_path, "deepseek-v3", AFD, 32, Formats())
+    assert deployment.experts.rebalance_seconds == 0
+
+
 @pytest.mark.parametrize("batch", [1, 7, 500])
 def test_colocated(tmp_path, batch):
     layout = Layout(mode="ep", attention="h800", ffn="h800", dp=8, tp=1, ep=8, ffn_tp=1, lanes=1)

@@ -268,12 +268,22 @@ class TestFit:
             "(attention.memory_gb) on each of the 16 attention devices (attention.dp 16 x "
             "attention.tp 1); what would fit: cache.pages up to 19131 (now 20000); "
             "attention.tp = 2 (32 devices)\n"
-            "  weights 164.45 + activations 2.13 = 166.59 GB of 76.00 GB (ffn.memory_gb) on each "
-            "of the 4 ffn devices (ffn.ep 4 x ffn.tp 1); what would fit: ffn.ep = 16 (16 devices); "
-            "ffn.tp = 4 (16 devices)"
+            "  weights 164.45 + activations 2.13 + room for moving experts 0.0441 = 166.63 GB of "
+            "76.00 GB (ffn.memory_gb) on each of the 4 ffn devices (ffn.ep 4 x ffn.tp 1); what "
+            "would fit: ffn.ep = 16 (16 devices); ffn.tp = 4 (16 devices)"
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             check_capacity(config, deployment, memory_of(deployment))
+
+    def test_an_expert_that_moves_needs_room(self):
+        """DeepSeek-V3's in FP8 with a scale for every 128 x 128, read from elsewhere twice."""
+        expert = 3 * (2048 * 7168 + 4 * 16 * 56)
+        config, deployment = load("deepseek-v3")
+        assert [part.moving for part in role_bytes(config, deployment)] == [0, expert]
+        elsewhere = msgspec.structs.replace(deployment.experts, source="checkpoint")
+        deployment = msgspec.structs.replace(deployment, experts=elsewhere)
+        assert [part.moving for part in role_bytes(config, deployment)] == [0, 2 * expert]
+        assert [part.moving for part in role_bytes(*load("deepseek-v3", ffn_ep=1))] == [0, 0]
 
     def test_the_pages_it_names_fit_and_one_more_does_not(self):
         for pages, fits in ((19_131, True), (19_132, False)):
@@ -339,9 +349,9 @@ class TestDescription:
             "back",
             "             what a device receives a layer, for each of its own rows, which have "
             "experts on 6.52 of 16 ranks",
-            "GB a device  devices  weights  KV pages  activations    sum     of",
-            "attention         16    16.36     45.29       0.3186  61.97  76.00",
-            "ffn               16    43.51    0.0000         2.16  45.67  76.00",
+            "GB a device  devices  weights  KV pages  activations  moving    sum     of",
+            "attention         16    16.36     45.29       0.3186  0.0000  61.97  76.00",
+            "ffn               16    43.51    0.0000         2.16  0.0441  45.71  76.00",
         ]
 
     def test_of_unknown_memory(self):
