@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from processes import free_ports, say
-from supervisor import Member, Restarts, Supervisor
+from supervisor import Member, Restarts, Supervisor, with_peers
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
@@ -26,6 +26,8 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     except ConfigError as error:
         say(f"{error}")
         return 2
+    if options.peers:
+        members = [members[0], *with_peers(members[1:])]
     restarted = range(len(members)) if options.restart else ()
     return Supervisor(
         [sys.executable, "-u", "-m", options.module, *forwarded],

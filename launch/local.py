@@ -105,6 +105,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--logs", type=Path, help="with --fleet or --runtimes: a folder for what processes print"
     )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="with --fleet or --runtimes: workers that start take their weights from running ones",
+    )
     parser.add_argument("--pin", action="store_true", help="process i on the i-th core allowed")
     parser.add_argument(
         "--grace",
@@ -126,6 +131,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"--{name}: only with --fleet")
     if options.restart_seconds < 0:
         parser.error(f"--restart-seconds {options.restart_seconds:g}: expected 0 or more")
+    if options.peers and not (options.fleet or options.runtimes):
+        parser.error("--peers: only with --fleet or --runtimes")
     if options.logs is not None and not (options.fleet or options.runtimes):
         parser.error("--logs: only with --fleet or --runtimes")
     if options.logs is not None and not options.logs.is_dir():

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from processes import free_ports
-from supervisor import Member, Restarts, Supervisor
+from supervisor import Member, Restarts, Supervisor, with_peers
 
 RESTART_SECONDS = 0.1
 """Before a worker that died is started again, so that one that cannot start does not spin."""
@@ -31,5 +31,6 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     for runtime, address in enumerate(addresses, 1):
         arguments = ["--role", "ffn", "--listen", address]
         members.append(Member("role ffn, runtime ffn", arguments, runtime))
+    members = with_peers(members) if options.peers else members
     restarts = Restarts(range(1, len(members)), RESTART_SECONDS, hopeless=(1, 2))
     return Supervisor(command, members, restarts, pin=options.pin, logs=options.logs).run()

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from processes import STOP_SECONDS, describe, end, print_output, say, start
+from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
@@ -38,6 +38,17 @@ class Member(NamedTuple):
     runtime: int
     listens: str = ""
     dialled: str = ""
+
+
+def with_peers(workers: Sequence[Member]) -> list[Member]:
+    """The same, each of which serves its weights and takes those of the others when it starts."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(workers))]
+    given = []
+    for worker, address in zip(workers, addresses, strict=True):
+        own = [f"weights.address={address}", f"weights.peers={addresses}"]
+        arguments = [word for setting in own for word in ("--set", setting)]
+        given.append(worker._replace(arguments=[*worker.arguments, *arguments]))
+    return given
 
 
 class Restarts(NamedTuple):

@@ -12,6 +12,7 @@ from jaxserve.bench import (
     front,
     kills,
     load,
+    peers,
     pipeline,
     quality,
     router,
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     of_load = benches.add_parser("load", help="load of a checkpoint, next to cat on its files")
     of_load.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_load.add_argument("--quick", action="store_true", help="a small checkpoint: a smoke test")
+    of_peers = benches.add_parser("peers", help="weights from a running worker, next to files")
+    of_peers.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_peers.add_argument("--quick", action="store_true", help="a small model: a smoke test")
     of_engine = benches.add_parser("engine", help="shared prefixes, and what options cost")
     of_engine.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_engine.add_argument("--quick", action="store_true", help="one round: a smoke test")
@@ -109,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return step_host.run(options.quick, options.json)
         if options.bench == "load":
             return load.run(options.quick, options.json)
+        if options.bench == "peers":
+            return peers.run(options.quick, options.json)
         if options.bench == "engine":
             return sampling_options.run(options.quick, options.json)
         if options.bench == "quality":

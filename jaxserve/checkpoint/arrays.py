@@ -6,7 +6,7 @@ Called by the checkpoints (`hf.py`, `store.py`), which know how to read a shard.
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,13 @@ from jaxserve.errors import CheckpointError
 from jaxserve.mesh import sharded_zeros
 from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import WeightFormat, quantize_weight
+
+
+class HasShape(Protocol):
+    """Any kind of array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class Leaf(NamedTuple):
@@ -156,7 +163,7 @@ def _runs(entries: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def block_of(values: Leaf, scales: Leaf) -> tuple[int, int]:
+def block_of(values: HasShape, scales: HasShape) -> tuple[int, int]:
     """(block_out, block_in) that share a scale, from the shapes of values and scales; 0: the whole
     axis.
 

@@ -137,7 +137,7 @@ class HFCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of one block, one at a time; each shard is read separately."""
-        return self._block(template, wanted_leaves(template, shardings, None), [sources])
+        return self.block(template, wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
         self,
@@ -151,11 +151,13 @@ class HFCheckpoint:
           tables: the sources of each block.
           shardings: the shardings of the stacked arrays.
         """
-        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
+        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
 
-    def _block(
+    def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
+        """Some or all leaves of one block, or of several stacked ones."""
+
         def sources(name: str) -> list[Source]:
             part = template.parts.get(name)
             if part is None:

@@ -61,6 +61,16 @@ def seen_shape(source: Source, index: int) -> Shape:
     return tuple(shape)
 
 
+def leaf_shape(source: Source) -> Shape:
+    """The shape of a leaf that is made of the source, without padding."""
+    first, *others = (seen_shape(source, index) for index in range(len(source.names)))
+    if source.stacked:
+        return (len(source.names), *first)
+    axis = max(len(first) - 2, 0)  # d_out
+    d_out = first[axis] + sum(shape[axis] for shape in others)
+    return (*first[:axis], d_out, *first[axis + 1 :])
+
+
 def _parts(
     source: Source, ranges: Ranges, target: np.ndarray
 ) -> Iterator[tuple[int, Ranges, np.ndarray]]:

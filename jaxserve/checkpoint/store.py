@@ -108,7 +108,7 @@ class StoreCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of the block that has these sources in the original folder, one at a time."""
-        return self._block(template, wanted_leaves(template, shardings, None), [sources])
+        return self.block(template, wanted_leaves(template, shardings, None), [sources])
 
     def stacks(
         self,
@@ -117,11 +117,12 @@ class StoreCheckpoint:
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The leaves of several blocks, stacked along a new first axis."""
-        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
+        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
 
-    def _block(
+    def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
+        """Some or all leaves of one block, or of several stacked ones."""
         blocks = [
             _with_parts(self._arrays[self._blocks[_key(sources)]], template) for sources in tables
         ]

@@ -23,8 +23,10 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.open import open_engine
 from jaxserve.link.pull import PullClient
+from jaxserve.link.weights_server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Recorder, merge
+from jaxserve.roles.held_weights import serve_weights
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -53,6 +55,7 @@ class Serving(Life):
         self._part = part
         self._engine: Engine | None = None
         self._link: PullClient | None = None
+        self._weights: WeightsServer | None = None
         self._timeline: Path | None = options.timeline
         self._recorder = Recorder() if options.timeline else None
 
@@ -71,22 +74,30 @@ class Serving(Life):
                 # Not an orderly exit: it would wait for device calls that may never return.
                 bootstrap.abandon(f"the engine failed: {self._failure}", peers=leader)
             self._write_timeline(leader)
+            if self._weights is not None:
+                self._weights.close()
             if self._link is not None:
                 self._link.close()
 
     def _open_engine(self, leader: Leader | None) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""
-        options: dict[str, Any] = {"observer": self._recorder}
-        if self._part is not None:
-            options["prepare"] = pages_end(self._part, self._process.token)
+        options: dict[str, Any] = {"observer": self._recorder, "prepare": self._prepare}
         if self._deployment.link.transport == "pull":
             engine, self._link = attention_runtime.open_attention(
                 self._deployment, self._process.token, **options
             )
             return engine
         if leader is None:
-            return open_engine(self._deployment, **options)
+            return open_engine(self._deployment, token=self._process.token, **options)
         return worker.lead(self._deployment, leader, **options)
+
+    def _prepare(self, engine: Engine) -> None:
+        """Gives an engine that is not started yet its ends of links to other workers."""
+        token = self._process.token
+        if self._part is not None:
+            pages_end(self._part, token)(engine)
+        driver = engine.driver
+        self._weights = serve_weights(self._deployment, driver.held(), driver.slots, token)
 
     def _on_peer_failure(self, failure: EngineFailedError, leader: bootstrap.Peers) -> None:
         """A follower is gone or stuck: every client is told, then this process ends."""

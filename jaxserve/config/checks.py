@@ -132,6 +132,10 @@ def _check_fleet(deployment: "Deployment") -> None:
             "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet.tpot_seconds = 0: there is "
             "no target that could be missed"
         )
+    check_addresses("weights.peers", deployment.weights.peers)
+    check_addresses("weights.address", [deployment.weights.address or "unused:1"])
+    if deployment.experts.source == "peer" and not deployment.weights.peers:
+        raise ConfigError("experts.source = peer, but weights.peers is empty: there are none")
     check_addresses("fleet.prefill", fleet.prefill)
     check_addresses("fleet.domains", fleet.domains)
     for place, address in enumerate(fleet.domains):

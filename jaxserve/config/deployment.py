@@ -27,6 +27,7 @@ from jaxserve.config.sections import (
     Fleet,
     Link,
     Pages,
+    PeerWeights,
     Prefill,
     SchedulerLimits,
     Server,
@@ -63,6 +64,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     colocated mode each by itself."""
     prefill: Prefill = Prefill()
     experts: Experts = Experts()
+    weights: PeerWeights = PeerWeights()
     pages: Pages = Pages()
     fleet: Fleet = Fleet()
     server: Server = Server()

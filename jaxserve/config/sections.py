@@ -284,13 +284,29 @@ class Experts(Section, frozen=True):
     move_mb_per_step: Annotated[float, Meta(gt=0, le=1e6)] = 4.0
     """Most of an expert, in 10^6 bytes, that a device gets between two steps; an expert that is
     larger comes in pieces."""
-    source: Literal["devices", "checkpoint"] = "devices"
-    """Where experts that move come from: `devices` that have them, or the `checkpoint`, of which
-    every device reads its own share of one expert at a time; with several processes steps wait for
-    that."""
+    source: Literal["devices", "checkpoint", "peer"] = "devices"
+    """Where experts that move come from: `devices` that have them; the `checkpoint`, of which every
+    device reads its own share of one expert at a time; or a `peer`, a running worker of
+    `weights.peers`, and the checkpoint where none has it. With several processes steps wait for
+    what is read."""
     nodes: Size = 1
     """Nodes of equally many ranks, on which a router's groups of experts stay together where the
     nodes divide the groups."""
+
+
+class PeerWeights(Section, frozen=True):
+    """Weights from running workers instead of storage, for workers that start."""
+
+    peers: list[str] = []
+    """Where running workers serve their weights, host:port, in order of preference; a name may
+    stand for several. A worker that starts takes every array from the first that has it in the
+    wanted format, and from the checkpoint what none of them has, or gives to its end."""
+    address: str = ""
+    """Where this worker serves its own, read-only, host:port; it needs the cluster's token where
+    other hosts reach it. Empty: it does not."""
+    serve_mb_per_second: Annotated[float, Meta(ge=1, le=1e6)] = 1000.0
+    """Most that it sends, in 10^6 bytes a second, to all together: so that its steps are not
+    disturbed."""
 
 
 class Pages(Section, frozen=True):

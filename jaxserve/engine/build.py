@@ -12,8 +12,8 @@ import jax
 import msgspec
 
 from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.peer import open_weights
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
@@ -61,10 +61,12 @@ def build_runtime(
     config: ModelConfig | None = None,
     names: CheckpointNames | None = None,
     source: LeafSource | None = None,
+    token: str = "",
 ) -> Runtime:
     """Loads and compiles a deployment on this process's devices.
 
-    `config`, `names` and `source` replace the model folder (benches with random weights).
+    `config`, `names` and `source` replace the model folder (benches with random weights); `token`
+    is what `weights.peers` ask for.
 
     Raises:
       ConfigError, CheckpointError: before anything large is allocated.
@@ -77,7 +79,7 @@ def build_runtime(
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
-    source = source or open_checkpoint(deployment.model, names)
+    source = source or open_weights(deployment, names, token)
     driver: Cell | ColocatedWorker
     if deployment.mode == "colocated":
         built = build_colocated(templates, deployment, meshes.attention, source, names)
@@ -114,14 +116,15 @@ def build_engine(
     collect: Collect | None = None,
     counts: ReadCounts | None = None,
     prepare: Callable[[Engine], object] = lambda engine: None,
+    token: str = "",
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started.
 
     `meet` is called before the first step, which takes all processes: it waits for them. `prepare`
-    is called before the engine is started.
+    is called before the engine is started; `token` is as of `build_runtime`.
     """
     ends = read_special_tokens(deployment.model).eos
-    runtime = build_runtime(deployment, observer=observer)
+    runtime = build_runtime(deployment, observer=observer, token=token)
     meet()
     warm_up(runtime)
     engine = make_engine(

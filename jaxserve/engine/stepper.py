@@ -29,6 +29,7 @@ from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import lane_of_all
 
 Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
@@ -48,6 +49,7 @@ class Driver(Protocol):
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...
     def page_access(self, domain: int = 0, **options: Any) -> PageAccess: ...
+    def held(self) -> list[HeldBlock]: ...
 
 
 class Stepper:

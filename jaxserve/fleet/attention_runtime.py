@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.build import Runtime, make_engine, warm_up
@@ -61,7 +61,7 @@ def open_attention(
     """
     ends = read_special_tokens(deployment.model).eos
     role = open_role(deployment, "attention")
-    source = open_checkpoint(deployment.model, role.names)
+    source = open_weights(deployment, role.names, token)
     cell, client = attention_cell(role, deployment, source, token, observer)
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
     warm_up(runtime)

@@ -15,7 +15,7 @@ from types import FrameType
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.fleet import bootstrap, expert_control
@@ -26,6 +26,7 @@ from jaxserve.link.contract import MessageSize
 from jaxserve.link.landing import Landing
 from jaxserve.link.message import message_formats
 from jaxserve.link.pull_server import PullServer
+from jaxserve.link.weights_server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
@@ -39,6 +40,7 @@ from jaxserve.roles.ffn import (
     ffn_programs,
 )
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.held_weights import serve_weights
 from jaxserve.roles.weights import FFNWeights, LeafSource
 
 LOOK_SECONDS = 0.1
@@ -65,6 +67,7 @@ def answer_messages(
         address = address_given or deployment.link.addresses[0]
         listen(address, process.token).close()  # refuses it before the model is loaded
         server, work = open_ffn(deployment, process.token, address)
+        weights = work.serve_weights(process.token)
         announce("ready", {"role": "ffn", "link": server.start()})
         if work.experts is not None:
             work.experts.start()
@@ -73,6 +76,8 @@ def answer_messages(
             work.move_experts(server.between_messages)
         if work.experts is not None:
             work.experts.close()
+        if weights is not None:
+            weights.close()
         server.close()
     return 0
 
@@ -86,7 +91,7 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServ
     if deployment.ffn.shrink:
         deployment = shrunk(deployment, "ffn", jax.local_device_count())
     role = open_role(deployment, "ffn")
-    source = open_checkpoint(deployment.model, role.names)
+    source = open_weights(deployment, role.names, token)
     return message_server(role, deployment, source, token, address)
 
 
@@ -139,6 +144,10 @@ class FFNMessages:
         self._name = secrets.token_hex(4)
         facts = expert_facts(role.templates, deployment.experts)
         self.experts = make_balancer(facts, deployment, slots)
+
+    def serve_weights(self, token: str) -> WeightsServer | None:
+        """Hands its weights out to workers that start, where the deployment says so."""
+        return serve_weights(self._deployment, self._worker.held(), self._worker.slots, token)
 
     def move_experts(self, between_messages: Callable[[], AbstractContextManager[None]]) -> None:
         """Carries out what is due for the experts, if anything is."""

@@ -42,7 +42,14 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import AttentionWeights, LeafSource, Leaves, load_progress, zeroed
+from jaxserve.roles.weights import (
+    AttentionWeights,
+    HeldBlock,
+    LeafSource,
+    Leaves,
+    load_progress,
+    zeroed,
+)
 from jaxserve.roles.worker import Stages, layers_of
 
 
@@ -209,6 +216,10 @@ class AttentionWorker:
         self._sampling = Sampling(programs, weights.head, self._put.rows)
         drafts = programs.deployment.drafts
         self._drafting = Drafting(programs, self._put.rows) if drafts else None
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return self._weights.held()
 
     def page_access(
         self,

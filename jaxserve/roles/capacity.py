@@ -192,7 +192,7 @@ def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Ru
 def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, settings: Experts) -> int:
     """Of one expert of a layer on one device, of which there is a second one where experts are read
     for it; without ranks that could exchange experts there is no such room."""
-    ranks = templates.slots.ranks
+    ranks = templates.slots.all_ranks
     if ranks == 1 or "moe" not in templates.ffn:
         return 0
     template = templates.ffn["moe"]

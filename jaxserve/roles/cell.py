@@ -24,7 +24,7 @@ from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
-from jaxserve.roles.weights import LeafSource
+from jaxserve.roles.weights import HeldBlock, LeafSource
 from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all
 
 RunStage = Callable[[], Any]
@@ -121,6 +121,11 @@ class Cell:
     def attends(self) -> bool:
         """Whether this process has devices of an attention mesh."""
         return bool(self._workers.attention)
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here; all domains have the same."""
+        blocks = [block for one in self._workers.attention[:1] for block in one.held()]
+        return blocks + [block for one in self._workers.ffn for block in one.held()]
 
     def page_access(self, domain: int = 0, **options: Any) -> PageAccess:
         """The pages of an attention worker, for hand-offs; see `AttentionWorker.page_access`."""

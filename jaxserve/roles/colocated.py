@@ -36,7 +36,7 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import ColocatedWeights, LeafSource, load_progress, zeroed
+from jaxserve.roles.weights import ColocatedWeights, HeldBlock, LeafSource, load_progress, zeroed
 from jaxserve.roles.worker import Observer
 
 
@@ -194,6 +194,10 @@ class ColocatedWorker:
         if self.observer is not None:
             self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
         return finished
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return self._weights.held()
 
     def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:
         """Enqueues the passes of the prediction modules; returns their drafts."""

@@ -266,7 +266,7 @@ class ExpertBalancer:
             for layer, target in placements.items():
                 for copies, placement in plan_rounds(self.placements[layer], target, ranks):
                     pairs = [(copy.source, copy.target) for copy in copies]
-                    if pairs and self._settings.source == "checkpoint":
+                    if pairs and self._settings.source != "devices":
                         experts = [(placement[target], target) for _, target in pairs]
                         self._orders.append(ReadExperts(layer, experts))
                         pairs = [(STORAGE, target) for _, target in pairs]

@@ -1,5 +1,5 @@
-"""Experts from the checkpoint, for slots that get them from no device (xDeepServe §4.5, step 3:
-from storage).
+"""Experts from the checkpoint or from a running worker elsewhere, for slots that get them from no
+device (xDeepServe §4.5, step 3).
 
 Called by `expert_slots.py`. A device reads its own share of its own expert, quantised as when the
 worker was loaded. At most one expert a device is in memory beside the slots, twice while it is
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.checkpoint.peer import storage_of
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import Rules, cached_sharding
@@ -38,6 +39,7 @@ class ExpertReader:
     ):
         self._templates, self._names, self._source = templates, names, source
         self._mesh, self._rules = mesh, rules
+        self._from_peers = settings.source == "peer"
         self._bytes_per_second = settings.move_gb_per_second * 1e9
 
     def read(self, layer: int, experts: Sequence[int]) -> tuple[jax.Array, ...]:
@@ -51,9 +53,10 @@ class ExpertReader:
         """
         template = self._templates.of_experts(tuple(experts))
         shardings = [cached_sharding(self._mesh, spec) for spec in template.specs(self._rules)]
-        self._source.on_read = lambda size: None
+        source = self._source if self._from_peers else storage_of(self._source)
+        source.on_read = lambda size: None
         leaves = []
-        for leaf in self._source.leaves(template, self._names.ffn[layer], shardings):
+        for leaf in source.leaves(template, self._names.ffn[layer], shardings):
             leaves.append(leaf)
             time.sleep(leaf.nbytes / self._bytes_per_second)
         return tuple(leaves)

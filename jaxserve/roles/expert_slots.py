@@ -137,6 +137,8 @@ class ExpertSlots:
       counts: of each bank; a program that adds to them gets them donated and hands them back.
       room: leaves of one expert a rank, on its way to a slot; none where there is one rank.
       placements: the expert of every slot, by layer.
+      changing: held while experts get into slots and `placements` says so; who reads slots on
+        another thread holds it until that is enqueued.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class ExpertSlots:
         executables: SlotExecutables,
         reader: ReadsExperts | None = None,
     ):
+        self.changing = threading.Lock()
         self._reader = reader
         self._reading: Future[Leaves] | None = None
         self.banks, self.sizes = tuple(banks), programs.sizes
@@ -256,9 +259,10 @@ class ExpertSlots:
                 raise ValueError(f"layer {move.layer}: nothing was read for {move.copies}")
             self.room, self._reading = self._reading.result(), None
         bank = self.banks[number]
-        if move.copies:
-            self._insert(number, bank.layers.index(move.layer), moves)
-        self.placements[move.layer] = tuple(move.placement)
+        with self.changing:
+            if move.copies:
+                self._insert(number, bank.layers.index(move.layer), moves)
+            self.placements[move.layer] = tuple(move.placement)
         self.tables[number] = self._table(bank)
 
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:

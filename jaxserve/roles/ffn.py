@@ -27,7 +27,7 @@ from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-from jaxserve.roles.weights import FFNWeights, LeafSource, load_progress
+from jaxserve.roles.weights import FFNWeights, HeldBlock, LeafSource, load_progress
 from jaxserve.roles.worker import Passed, Stages, Step, layers_of
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
@@ -100,6 +100,10 @@ class FFNWorker:
         self._layers: dict[tuple[int, int], list[_Layer]] = {}
         self._runs: dict[tuple[int, MessageSize], Callable[[Arrays], Arrays]] = {}
         self._send: dict[tuple[int, int], Callable[..., object]] = {}
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return self._weights.held()
 
     def add(self, executables: FFNExecutables) -> None:
         """Takes in what messages of further sizes run."""

@@ -5,13 +5,15 @@ reads what its own devices hold. Colocated mode stacks the layers of a run.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.mesh import (
     ATTENTION_RULES,
@@ -56,6 +58,21 @@ class LeafSource(Protocol):
     ) -> Iterable[jax.Array]:
         """The leaves of several blocks of one kind, behind each other in a new first axis."""
         ...
+
+
+class HeldBlock(NamedTuple):
+    """A block of the checkpoint as a worker has it."""
+
+    name: str
+    """As `checkpoint.manifest.blocks_of` names it."""
+    sources: Sources
+    template: Template
+    leaves: Callable[[], Leaves]
+    """Those of this moment: moves of experts replace them."""
+    layer: int = -1
+    """Of an attention or ffn block."""
+    entry: int | None = None
+    """In leaves that are stacks of several layers'."""
 
 
 class RandomLeaves:
@@ -154,6 +171,24 @@ class AttentionWeights:
             for layer in range(config.all_layers)
         ]
         self.predictions = [load(templates.prediction, sources) for sources in names.predictions]
+        self._templates, self._blocks = templates, {b.name: b.sources for b in blocks_of(names)}
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        templates, config = self._templates, self._templates.config
+        found = [
+            ("embedding", templates.embedding, self.embedding),
+            ("head", templates.head, self.head),
+        ]
+        for layer, leaves in enumerate(self.layers):
+            template = templates.attention[config.kind(layer)]
+            found.append((f"layers.{layer}.attention", template, leaves))
+        for layer, leaves in enumerate(self.predictions, config.layers):
+            found.append((f"layers.{layer}.prediction", templates.prediction, leaves))
+        return [
+            HeldBlock(name, self._blocks[name], template, functools.partial(tuple, leaves))
+            for name, template, leaves in found
+        ]
 
 
 class FFNWeights:
@@ -173,6 +208,21 @@ class FFNWeights:
             for layer in range(config.all_layers)
         ]
         self._banks = [bank.layers[0] for bank in programs.banks]
+        self._templates = [templates.ffn[config.kind(n).ffn] for n in range(config.all_layers)]
+        self._sources = names.ffn
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return [
+            HeldBlock(
+                f"layers.{layer}.ffn",
+                self._sources[layer],
+                template,
+                functools.partial(self.layers.__getitem__, layer),
+                layer,
+            )
+            for layer, template in enumerate(self._templates)
+        ]
 
     def bank(self, number: int) -> Leaves:
         """All leaves of a bank's layer."""
@@ -196,27 +246,58 @@ class ColocatedWeights:
         templates, mesh = programs.templates, programs.mesh
         flat = _load(source, templates.embedding, names.embedding, mesh, ATTENTION_RULES)
         self.head = _load(source, templates.head, names.head, mesh, ATTENTION_RULES)
+        self._sources = {block.name: block.sources for block in blocks_of(names)}
+        self._held: list[HeldBlock] = []
+        self._note("embedding", templates.embedding, functools.partial(tuple, flat))
+        self._note("head", templates.head, functools.partial(tuple, self.head))
         flat += self.head
         self._banks: list[slice] = []
         for kind, start, stop in programs.stacked():
-            for template, tables, rules in (
-                (templates.attention[kind], names.attention, ATTENTION_RULES),
-                (templates.ffn[kind.ffn], names.ffn, COLOCATED_FFN_RULES),
+            for part, template, tables, rules in (
+                ("attention", templates.attention[kind], names.attention, ATTENTION_RULES),
+                ("ffn", templates.ffn[kind.ffn], names.ffn, COLOCATED_FFN_RULES),
             ):
+                place = slice(len(flat), len(flat) + len(template.leaves))
                 flat += _stack(source, template, tables[start:stop], mesh, rules)
+                leaves = functools.partial(self._leaves, "flat", place)
+                for layer in range(start, stop):
+                    self._note(f"layers.{layer}.{part}", template, leaves, layer, layer - start)
             if kind.ffn == "moe":
                 self._banks.append(slice(len(flat) - len(template.leaves), len(flat)))
         self.flat: Leaves = flat
         self.modules: Leaves = ()
         if names.predictions:
             kind, first = programs.config.kind(programs.config.layers), programs.config.layers
-            for template, tables, rules in (
-                (templates.prediction, names.predictions, ATTENTION_RULES),
-                (templates.attention[kind], names.attention[first:], ATTENTION_RULES),
-                (templates.ffn[kind.ffn], names.ffn[first:], COLOCATED_FFN_RULES),
+            for part, template, tables, rules in (
+                ("prediction", templates.prediction, names.predictions, ATTENTION_RULES),
+                ("attention", templates.attention[kind], names.attention[first:], ATTENTION_RULES),
+                ("ffn", templates.ffn[kind.ffn], names.ffn[first:], COLOCATED_FFN_RULES),
             ):
                 self._own_experts = slice(len(self.modules), None)
+                place = slice(len(self.modules), len(self.modules) + len(template.leaves))
                 self.modules += _stack(source, template, tables, mesh, rules)
+                leaves = functools.partial(self._leaves, "modules", place)
+                for index in range(len(tables)):
+                    name = f"layers.{first + index}.{part}"
+                    self._note(name, template, leaves, first + index, index)
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return self._held
+
+    def _note(
+        self,
+        name: str,
+        template: Template,
+        leaves: Callable[[], Leaves],
+        layer: int = -1,
+        entry: int | None = None,
+    ) -> None:
+        self._held.append(HeldBlock(name, self._sources[name], template, leaves, layer, entry))
+
+    def _leaves(self, which: Literal["flat", "modules"], place: slice) -> Leaves:
+        leaves: Leaves = getattr(self, which)
+        return leaves[place]
 
     def bank(self, number: int) -> Leaves:
         """The stacked leaves of a bank's ffn blocks."""

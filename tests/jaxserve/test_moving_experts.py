@@ -1,6 +1,7 @@
 """Experts that move while requests run: same tokens, no compilation, no failed request."""
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.model.ffn.placement import aligned
+from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.model.ffn.test_placement import random_placement
 
@@ -38,8 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_the_same_through_fifty_reconfigurations(layout, tiny_model):
+    """And so is what other workers read of them meanwhile."""
     overrides = LAYOUTS[layout] | {"experts.move_gb_per_second": 1000.0}
     engine = build_engine(layouts.deployment(tiny_model, overrides))
+    readers = Readers(HeldWeights(engine.driver.held(), engine.driver.slots))
     try:
         expected = layouts.generate(engine, PROMPTS, PARAMS)
         balancer, draw, done = engine.experts, random.Random(0), 0
@@ -58,12 +62,47 @@ def test_tokens_are_the_same_through_fifty_reconfigurations(layout, tiny_model):
             outputs = [output.token_ids for output in collector.wait().values()]
             assert outputs == expected
         wait_until(lambda: not balancer.view().moving)
+        assert readers.end() > RECONFIGURATIONS
         assert layouts.generate(engine, PROMPTS, PARAMS) == expected
         assert engine.driver.slots.placements == balancer.placements
         assert balancer.view().moves > 2 * RECONFIGURATIONS
         assert engine.compilations_after_ready == 0
     finally:
+        readers.end()
         engine.close()
+
+
+class Readers:
+    """Reads experts at random, from a thread of its own, and compares with what they were."""
+
+    def __init__(self, held: HeldWeights):
+        self._held, self._reads, self._wrong = held, 0, []
+        self._parts = [
+            (block, leaf, ((expert, expert + 1), *((0, size) for size in array.shape[1:])))
+            for block, leaves in held.held().items()
+            for leaf, array in leaves.items()
+            if array.apart
+            for expert in range(array.shape[0])
+        ]
+        self._expected = [held.read(*part).tobytes() for part in self._parts]
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> int:
+        """How many were read; fails if one of them was something else."""
+        self._ending.set()
+        self._thread.join(30.0)
+        assert not self._wrong
+        return self._reads
+
+    def _run(self) -> None:
+        draw = random.Random(4)
+        while not self._ending.wait(0.005):
+            number = draw.randrange(len(self._parts))
+            if self._held.read(*self._parts[number]).tobytes() != self._expected[number]:
+                self._wrong.append(self._parts[number])
+            self._reads += 1
 
 
 def wait_until(done, seconds=30.0):

@@ -30,6 +30,15 @@ def test_as_many_workers_as_asked_whatever_addresses_the_file_has(fleet):
     assert members[5].arguments[-4:] == ["--role", "decode", "--worker", "2"]
 
 
+def test_workers_have_each_others_weights(fleet):
+    members = [fleet.Member("one", ["--role", "ffn"], 1), fleet.Member("two", [], 2)]
+    one, two = fleet.with_peers(members)
+    assert (one.name, one.arguments[:3]) == ("one", ["--role", "ffn", "--set"])
+    own = [member.arguments[-3].removeprefix("weights.address=") for member in (one, two)]
+    assert one.arguments[-1] == two.arguments[-1] == f"weights.peers={own}"
+    assert len(set(own)) == 2
+
+
 def test_attention_workers_and_their_ffn_worker(fleet):
     forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
     deployment = fleet._deployment(forwarded)

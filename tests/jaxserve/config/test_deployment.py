@@ -407,6 +407,8 @@ link: {transport: pull, addresses: ["10.0.0.1:5000", "10.0.0.2:5000"], dispatch:
             ),
             ("ffn: {runtime: f}\nlink: {transport: pull}", "link.addresses: empty"),
             ("link: {addresses: ['h:1']}", "link.addresses: only with pull, not with device_put"),
+            ("weights: {peers: [h]}", "weights.peers[0] = 'h': expected host:port"),
+            ("experts: {source: peer}", "experts.source = peer, but weights.peers is empty"),
             (
                 "ffn: {runtime: f}\nlink: {transport: pull, addresses: ['h:0']}",
                 "link.addresses[0] = 'h:0': expected host:port",

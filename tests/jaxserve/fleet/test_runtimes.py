@@ -32,10 +32,12 @@ def reference(tiny_model, colocated_runtime):
 
 def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, reference, tmp_path):
     """Round 1 loses the worker in use, and the standby takes over; round 2 loses that one, too,
-    and the first, which was started again, takes over. Both are lost while experts move."""
+    and the first, which was started again, takes over. Both are lost while experts move. What is
+    started again has its weights from the other one, whose experts move."""
     overrides = layouts.LIMITS | {"lanes": 3, "attention.dp": 3, "ffn.ep": 2}
     overrides |= {"ffn.redundant_slots": 1, "experts.move_gb_per_second": 1e-4}
-    command = ["launch/local.py", "--runtimes", "--standbys", "1", "--model", str(tiny_model)]
+    command = ["launch/local.py", "--runtimes", "--standbys", "1", "--peers"]
+    command += ["--model", str(tiny_model)]
     command += ["--module", "tests.jaxserve.fleet.runtime_process"]
     for key, value in overrides.items():
         command += ["--set", f"{key}={value}"]
@@ -63,6 +65,10 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     moving = re.findall(r"^\[0\] moving (\d+)$", run.output, re.MULTILINE)
     assert len(moving) == 2, run.output
     assert min(map(int, moving)) > 2, run.output
+    again = run.output.partition("ended with")[2]
+    assert re.search(r"(?s)\[1\] \S+ \S+ .* weights: from weights .*\[1\] ready", again), again
+    assert "from storage" not in again
+    assert "come from elsewhere" not in again
     assert "[0] compilations 0" in run.output
     assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 2, run.output
 

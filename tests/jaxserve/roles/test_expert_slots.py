@@ -27,8 +27,10 @@ from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.held_weights import HeldWeights
 from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
 from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.test_peer import from_peers, serving
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.reference.tiny_step3 import write_tiny_step3
 
@@ -181,15 +183,47 @@ def test_experts_come_from_the_checkpoint(folder, overrides, request):
     layer, home = slots.layers[-1], home_slots(slots.sizes)
     before = contents(slots, weights, layer)
     wanted = random_placement(random.Random(1), slots.sizes)
-    for copies, placement in plan_rounds(home, wanted, slots.sizes.ranks):
+    read_into_place(slots, layer, home, wanted)
+    now = contents(slots, weights, layer)
+    for slot, expert in enumerate(slots.placements[layer]):
+        assert expert == EMPTY or now[slot] == before[home.index(expert)]
+
+
+def test_experts_come_from_another_worker(tiny_model):
+    """Which has them elsewhere: its slots are its own."""
+    peer, theirs, pieces = make(
+        tiny_model, {**AFD, "ffn.weights": "int8"}, open_checkpoint(str(tiny_model), NAMES)
+    )
+    layer = peer.layers[-1]
+    wanted = random_placement(random.Random(3), peer.sizes)
+    change(peer, layer, aligned(peer.placements[layer], wanted, peer.sizes.ranks), pieces)
+    with serving(tiny_model, HeldWeights(theirs.held(), peer)) as address:
+        overrides = {"weights.peers": [address], "experts.source": "peer", "ffn.weights": "int8"}
+        source = from_peers(tiny_model, address)
+        slots, weights, _ = make(tiny_model, {"ffn.ep": 5, **overrides}, source)
+        home, before = home_slots(slots.sizes), contents(slots, weights, layer)
+        swapped = tuple(home[slot] for slot in (2, 1, 0, *range(3, slots.sizes.total)))
+        read_into_place(slots, layer, home, swapped)
+        assert source.arrays.keys() == {address}
+        source.close()
+    now = contents(slots, weights, layer)
+    assert (now[2], now[0]) == (before[0], before[2])
+    assert before[0] != before[2]
+    # Where it is gone, they come from storage.
+    slots._reader._source._again = 0.0
+    read_into_place(slots, layer, swapped, home)
+    assert contents(slots, weights, layer) == before
+    assert source.arrays["storage"] > 0
+
+
+def read_into_place(slots, layer, now, then):
+    """Carries all rounds out, with what is read."""
+    for copies, placement in plan_rounds(now, then, slots.sizes.ranks):
         targets = [target for _, target in copies]
         slots.carry_out(ReadExperts(layer, [(placement[target], target) for target in targets]))
         wait_for(slots)
         moved = [(STORAGE, target) for target in targets]
         slots.carry_out(MoveExperts(layer, moved, list(placement)))
-    now = contents(slots, weights, layer)
-    for slot, expert in enumerate(slots.placements[layer]):
-        assert expert == EMPTY or now[slot] == before[home.index(expert)]
 
 
 def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model, tmp_path):

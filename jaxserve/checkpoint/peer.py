@@ -1,0 +1,321 @@
+"""Weights from running workers: an array is taken from the first that has it in the format that is
+wanted, else from storage.
+
+xDeepServe §6.3 (fast start by forking from a running worker). Nothing is computed on the way: 8-bit
+matrices travel with their scales, as the other worker quantised or read them, so what arrives is
+bit for bit what this worker would have made of the checkpoint. A worker that is lost in the middle
+of an array costs that array alone, which the next source gives from its beginning. `link/weights_*`
+is the channel, `roles/held_weights.py` the other end.
+"""
+
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxserve.checkpoint.arrays import Leaf, block_of, make_array, make_leaves, wanted_leaves
+from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.manifest import blocks_of
+from jaxserve.checkpoint.reading import aligned_empty
+from jaxserve.checkpoint.regions import Ranges, leaf_shape
+from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
+from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import CheckpointError
+from jaxserve.link.channel import join_address, split_address
+from jaxserve.link.hello import Hello, make_hello
+from jaxserve.link.weights_client import PeerError, WeightsPeer
+from jaxserve.link.weights_frames import HeldArray
+from jaxserve.model.module import Template
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 30.0
+"""A connection that was not used for longer is made anew: the other end may have closed it."""
+AGAIN_SECONDS = 10.0
+"""After which a worker that was not there, or was lost, is asked again."""
+
+Checkpoint = HFCheckpoint | StoreCheckpoint
+
+
+def weights_hello(folder: str) -> Hello:
+    """What both ends of a weights channel must agree on: the model, and its revision.
+
+    Number formats are not among them: every array says its own.
+
+    Raises:
+      CheckpointError: the folder is none of a model.
+    """
+    try:
+        tree = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model at {folder}: {error}") from None
+    facts = {"model": str(tree.get("model_type")), "revision": weights_digest(folder)}
+    return make_hello("weights", facts)
+
+
+def open_weights(
+    deployment: Deployment, names: CheckpointNames, token: str
+) -> "Checkpoint | PeerCheckpoint":
+    """Where a deployment's weights come from: `weights.peers` if there are any, and its folder.
+
+    Raises:
+      CheckpointError: as `open_checkpoint`; with peers only once something is read.
+    """
+
+    def storage() -> Checkpoint:
+        return open_checkpoint(deployment.model, names)
+
+    if not deployment.weights.peers:
+        return storage()
+    if jax.process_count() > 1:
+        # What is quantised here is so by all processes together: none may go another way.
+        logger.warning("weights: from storage: weights.peers is for workers of one process")
+        return storage()
+    hello = weights_hello(deployment.model)
+    return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
+
+
+def storage_of[Source](source: Source) -> "Source | Checkpoint":
+    """Where a source reads what no running worker gives it; itself, if it asks none."""
+    return source.storage if isinstance(source, PeerCheckpoint) else source
+
+
+class PeerCheckpoint:
+    """Leaves from running workers, with the interface of `HFCheckpoint`.
+
+    Args:
+      peers: host:port of each, in order of preference; a name may stand for several addresses.
+      hello: of this worker's weights.
+      token: the secret of the deployment.
+      names: what the architecture expects.
+      storage: opens the folder; called when the first array is needed from there.
+
+    Attributes:
+      on_read: called with the number of bytes of every read, from any thread.
+      arrays: leaves taken so far, by where they came from (`storage`, or an address).
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[str],
+        hello: Hello,
+        token: str,
+        names: CheckpointNames,
+        storage: Callable[[], Checkpoint],
+    ):
+        self.on_read: Callable[[int], None] = lambda size: None
+        self.arrays: dict[str, int] = {}
+        self._names, self._hello, self._token = list(peers), hello, token
+        self._open = storage
+        self._storage: Checkpoint | None = None
+        self._blocks = {_key(block.sources): block.name for block in blocks_of(names)}
+        self._peers: list[WeightsPeer] = []
+        self._again = self._used = 0.0
+        self._look()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays that are known: of the first worker's, or in storage."""
+        for peer in self._peers:
+            arrays = [array for block in peer.held.values() for array in block.values()]
+            return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+        return self.storage.size
+
+    def close(self) -> None:
+        """Ends all connections; they are made again when something is read."""
+        while self._peers:
+            self._peers.pop().close()
+        self._again = 0.0
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[Sharding]
+    ) -> Iterator[jax.Array]:
+        """The leaves of one block, one at a time."""
+        return self._block(template, wanted_leaves(template, shardings, None), [sources])
+
+    def stacks(
+        self, template: Template, tables: Sequence[Sources], shardings: Sequence[Sharding]
+    ) -> Iterator[jax.Array]:
+        """The leaves of several blocks of one kind, stacked along a new first axis."""
+        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
+
+    def _block(
+        self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
+    ) -> Iterator[jax.Array]:
+        self._look()
+        blocks = [self._blocks[_key(sources)] for sources in tables]
+
+        def plain(name: str, leaf: Leaf) -> jax.Array:
+            (array,) = self._take(template, blocks, tables, {name: leaf})
+            return array
+
+        def quantised(base: str, values: Leaf, scales: Leaf) -> tuple[jax.Array, jax.Array]:
+            wanted = {f"{base}.values": values, f"{base}.scales": scales}
+            first, second = self._take(template, blocks, tables, wanted)
+            return first, second
+
+        return make_leaves(leaves, tables[0].keys(), plain, quantised)
+
+    def _take(
+        self,
+        template: Template,
+        blocks: Sequence[str],
+        tables: Sequence[Sources],
+        wanted: dict[str, Leaf],
+    ) -> list[jax.Array]:
+        """A leaf, or the two of an 8-bit matrix, from the first source that gives them."""
+        shapes = [_stored_shapes(table, wanted) for table in tables]
+        # Entries that are parts of another matrix are put together from storage alone.
+        parted = any(name in template.parts or _base(name) in template.parts for name in wanted)
+        for peer in [] if parted else list(self._peers):
+            if not all(_has(peer, b, s, wanted) for b, s in zip(blocks, shapes, strict=True)):
+                continue
+            try:
+                made = [
+                    self._from_peer(peer, blocks, name, leaf, [s[name] for s in shapes])
+                    for name, leaf in wanted.items()
+                ]
+            except PeerError as error:
+                self._lose(peer, str(error), f"{blocks[0]}, {', '.join(wanted)}")
+                continue
+            self._count(peer.address, len(wanted))
+            return made
+        if self._peers and "storage" not in self.arrays:
+            logger.info("weights: no worker has %s, %s so: from storage", blocks[0], [*wanted])
+        self._count("storage", len(wanted))
+        return list(self.storage.block(template, wanted, tables))
+
+    def _from_peer(
+        self,
+        peer: WeightsPeer,
+        blocks: Sequence[str],
+        name: str,
+        leaf: Leaf,
+        shapes: Sequence[Shape],
+    ) -> jax.Array:
+        empty = 1.0 if name.endswith(".scales") else 0.0
+        dtype = np.dtype(leaf.dtype)
+
+        def one(block: str, shape: Shape, ranges: Ranges, target: np.ndarray) -> None:
+            inside = tuple(
+                (low, min(high, n)) for (low, high), n in zip(ranges, shape, strict=True)
+            )
+            if inside != ranges:
+                target[...] = empty  # the padding
+            if all(low < high for low, high in inside):
+                place = tuple(slice(0, high - low) for low, high in inside)
+                self.on_read(peer.read(block, name, inside, target[place]))
+
+        def make(parts: list[Ranges]) -> list[np.ndarray]:
+            targets = []
+            for ranges in parts:
+                target = aligned_empty([stop - start for start, stop in ranges], dtype)
+                targets.append(target)
+                if leaf.layers is None:
+                    one(blocks[0], shapes[0], ranges, target)
+                    continue
+                for place, index in enumerate(range(*ranges[0])):
+                    one(blocks[index], shapes[index], ranges[1:], target[place])
+            return targets
+
+        return make_array(leaf, make, empty=empty)
+
+    @property
+    def storage(self) -> Checkpoint:
+        """The folder; raises CheckpointError where it cannot be read."""
+        if self._storage is None:
+            self._storage = self._open()
+        self._storage.on_read = self.on_read
+        return self._storage
+
+    def _count(self, source: str, arrays: int) -> None:
+        self.arrays[source] = self.arrays.get(source, 0) + arrays
+
+    def _lose(self, peer: WeightsPeer, error: str, what: str) -> None:
+        logger.warning("weights: %s; %s and what follows come from elsewhere", error, what)
+        peer.close()
+        self._peers.remove(peer)
+        self._again = time.monotonic() + AGAIN_SECONDS
+
+    def _look(self) -> None:
+        """Connects where nobody is connected, unless that was tried just now."""
+        now = time.monotonic()
+        if self._peers and now - self._used > FRESH_SECONDS:
+            self.close()
+        self._used = now
+        if self._peers or now < self._again:
+            return
+        self._again = now + AGAIN_SECONDS
+        absent = []
+        for address in [found for name in self._names for found in _resolved(name)]:
+            try:
+                peer = WeightsPeer(address, self._hello, self._token)
+            except PeerError as error:
+                absent.append(str(error))
+                continue
+            if peer.worker == self._hello.worker:
+                peer.close()
+                continue
+            logger.info("weights: from %s at %s", peer.worker, address)
+            self._peers.append(peer)
+        if not self._peers:
+            why = "; ".join(absent) or "no addresses"
+            logger.info("weights: from storage: %s", why)
+
+
+def _resolved(name: str) -> list[str]:
+    """The addresses that a name stands for, as a headless Service's for all its pods."""
+    host, port = split_address(name)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        logger.info("weights: %s: %s", name, error)
+        return []
+    return sorted({join_address(str(info[4][0]), port) for info in found})
+
+
+def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """A hashable key that identifies a block by its sources."""
+    return tuple((leaf, source.names) for leaf, source in sources.items())
+
+
+def _base(name: str) -> str:
+    """The matrix of values or scales."""
+    return name.rsplit(".", 1)[0]
+
+
+def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape]:
+    """The shapes of a block's wanted leaves without padding."""
+    if len(wanted) == 1:
+        (name,) = wanted
+        return {name: leaf_shape(sources[name])}
+    values, scales = wanted
+    shape = leaf_shape(sources[_base(values)])
+    block = block_of(wanted[values], wanted[scales])
+    return {values: shape, scales: scales_shape(shape, block)}
+
+
+def scales_shape(values: Shape, block: tuple[int, int]) -> Shape:
+    """The shape of an 8-bit matrix's scales without padding, from that of its values."""
+    *outer, d_out, d_in = values
+    return (*outer, -(-d_out // block[0]), -(-d_in // block[1]) if block[1] else 1)
+
+
+def _has(peer: WeightsPeer, block: str, shapes: dict[str, Shape], wanted: dict[str, Leaf]) -> bool:
+    """Whether a worker has these leaves of a block exactly as they are wanted."""
+    held = peer.held.get(block, {})
+    nothing = HeldArray((), "")
+    return all(
+        (held.get(name, nothing).shape, held.get(name, nothing).dtype)
+        == (shapes[name], np.dtype(leaf.dtype).name)
+        for name, leaf in wanted.items()
+    )

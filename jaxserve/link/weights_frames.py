@@ -1,0 +1,94 @@
+"""The frames of a weights channel: msgpack of the structs below, nothing pickled.
+
+A part of an array passes behind the frame that announces it, row by row, in the array's own number
+format. Arrays are named as the checkpoint's blocks and leaves are, and parts of them are given in
+coordinates of the whole array without padding, so that neither end knows how the other one has cut
+or placed it. Plain Python; knows nothing of JAX.
+
+    starting → running   Join      Read*
+    running → starting   Welcome   (Ready bytes | Unread)*               or Refused
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from jaxserve.link.frames import Refused
+from jaxserve.link.hello import Hello
+
+MAX_FRAME_BYTES = 64 << 20
+"""Of a welcome, which names every array of a model."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""(start, stop) along every axis."""
+
+
+class HeldArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array that a worker can hand out.
+
+    Attributes:
+      shape: of the whole array, without padding.
+      dtype: its name in NumPy and `ml_dtypes`.
+      apart: whether entries of the first axis lie apart (experts in slots): each is read by itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    apart: bool = False
+
+
+Held = dict[str, dict[str, HeldArray]]
+"""By block and leaf."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
+    """First frame of whoever wants weights."""
+
+    hello: Hello
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
+    """It gets them."""
+
+    hello: Hello
+    held: Held
+
+
+class Read(msgspec.Struct, frozen=True, tag="read", array_like=True):
+    """Wants a part of an array."""
+
+    number: int
+    """Names the read on this connection."""
+    block: str
+    leaf: str
+    ranges: Ranges
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The part follows."""
+
+    number: int
+    size: int
+    """In bytes."""
+
+
+class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
+    """It does not come."""
+
+    number: int
+    text: str
+
+
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+_starting_decoder = msgspec.msgpack.Decoder(Join | Read)
+_running_decoder = msgspec.msgpack.Decoder(Welcome | Refused | Ready | Unread)
+
+
+def decode_from_starting(data: bytes) -> Join | Read:
+    """Raises msgspec.DecodeError for anything but such a frame."""
+    return _starting_decoder.decode(data)
+
+
+def decode_from_running(data: bytes) -> Welcome | Refused | Ready | Unread:
+    """Raises msgspec.DecodeError for anything but such a frame."""
+    return _running_decoder.decode(data)

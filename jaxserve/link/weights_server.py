@@ -1,0 +1,203 @@
+"""The end of a running worker of a weights channel: hands out parts of its weights, read-only.
+
+Workers that start, or that lack an expert, connect and ask for parts. A thread for each reads what
+it asks for from whoever holds the weights, keeps the rate, and sends it. `weights_client.py` is the
+other end. Knows neither models nor meshes.
+"""
+
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from jaxserve.link.channel import (
+    DEFAULT_DEADLINES,
+    TICK_SECONDS,
+    AuthenticationError,
+    Channel,
+    Deadlines,
+    accept,
+    cut_off,
+)
+from jaxserve.link.frames import Refused
+from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.listener import Listener
+from jaxserve.link.weights_frames import (
+    Held,
+    Join,
+    Ranges,
+    Read,
+    Ready,
+    Unread,
+    Welcome,
+    decode_from_starting,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+IDLE_SECONDS = 60.0
+"""A connection on which nothing is asked for so long is closed; whoever wants more dials again."""
+
+
+class HoldsWeights(Protocol):
+    """Who has the weights. Called by any thread."""
+
+    def held(self) -> Held:
+        """The arrays that are here whole."""
+        ...
+
+    def warm_up(self) -> None:
+        """Gets ready for reads, so that the first ones are as quick as others."""
+
+    def read(self, block: str, leaf: str, ranges: Ranges) -> np.ndarray:
+        """The bytes of a part, row by row; waits for them.
+
+        Raises:
+          ValueError: there is no such part here.
+        """
+        ...
+
+
+class Pace:
+    """Lets so many bytes a second pass, over all that share it."""
+
+    def __init__(self, bytes_per_second: float):
+        self._rate = bytes_per_second
+        self._free, self._lock = 0.0, threading.Lock()
+
+    def take(self, size: int) -> None:
+        """Waits until they may pass."""
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free)
+            self._free = begin + size / self._rate
+        time.sleep(begin - now)
+
+
+class WeightsServer:
+    """Serves any number of workers that start.
+
+    Args:
+      address: to listen on; port 0 takes a free one.
+      hello: what this worker's weights are; who wants others is refused.
+      token: the secret of the deployment.
+      bytes_per_second: most that is sent, over all connections.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        holder: HoldsWeights,
+        *,
+        bytes_per_second: float,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        self._hello, self._token, self._holder = hello, token, holder
+        self._pace, self._deadlines = Pace(bytes_per_second), deadlines
+        self._channels: set[Channel] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closing = False
+        self._listener = Listener(
+            "weights", address, token, self._admit, lambda: len(self._threads), MOST_CONNECTIONS
+        )
+
+    def start(self) -> str:
+        """Begins to serve and returns the address; raises ConfigError as `listen` does."""
+        address = self._listener.start()
+        self._run(self._holder.warm_up)
+        return address
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections."""
+        self._closing = True
+        self._listener.close(seconds)
+        for channel in list(self._channels):
+            channel.shutdown()
+        for thread in list(self._threads):
+            thread.join(seconds)
+
+    def _admit(self, sock: socket.socket) -> None:
+        self._run(functools.partial(self._live, sock))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="weights server", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _live(self, sock: socket.socket) -> None:
+        """From the accepted socket to the connection's loss."""
+        channel = None
+        try:
+            channel = accept(sock, self._token, self._deadlines.handshake)
+            self._channels.add(channel)
+            if self._welcome(channel):
+                self._serve(channel)
+        except AuthenticationError:
+            logger.warning("weights: refused a worker with another token")
+        except (EOFError, OSError, RuntimeError, msgspec.DecodeError) as error:
+            logger.info("weights: a connection has ended: %s", error or "end of file")
+        finally:
+            if channel is not None:
+                self._channels.discard(channel)
+                channel.close()
+
+    def _welcome(self, channel: Channel) -> bool:
+        with cut_off(channel.shutdown, self._deadlines.handshake):
+            frame = decode_from_starting(channel.receive())
+            if not isinstance(frame, Join):
+                reason = f"unexpected {type(frame).__name__} instead of a join"
+            else:
+                reason = refusal(self._hello, frame.hello)
+            if reason:
+                logger.warning("weights: refused %s: %s", channel.peer, reason)
+                channel.send(encode(Refused(reason)))
+                return False
+            channel.send(encode(Welcome(self._hello, self._holder.held())))
+            return True
+
+    def _serve(self, channel: Channel) -> None:
+        begin, count, size = time.monotonic(), 0, 0
+        heard = begin
+        while not self._closing:
+            if not channel.wait(TICK_SECONDS):
+                if time.monotonic() - heard > IDLE_SECONDS:
+                    break
+                continue
+            try:
+                frame = decode_from_starting(channel.receive())
+            except EOFError:
+                break
+            heard = time.monotonic()
+            if not isinstance(frame, Read):
+                raise RuntimeError("joined twice")
+            try:
+                part = self._holder.read(frame.block, frame.leaf, frame.ranges)
+            except (ValueError, RuntimeError) as error:
+                channel.send(encode(Unread(frame.number, str(error))))
+                continue
+            self._pace.take(part.nbytes)
+            channel.send(encode(Ready(frame.number, part.nbytes)), [memoryview(part)])
+            count, size = count + 1, size + part.nbytes
+        logger.info(
+            "weights: %s got %.1f MB in %d parts, %.1f s",
+            *(channel.peer, size / 1e6, count, heard - begin),
+        )
+
+
+__all__ = ["HoldsWeights", "Pace", "WeightsServer"]

@@ -1,0 +1,217 @@
+"""A worker's weights as other workers may have them: whole arrays of the checkpoint, whatever this
+worker's meshes, stacks and slots.
+
+Called by the threads of a weights server (`link/weights_server.py`) beside the steps. Leaves of
+experts are the only ones that change: a part of them is read from the slot that holds the expert at
+that moment, by a program that is enqueued while no expert moves (`ExpertSlots.changing`), so that a
+later move cannot overwrite what is read.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxserve.checkpoint.arrays import block_of
+from jaxserve.checkpoint.peer import scales_shape, weights_hello
+from jaxserve.checkpoint.regions import leaf_shape
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.link.weights_client import pieces
+from jaxserve.link.weights_frames import Held, HeldArray, Ranges
+from jaxserve.link.weights_server import WeightsServer
+from jaxserve.model.ffn.placement import Placement
+from jaxserve.roles.weights import HeldBlock
+
+logger = logging.getLogger(__name__)
+
+
+class KnowsSlots(Protocol):
+    """Who knows where a worker's experts are: its `ExpertSlots`."""
+
+    @property
+    def changing(self) -> AbstractContextManager[object]:
+        """Held while experts get into slots."""
+        ...
+
+    @property
+    def placements(self) -> Mapping[int, Placement]:
+        """The expert of every slot, by layer."""
+        ...
+
+
+class _Array(NamedTuple):
+    """A leaf of a block."""
+
+    block: HeldBlock
+    place: int
+    """Among the block's leaves."""
+    held: HeldArray
+
+
+class HeldWeights:
+    """What a worker can hand out; any thread may read.
+
+    Args:
+      blocks: of the worker.
+      slots: where its experts are.
+    """
+
+    def __init__(self, blocks: Sequence[HeldBlock], slots: KnowsSlots | None):
+        self._slots = slots
+        self._arrays = {
+            (block.name, name): _Array(block, place, held)
+            for block in blocks
+            for place, (name, held) in enumerate(_held(block).items())
+            if held is not None and _is_whole(block.leaves()[place])
+        }
+
+    def held(self) -> Held:
+        """The arrays that this process has whole."""
+        held: Held = {}
+        for (block, leaf), array in self._arrays.items():
+            held.setdefault(block, {})[leaf] = array.held
+        return held
+
+    def warm_up(self) -> None:
+        """Compiles what cuts pieces out of experts' leaves, as workers that need whole rows ask."""
+        seen: set[tuple[tuple[int, ...], str]] = set()
+        for (block, leaf), array in self._arrays.items():
+            shape, dtype = array.held.shape, array.held.dtype
+            if array.held.apart and (shape, dtype) not in seen:
+                seen.add((shape, dtype))
+                whole = (0, 1), *((0, size) for size in shape[1:])
+                self.read(block, leaf, next(pieces(array.held, whole, np.dtype(dtype).itemsize)))
+
+    def read(self, block: str, leaf: str, ranges: Ranges) -> np.ndarray:
+        """The bytes of a part, row by row; waits for them.
+
+        Raises:
+          ValueError: there is no such part here.
+        """
+        array = self._arrays.get((block, leaf))
+        if array is None:
+            raise ValueError(f"{block}: {leaf} is not here")
+        shape = array.held.shape
+        inside = len(ranges) == len(shape) and all(
+            0 <= low < high <= size for (low, high), size in zip(ranges, shape, strict=True)
+        )
+        if not inside or (array.held.apart and ranges[0][1] - ranges[0][0] > 1):
+            raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
+        own = array.block
+        if not array.held.apart:
+            where = ranges if own.entry is None else (_one(own.entry), *ranges)
+            parts = _overlaps(own.leaves()[array.place], where, apart=False)
+        else:
+            assert self._slots is not None
+            with self._slots.changing:
+                slot = self._slots.placements[own.layer].index(ranges[0][0])
+                where = (_one(slot), *ranges[1:])
+                where = where if own.entry is None else (_one(own.entry), *where)
+                parts = _overlaps(own.leaves()[array.place], where, apart=True)
+        return _assembled(parts, where)
+
+
+def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
+    """The block's leaves in their order; None: one that is not of the checkpoint."""
+    template, sources = block.template, block.sources
+    leaves = dict(zip(template.names, template.leaves, strict=True))
+    held: dict[str, HeldArray | None] = {}
+    for name, dimensions in zip(template.names, template.dimensions, strict=True):
+        base, _, kind = name.rpartition(".")
+        if name in sources:
+            shape = leaf_shape(sources[name])
+        elif base in sources and kind in ("values", "scales"):
+            shape = leaf_shape(sources[base])
+            if kind == "scales":
+                shape = scales_shape(shape, block_of(leaves[f"{base}.values"], leaves[name]))
+        else:
+            held[name] = None
+            continue
+        apart = "slots" in dimensions[:1]
+        held[name] = HeldArray(shape, np.dtype(leaves[name].dtype).name, apart)
+    return held
+
+
+def _is_whole(array: jax.Array) -> bool:
+    """Whether the devices of this process have all of it."""
+    if array.is_fully_addressable:
+        return True
+    everywhere = array.sharding.devices_indices_map(array.shape).values()
+    here = array.sharding.addressable_devices_indices_map(array.shape).values()
+    return {str(index) for index in everywhere} == {str(index) for index in here}
+
+
+def _one(entry: int) -> tuple[int, int]:
+    return entry, entry + 1
+
+
+def _overlaps(
+    array: jax.Array, where: Ranges, *, apart: bool
+) -> list[tuple[Ranges, jax.Array | np.ndarray]]:
+    """What the shards here have of a part: its ranges, and the values, computed or not."""
+    found: dict[Ranges, jax.Array | np.ndarray] = {}
+    for shard in array.addressable_shards:
+        spans = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
+        both = tuple(
+            (max(low, first), min(high, last))
+            for (low, high), (first, last) in zip(where, spans, strict=True)
+        )
+        if both in found or any(low >= high for low, high in both):
+            continue
+        starts = [low - first for (low, _), (first, _) in zip(both, spans, strict=True)]
+        sizes = tuple(high - low for low, high in both)
+        if apart or shard.device.platform != "cpu":
+            found[both] = _cut(shard.data, np.asarray(starts, np.int32), sizes=sizes)
+        else:  # the memory of weights that never change
+            whole = np.asarray(shard.data)
+            cut = zip(starts, sizes, strict=True)
+            found[both] = whole[tuple(slice(start, start + size) for start, size in cut)]
+    return list(found.items())
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _cut(array: jax.Array, starts: jax.Array, *, sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, list(starts), sizes)
+
+
+def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ranges) -> np.ndarray:
+    """The bytes of a part, row by row."""
+    if len(parts) == 1:
+        whole = np.ascontiguousarray(parts[0][1])
+    else:
+        sizes = [high - low for low, high in where]
+        whole = np.empty(sizes, parts[0][1].dtype)
+        for ranges, values in parts:
+            spans = zip(ranges, where, strict=True)
+            whole[tuple(slice(a - low, b - low) for (a, b), (low, _) in spans)] = values
+    return whole.reshape(-1).view(np.uint8)
+
+
+def serve_weights(
+    deployment: Deployment, blocks: Sequence[HeldBlock], slots: KnowsSlots | None, token: str
+) -> WeightsServer | None:
+    """Serves a worker's weights at `weights.address`; None: it has none.
+
+    Raises:
+      ConfigError: that cannot be listened on.
+    """
+    settings = deployment.weights
+    if not settings.address:
+        return None
+    server = WeightsServer(
+        settings.address,
+        weights_hello(deployment.model),
+        token,
+        HeldWeights(blocks, slots),
+        bytes_per_second=settings.serve_mb_per_second * 1e6,
+    )
+    try:
+        logger.info("weights: served at %s", server.start())
+    except ConfigError as error:
+        raise ConfigError(f"weights.address: {error}") from None
+    return server

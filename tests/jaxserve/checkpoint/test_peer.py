@@ -1,0 +1,273 @@
+"""Weights that come from a running worker are those of the checkpoint, bit for bit, whatever the
+layouts at the two ends; what it does not have, or does not live to give, comes from storage."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.conversion import convert
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.errors import CheckpointError
+from jaxserve.link.weights_client import PIECE_BYTES, PeerError, WeightsPeer, pieces
+from jaxserve.link.weights_frames import HeldArray
+from jaxserve.link.weights_server import WeightsServer
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.placement import home_slots
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.held_weights import HeldWeights
+from jaxserve.roles.weights import AttentionWeights, ColocatedWeights, FFNWeights
+from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
+from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
+
+pytestmark = pytest.mark.unoptimised
+
+TOKEN = "secret"
+LAYOUTS = {
+    "1A1F": {},
+    "2A3F": {"mode": "afd", "attention.dp": 2, "ffn.ep": 3, "ffn.redundant_slots": 1},
+    "2A4F": {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2},
+    "colocated": {"mode": "colocated"},
+    "colocated on 4": {"mode": "colocated", "attention.dp": 2, "attention.tp": 2},
+}
+
+
+class Loaded(NamedTuple):
+    leaves: list[jax.Array]
+    held: HeldWeights
+
+
+def load(folder, overrides, source=None) -> Loaded:
+    """A worker's weights, with a prediction module, in the order of the leaves."""
+    deployment = layouts.deployment(folder, overrides)
+    config, names = read_config(folder, modules=1)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    source = source or open_checkpoint(folder, names)
+    layers = range(config.all_layers)
+    slots = SimpleNamespace(
+        changing=threading.Lock(), placements=dict.fromkeys(layers, home_slots(templates.slots))
+    )
+    if deployment.mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        weights = ColocatedWeights(source, names, programs)
+        return Loaded([*weights.flat, *weights.modules], HeldWeights(weights.held(), slots))
+    attention = AttentionWeights(
+        source, names, AttentionPrograms(templates, deployment, meshes.attention)
+    )
+    ffn = FFNWeights(source, names, FFNPrograms(templates, deployment, meshes.ffn))
+    blocks = (attention.embedding, attention.head, *attention.layers, *ffn.layers)
+    leaves = [leaf for block in (*blocks, *attention.predictions) for leaf in block]
+    return Loaded(leaves, HeldWeights([*attention.held(), *ffn.held()], slots))
+
+
+@contextlib.contextmanager
+def serving(folder, holder, *, rate=1e12):
+    server = WeightsServer(
+        "127.0.0.1:0", weights_hello(str(folder)), TOKEN, holder, bytes_per_second=rate
+    )
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+def from_peers(folder, *addresses, modules=0) -> PeerCheckpoint:
+    _, names = read_config(folder, modules=modules)
+    hello = weights_hello(str(folder))
+    # the tests' workers live in one process
+    hello = type(hello)(worker="new", facts=hello.facts, digest=hello.digest)
+    return PeerCheckpoint(
+        list(addresses), hello, TOKEN, names, lambda: open_checkpoint(folder, names)
+    )
+
+
+def check_equal(expected, found):
+    for a, b in zip(expected, found, strict=True):
+        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def step3(tmp_path_factory):
+    return write_tiny_step3(tmp_path_factory.mktemp("step3"), TinyStep3(mtp=True), shards=2)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    return FP8_MODEL.write(tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "weights"),
+    [
+        ("2A3F", "colocated on 4", "auto"),
+        ("colocated on 4", "2A4F", "int8"),
+    ],
+)
+def test_other_layout(theirs, ours, weights, step3):
+    formats = {"attention.weights": weights, "ffn.weights": weights, "dtype": "bfloat16"}
+    peer = load(step3, LAYOUTS[theirs] | formats)
+    with serving(step3, peer.held) as address:
+        source = from_peers(step3, address, modules=1)
+        sizes = []
+        source.on_read = sizes.append
+        found = load(step3, LAYOUTS[ours] | formats, source)
+        assert source.arrays.keys() == {address}
+        assert sum(sizes) > 0
+        source.close()
+    check_equal(load(step3, LAYOUTS[ours] | formats).leaves, found.leaves)
+
+
+def test_ranks_of_the_shared_expert(tmp_path):
+    """What their slots hold is put together from storage; what they have, others may have."""
+    model = write_tiny_step3(tmp_path, TinyStep3(mtp=True, share_expert_dim=32))
+    apart, layout = {"ffn.ep": 3, "ffn.shared_ranks": 1}, {"ffn.ep": 2}
+    mixed, plain = load(model, apart), load(model, layout)
+    with serving(model, mixed.held) as one, serving(model, plain.held) as two:
+        source = from_peers(model, two, modules=1)
+        check_equal(mixed.leaves, load(model, apart, source).leaves)
+        source.close()
+        assert source.arrays[two] > source.arrays["storage"] > 0
+        source = from_peers(model, one, modules=1)
+        check_equal(plain.leaves, load(model, layout, source).leaves)
+        source.close()
+        assert source.arrays[one] > source.arrays["storage"] > 0
+
+
+def test_blocks_of_fp8_stay(fp8):
+    formats = {"dtype": "bfloat16"}
+    peer = load(fp8, LAYOUTS["1A1F"] | formats)
+    with serving(fp8, peer.held) as address:
+        source = from_peers(fp8, address, modules=1)
+        found = load(fp8, LAYOUTS["colocated"] | formats, source)
+        assert source.arrays.keys() == {address}
+        check_equal(load(fp8, LAYOUTS["colocated"] | formats).leaves, found.leaves)
+        # Blocks of other sizes are those of storage.
+        found = load(fp8, LAYOUTS["2A4F"] | formats, source)
+        assert source.arrays["storage"] > 0
+        check_equal(load(fp8, LAYOUTS["2A4F"] | formats).leaves, found.leaves)
+        source.close()
+
+
+def test_other_formats_come_from_storage(step3):
+    peer = load(step3, {"attention.weights": "int8"})
+    with serving(step3, peer.held) as address:
+        source = from_peers(step3, address, modules=1)
+        found = load(step3, {"ffn.weights": "int8"}, source)
+        source.close()
+    check_equal(load(step3, {"ffn.weights": "int8"}).leaves, found.leaves)
+    matrices = source.arrays["storage"]
+    assert 0 < matrices < len(found.leaves)
+    assert source.arrays[address] == len(found.leaves) - matrices  # norms, embedding, head, router
+
+
+class Dying:
+    """Holds weights, and ends its server after so many reads."""
+
+    def __init__(self, held: HeldWeights, reads: int):
+        self._held, self._left = held, reads
+        self.end = lambda: None
+
+    def held(self):
+        return self._held.held()
+
+    def warm_up(self):
+        pass
+
+    def read(self, block, leaf, ranges):
+        self._left -= 1
+        if self._left < 0:
+            self.end()
+            raise OSError("ended")
+        return self._held.read(block, leaf, ranges)
+
+
+@pytest.mark.parametrize(("reads", "second"), [(0, False), (7, False), (40, True)])
+def test_a_peer_dies(reads, second, step3):
+    peer = load(step3, LAYOUTS["2A3F"])
+    dying = Dying(peer.held, reads)
+    with serving(step3, dying) as first, serving(step3, peer.held) as other:
+        source = from_peers(step3, first, *[other] * second, modules=1)
+        found = load(step3, LAYOUTS["2A4F"], source)
+        source.close()
+    check_equal(load(step3, LAYOUTS["2A4F"]).leaves, found.leaves)
+    rest = other if second else "storage"
+    assert source.arrays.keys() == ({first, rest} if reads > 1 else {rest})
+    assert source.arrays[rest] > 0
+
+
+def test_who_is_refused(step3, fp8, tmp_path, caplog):
+    peer = load(step3, {})
+    with serving(step3, peer.held) as address:
+        with pytest.raises(PeerError, match=r"model = deepseek_v3, here step3_text"):
+            WeightsPeer(address, weights_hello(str(fp8)), TOKEN)
+        with pytest.raises(PeerError, match="another token"):
+            WeightsPeer(address, weights_hello(str(step3)), "wrong")
+        other = write_tiny_step3(tmp_path / "other", TinyStep3(mtp=True), seed=2)
+        with pytest.raises(PeerError, match=r"configured differently.*: revision = "):
+            WeightsPeer(address, weights_hello(str(other)), TOKEN)
+        # The same revision on another disk is the same.
+        convert(step3, tmp_path / "converted", "int8")
+        with pytest.raises(PeerError, match="revision"):
+            WeightsPeer(address, weights_hello(str(tmp_path / "converted")), TOKEN)
+        connection = WeightsPeer(address, weights_hello(str(step3)), TOKEN)
+        with pytest.raises(PeerError, match=r"has no part \(\(0, 9999\)"):
+            connection.read("head", "norm", ((0, 9999),), np.empty(9999, np.float32))
+        connection.close()
+    source = open_weights(
+        layouts.deployment(step3, {"weights.peers": [address]}),
+        read_config(step3)[1],
+        TOKEN,
+    )
+    assert source.size == open_checkpoint(step3, read_config(step3)[1]).size  # nobody is there
+
+
+def test_nobody_and_no_storage(step3, tmp_path):
+    (tmp_path / "config.json").write_bytes((step3 / "config.json").read_bytes())
+    source = open_weights(
+        layouts.deployment(step3, {"weights.peers": ["127.0.0.1:9"]}), read_config(step3)[1], ""
+    )
+    assert isinstance(source, PeerCheckpoint)
+    with pytest.raises(CheckpointError):
+        weights_hello(str(tmp_path / "none"))
+
+
+def test_pieces():
+    rows = HeldArray((6, 1024, 1024), "float32")
+    cut = list(pieces(rows, ((0, 6), (0, 1024), (0, 1024)), 4))
+    assert cut == [((n, n + 1), (0, 1024), (0, 1024)) for n in range(6)]
+    cut = list(pieces(rows, ((2, 3), (0, 1000), (0, 2048)), 4))
+    assert cut == [((2, 3), (0, 512), (0, 2048)), ((2, 3), (512, 1000), (0, 2048))]
+    assert all((b - a) * 2048 * 4 <= PIECE_BYTES for _, (a, b), _ in cut)
+    apart = HeldArray((3, 2), "int8", apart=True)
+    assert list(pieces(apart, ((1, 3), (0, 2)), 1)) == [((1, 2), (0, 2)), ((2, 3), (0, 2))]
+    assert list(pieces(rows, ((1, 1), (0, 2), (0, 2)), 4)) == []
+
+
+def test_parts_cut_on_the_device(monkeypatch, step3):
+    """As on accelerators, whose memory cannot be read where it lies."""
+    peer = load(step3, LAYOUTS["2A4F"])
+    shape = peer.held.held()["layers.1.attention"]["attention.up"].shape
+    ranges = ((1, shape[0] - 1), (0, shape[1]))
+    here = peer.held.read("layers.1.attention", "attention.up", ranges)
+    from jaxserve.roles import held_weights
+
+    overlaps = held_weights._overlaps
+    monkeypatch.setattr(
+        held_weights, "_overlaps", lambda array, where, apart: overlaps(array, where, apart=True)
+    )
+    cut = peer.held.read("layers.1.attention", "attention.up", ranges)
+    np.testing.assert_array_equal(here, cut)
+    assert jnp.dtype(jnp.float32).itemsize * np.prod([b - a for a, b in ranges]) == cut.size
