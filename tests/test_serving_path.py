@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 15_600,
+    "jaxserve.fleet.worker": 15_700,
     "jaxserve.fleet.attention_runtime": 15_800,
     "jaxserve.fleet.ffn_runtime": 11_500,
     "jaxserve.fleet.router": 5_000,
