@@ -60,8 +60,8 @@ class Event(msgspec.Struct, kw_only=True):
     @property
     def to_be_noticed(self) -> bool:
         """Whether somebody has to notice it: nobody sees a pause shorter than what is asked, and
-        nobody but a service manager sees a router."""
-        if self.role == "router":
+        nobody but a service manager sees a router or a face."""
+        if self.role in ("router", "face"):
             return self.kind == "kill"
         return self.kind in NOTICED and (self.kind == "kill" or self.seconds > NOTICE_SECONDS)
 

@@ -418,7 +418,9 @@ class Engine:
             self._wake.notify_all()
         logger.error("engine failed: %s", error)
         for request_id in list(self._open):
-            news = TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
+            news = TokenOutput(
+                request_id=request_id, finish_reason="error", error=str(error), engine_failed=True
+            )
             self._deliver([news])
         for callback in self._failure_callbacks:
             try:

@@ -212,6 +212,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
       accepted: those of them that held, behind its end, too.
       pages_lost: of an error: KV entries that a prefill worker held did not come, nor were they
         computed; another worker may run the request.
+      engine_failed: of an error: the engine that had the request has failed; another may go on with
+        it.
       unavailable: of an error: there was nobody to run the request, who may be there later.
     """
 
@@ -227,6 +229,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     pages_lost: bool = False
+    engine_failed: bool = False
     unavailable: bool = False
 
     @property

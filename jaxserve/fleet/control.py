@@ -236,4 +236,4 @@ def _differences(follower: Mapping[str, str], leader: Mapping[str, str], name: s
 
 def heartbeat_interval(cluster: Cluster) -> float:
     """Seconds between two heartbeats, short enough for all deadlines that build on them."""
-    return min(cluster.heartbeat_seconds / 5, cluster.step_seconds / 4)
+    return min(cluster.heartbeat_seconds / 10, cluster.step_seconds / 4)

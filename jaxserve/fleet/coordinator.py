@@ -216,8 +216,8 @@ class Coordinator:
             return request, []
         deadline = request.job.deadline
         late = deadline is not None and self._clock() >= deadline
-        if output.pages_lost or (reason == "cancelled" and not late):
-            # Nobody here has cancelled it: the worker ends, or had no pages.
+        if output.pages_lost or output.engine_failed or (reason == "cancelled" and not late):
+            # Nobody here has cancelled it: the worker fails, ends, or had no pages.
             self._log(request, output)
             return None, self._lost(request, output.error or "its worker ended it") + self._go_on()
         actions = self._begun(request, output)

@@ -173,6 +173,14 @@ class FakeWorkerEngine:
 
     def fail(self, why: str) -> None:
         self.status, self.failure = "failed", EngineFailedError(why)
+        with self._lock:  # as the engine, which tells its requests before anybody else
+            for request_id, running in list(self.running.items()):
+                del self.running[request_id]
+                running.on_output(
+                    TokenOutput(
+                        request_id=request_id, finish_reason="error", error=why, engine_failed=True
+                    )
+                )
         for callback in self._callbacks:
             callback(self.failure)
 

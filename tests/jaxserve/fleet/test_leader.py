@@ -188,7 +188,7 @@ def test_silent_follower_before_ready_has_until_start_seconds() -> None:
     cluster = Cluster(start_seconds=2.0, step_seconds=1.0, heartbeat_seconds=0.2)
     with Ends() as ends:
         leader = ends.leader(cluster=cluster)
-        follower = ends.follower(leader, cluster=Cluster(heartbeat_seconds=25))  # beats every 5 s
+        follower = ends.follower(leader, cluster=Cluster(heartbeat_seconds=50))  # beats every 5 s
         follower.register()
         started = time.monotonic()
         assert re.search(r"no heartbeat for \d\.\d s", str(ends.failures.get(timeout=WAIT)))
