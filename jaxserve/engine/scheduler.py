@@ -510,6 +510,7 @@ class Scheduler:
         cached, rows = slots.known_cached(step), step.rows
         full = cached // self.page_size
         changed = (full > slots.published[rows]) | ~slots.running[rows]
+        changed &= slots.resident[rows]  # a sequence to be computed anew may have left already
         slots.published[rows] = full
         for index in np.flatnonzero(changed).tolist():
             sequence = slots.write_back(int(rows[index]))
