@@ -277,7 +277,9 @@ def steady_window(spans: Sequence[Span], steps: int = 1) -> tuple[int, int]:
 
     A window goes from the start of a step of the lowest lane to the start of a later one. Of all
     windows without the lane's first or last step, the one of median length is returned, which
-    excludes compilations and pauses between requests. With too few steps: all spans.
+    excludes compilations and pauses between requests, and a recording's first stages, whose starts
+    cannot be told from those of stages before it. Of a recording with fewer steps between its first
+    and last one: a window of those. With none in between: all spans.
     """
     if not spans:
         return 0, 0
@@ -288,6 +290,7 @@ def steady_window(spans: Sequence[Span], steps: int = 1) -> tuple[int, int]:
         if span.lane == lane and span.stage in ("attend", "step") and span.layer == 0:
             starts[span.step] = span.start_ns
     inner = sorted(starts.values())[1:]
+    steps = max(1, min(steps, len(inner) - 1))
     stretches = [(inner[i], inner[i + steps]) for i in range(len(inner) - steps)]
     if not stretches:
         return whole

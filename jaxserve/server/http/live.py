@@ -1,8 +1,8 @@
 """The page at / and /pipeline, which feeds its live view of the load and the pipeline.
 
-The page is one file (`page.html`) with inline style and script; its Content-Security-Policy allows
-only these two, by their digests, and requests to this server. It contains no secrets, so it needs
-no API key; the figures behind it do.
+The page is sent as one document: `page.html` with its style (`page.css`) and script (`page_*.js`)
+inline; its Content-Security-Policy allows only these two, by their digests, and requests to this
+server. It contains no secrets, so it needs no API key; the figures behind it do.
 """
 
 import base64
@@ -24,7 +24,22 @@ from jaxserve.server.http.service import Service
 
 logger = logging.getLogger(__name__)
 
-PAGE = Path(__file__).with_name("page.html").read_bytes()
+SCRIPTS = ("common", "playground", "tokens", "timeline", "live", "events")
+"""The parts of the page's script, in order."""
+
+
+def _assemble(folder: Path) -> bytes:
+    script = b"\n".join((folder / f"page_{part}.js").read_bytes() for part in SCRIPTS)
+    html = (folder / "page.html").read_bytes()
+    for tag, text in (("style", (folder / "page.css").read_bytes()), ("script", script)):
+        html = html.replace(
+            b"<%b></%b>" % ((tag.encode(),) * 2),
+            b"<%b>\n%b</%b>" % (tag.encode(), text, tag.encode()),
+        )
+    return html
+
+
+PAGE = _assemble(Path(__file__).parent)
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +96,9 @@ class Pipeline(msgspec.Struct, kw_only=True):
     attention: str
     """The axes of its mesh."""
     ffn: str
+    layers: int
+    """Of the model; layers of the timeline from there on are passes of prediction modules. 0: not
+    known."""
     max_length: int
     """Tokens of prompt and output together."""
     chat: bool
@@ -110,6 +128,7 @@ async def pipeline(service: Service, exchange: Exchange) -> None:
         domains=info.get("domains", 1),
         attention=str(info["attention"]),
         ffn=str(info["ffn"]),
+        layers=info.get("layers", 0),
         max_length=info["max_length"],
         chat=service.template is not None,
         time=time.time(),

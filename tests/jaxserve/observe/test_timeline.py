@@ -129,6 +129,14 @@ def test_the_steady_window_leaves_the_first_step_and_a_pause_out() -> None:
     assert steady_window(spans, 2) == (510 * MS, 532 * MS)
 
 
+def test_a_short_recording_loses_its_first_and_last_step_all_the_same() -> None:
+    """Its first attend seems to take as long as what was under way when recording began."""
+    starts = [0, 100, 110, 121]
+    spans = [ran("attend", at, at + 5 if i else 100, step=i) for i, at in enumerate(starts)]
+    assert steady_window(spans, 3) == (100 * MS, 121 * MS)
+    assert steady_window(spans[:3], 3) == (100 * MS, 110 * MS)
+
+
 def test_too_few_steps_are_shown_whole() -> None:
     assert steady_window([ran("attend", 2, 5), ran("ffn", 6, 9)]) == (2 * MS, 9 * MS)
 

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import msgspec
 import pytest
 
 from jaxserve.errors import EngineFailedError
@@ -172,6 +173,19 @@ def test_a_side_that_does_not_answer_is_missing_and_not_idle(clock: Clock) -> No
     assert set(view.busy) == {"attend", "combine"}
     assert view.bubble is None
     assert view.missing == "process 1 (ffn) did not send 'measured' within 5 s"
+    watch.close()
+
+
+def test_as_many_steps_as_are_sampled_leave_a_steady_window(clock: Clock) -> None:
+    """The first attend waits for steps that were not measured; it is not drawn."""
+    attends = lane_of_steps("attend", 6, offset=30, steps=module.STEPS)
+    attends[0] = msgspec.structs.replace(attends[0], enqueued_ns=0)
+    probe = FakeProbe(Measured(attends + lane_of_steps("combine", 1, offset=39, steps=4)))
+    watch = Watch(probe, 1, clock=clock)
+    view = measure(watch, clock, probe)
+    assert view.window_seconds == pytest.approx(0.02)
+    assert {span.step for span in view.timeline} == {1, 2}
+    assert {span.milliseconds for span in view.timeline if span.stage == "attend"} == {6.0}
     watch.close()
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.load import DomainLoad, EngineLoad
+from jaxserve.engine.drafting import DraftCounts
+from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
@@ -81,6 +82,9 @@ class FakeEngine:
     problems: list[str] = field(default_factory=list)
     failure: EngineFailedError | None = None
     view: PipelineView = field(default_factory=PipelineView)
+    layers: int = 5
+    drafts: DraftCounts | None = None
+    workers: list[WorkerLoad] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -142,6 +146,8 @@ class FakeEngine:
             kv_usage=[0.25, 0.75],
             page_size=16,
             pages=10,
+            drafts=self.drafts,
+            workers=self.workers,
             domains=[
                 DomainLoad(running=running, waiting=2, kv_usage=[0.25]),
                 DomainLoad(kv_usage=[0.75]),
@@ -164,7 +170,7 @@ class FakeEngine:
             "attention": "dp 2 x tp 1",
             "ffn": "ep 2 x tp 1",
             "lanes": 3,
-            "layers": 5,
+            "layers": self.layers,
         }
 
     def drain(self, timeout: float) -> bool:

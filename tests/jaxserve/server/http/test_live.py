@@ -4,15 +4,19 @@ The engine is a fake one, so that what is shown is known; the page, its headers 
 real. Nothing may be asked of another host, and the console must stay clean.
 """
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from jaxserve.engine.drafting import DraftCounts
+from jaxserve.engine.load import WorkerLoad
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
 from tests.jaxserve.server.http.rig import HttpRig
@@ -84,7 +88,8 @@ def visit(browser: Any, make_rig: Make) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert problems == []
-    assert [url for own, url in asked if not url.startswith((f"{own}/", "data:,"))] == []
+    own_urls = [(f"{own}/", f"blob:{own}/", "data:,") for own, _ in asked]
+    assert [u for (_, u), own in zip(asked, own_urls, strict=True) if not u.startswith(own)] == []
     assert all(KEY not in url and "?" not in url for _, url in asked)
 
 
@@ -206,7 +211,7 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     page.get_by_role("button", name="Run").click()
     shows(page, "running", "1")
     expect(page.locator("#timeline rect title")).to_have_count(24)
-    assert "in 24 ms" in page.locator("#window").inner_text()
+    assert "2 steps in 24 ms, measured" in page.locator("#window").inner_text()
     assert page.locator("#busy").inner_text().split() == [
         *("attention", "75", "%", "dispatch", "↓", "5.0", "%"),
         *("combine", "↑", "4.0", "%", "ffn", "50", "%"),
@@ -226,6 +231,86 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     assert page.get_by_label("Layer").input_value() == "2"
 
 
+def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Open) -> None:
+    """Two lanes of three layers, of which the last is a pass of the drafts; nothing runs now."""
+    rig.engine.layers = 2
+    rig.engine.view = pipeline_view(24)
+    page = visit(rig)
+    titles = page.locator("#timeline rect title")
+    expect(titles).to_have_count(24)
+    assert titles.first.text_content() == "attention, layer 0, lane 0, step 7: 1.0 ms"
+    assert titles.last.text_content() == "combine ↑, drafts, pass 1, lane 1, step 7: 1.0 ms"
+    rows = page.locator("#timeline rect.track")
+    assert rows.count() == 4
+    assert page.locator("#timeline text").all_text_contents()[:4] == [
+        *("attention", "ffn", "lane 0", "lane 1")
+    ]
+    # Each side's stages of both lanes touch, so they are one stretch a layer.
+    assert page.locator("#timeline .side.attention").count() == 3
+    places = {lane: {box["y"] for box in boxes_of(page, f"lane {lane}")} for lane in (0, 1)}
+    assert [len(found) for found in places.values()] == [1, 1]
+    assert places[0] != places[1]
+    words = page.locator("#lanes span").all_inner_texts()
+    assert [text.split(":")[0] for text in words] == ["attention", "ffn", "link", "bubble"]
+    assert re.search(r"no steps for \d+ days", page.locator("#window").inner_text())
+    assert re.search(r"no steps for \d+ days", page.locator("#sampled").inner_text())
+    assert "stale" in page.locator("#bubble").get_attribute("class")
+
+
+def boxes_of(page: Any, lane: str) -> list[dict[str, float]]:
+    return [box.bounding_box() for box in page.locator("#timeline rect", has_text=lane).all()]
+
+
+def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig)
+    page.get_by_text("no step measured yet").wait_for()
+    assert page.get_by_role("button", name="Save JSON").is_disabled()
+    rig.engine.view = pipeline_view(24)
+    expect(page.locator("#timeline rect title")).to_have_count(24)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save JSON").click()
+    assert saved.value.suggested_filename == "timeline-2023-11-14T22-13-20-024Z.json"
+    found = json.loads(Path(saved.value.path()).read_text(encoding="utf-8"))
+    assert (found["model"], found["steps"], found["window_seconds"]) == ("fake", 2, 0.024)
+    assert found["timeline"][1] == {
+        "stage": "attend",
+        "lane": 1,
+        "layer": 0,
+        "step": 7,
+        "start_us": 1000,
+        "end_us": 2000,
+    }
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save SVG").click()
+    assert saved.value.suggested_filename.endswith(".svg")
+    picture = ElementTree.parse(saved.value.path()).getroot()
+    namespace = {"svg": "http://www.w3.org/2000/svg"}
+    assert len(picture.findall("svg:rect/svg:title", namespace)) == 24
+    fills = {rect.get("fill") for rect in picture.iterfind("svg:rect", namespace)}
+    assert {"rgb(47, 109, 179)", "rgb(217, 119, 6)", "rgb(47, 143, 91)"} < fills
+
+
+def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
+    rig.engine.drafts = DraftCounts(runs=100, drafted=200, accepted=[80, 50])
+    rig.engine.workers = [
+        WorkerLoad(name="a:1", role="domain", status="ready", running=3, kv_usage=[0.2]),
+        WorkerLoad(name="b:1", role="prefill", status="ready", held=1, kv_usage=[0.1, 0.3]),
+        WorkerLoad(name="c:1", role="domain", status="suspect", why="silent", kv_usage=[0.4]),
+    ]
+    page = visit(rig)
+    shows(page, "drafts-note", "2.30 tokens a step and sequence, since the start")
+    held = page.locator("#drafts").inner_text().split("\n")
+    assert [text for text in held if text] == ["draft 1 held", "80 %", "draft 2 held", "50 %"]
+    found = [text for text in page.locator("#fleet").inner_text().split("\n") if text]
+    assert found == [
+        *("domain: 1 of 2 ready, 3 running, 0 waiting", "30 %"),
+        *("– a:1, ready: 3 running, 0 waiting", "20 %"),
+        *("– c:1, suspect (silent): 0 running, 0 waiting", "40 %"),
+        *("prefill: 1 of 1 ready, 0 running, 0 waiting", "20 %"),
+        *("– b:1, ready: 0 running, 0 waiting, 1 held, 0 tokens handed over", "20 %"),
+    ]
+
+
 def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
     rig = make_rig(access=Access(ApiKeys([KEY])))
     page = visit(rig, "401 ")
@@ -241,7 +326,7 @@ def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
     assert page.evaluate("document.cookie") == ""
 
 
-@pytest.mark.parametrize("width", [400, 800, 1440])
+@pytest.mark.parametrize("width", [390, 800, 1440])
 def test_nothing_sticks_out(rig: HttpRig, visit: Open, width: int) -> None:
     rig.engine.view = pipeline_view(24)
     page = visit(rig, viewport={"width": width, "height": 900}, color_scheme="dark")
@@ -298,4 +383,5 @@ def test_figures(rig: HttpRig) -> None:
 def test_the_page_is_package_data() -> None:
     """It is found beside the module, wherever that was installed."""
     pyproject = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"*.html"' in pyproject.partition("[tool.setuptools.package-data]")[2].partition("#")[0]
+    packed = pyproject.partition("[tool.setuptools.package-data]")[2].partition("#")[0]
+    assert all(f'"*.{suffix}"' in packed for suffix in ("html", "css", "js"))
