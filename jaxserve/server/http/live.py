@@ -24,7 +24,10 @@ from jaxserve.server.http.service import Service
 
 logger = logging.getLogger(__name__)
 
-SCRIPTS = ("common", "playground", "tokens", "timeline", "live", "events")
+SCRIPTS = (
+    *("common", "playground", "markdown", "chat", "tokens"),
+    *("timeline", "live", "events"),
+)
 """The parts of the page's script, in order."""
 
 

@@ -5,7 +5,10 @@ $("form").addEventListener("submit", (event) => {
   run();
 });
 $("stop").addEventListener("click", stop);
-$("clear").addEventListener("click", startOver);
+$("clear").addEventListener("click", forget);
+$("copy").addEventListener("click", () => copyText($("output").textContent, $("copy")));
+$("markdown").addEventListener("change", () => $("output").classList.toggle("plain", !$("markdown").checked));
+for (const name of ["system", "tools"]) $(name).addEventListener("input", keep);
 $("tab-completion").addEventListener("click", () => choose("completion"));
 $("tab-chat").addEventListener("click", () => choose("chat"));
 document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
@@ -31,4 +34,5 @@ $("output").addEventListener("blur", hideTip);
 $("layer").addEventListener("change", () => last && showExperts(last.experts));
 $("save-json").addEventListener("click", () => save("json"));
 $("save-svg").addEventListener("click", () => save("svg"));
+restore();
 watch();

@@ -2,26 +2,35 @@
 
 let mode = "completion";
 let running = null; // the AbortController of the request under way
-let turns = []; // of the conversation: {role, content}
-let written = null; // where the answer is written
+let written = null; // where the answer's text is written
+let turn = null; // of the conversation, which the answer fills
+const drafts = { completion: null, chat: "" }; // what was typed where the visitor is not
 
 function choose(next) {
+  if (next !== mode) {
+    drafts[mode] = $("prompt").value;
+    $("prompt").value = drafts[next];
+  }
   mode = next;
   for (const name of ["completion", "chat"]) {
     $("tab-" + name).setAttribute("aria-selected", String(name === next));
     $("tab-" + name).tabIndex = name === next ? 0 : -1;
   }
-  $("prompt-label").textContent = next === "chat" ? "Message" : "Prompt";
-  $("clear").hidden = next !== "chat";
+  $("playing").classList.toggle("chat", next === "chat");
+  for (const name of ["clear", "markdown-part", "instructions"]) $(name).hidden = next !== "chat";
+  $("copy").hidden = next === "chat";
+  if (next === "chat" && matchMedia("(max-width: 520px)").matches) $("sampling").open = false;
   fail(null);
   startOver();
 }
 
 function startOver() {
   stop();
-  turns = [];
+  hideTip();
   $("output").replaceChildren();
   $("progress").textContent = "";
+  if (mode === "chat") showTurns();
+  else labelMessage();
 }
 
 function fail(error, param) {
@@ -49,7 +58,7 @@ function wish() {
     body.prompt = $("prompt").value;
     if (probabilities) body.logprobs = 5;
   } else {
-    body.messages = [...turns, { role: "user", content: $("prompt").value }];
+    Object.assign(body, conversation());
     if (probabilities) Object.assign(body, { logprobs: true, top_logprobs: 5 });
   }
   return body;
@@ -57,14 +66,28 @@ function wish() {
 
 async function run() {
   if (running) return;
-  const asked = mode, body = wish();
+  const asked = mode, before = turns, message = nextMessage();
+  if (asked === "chat" && pendingCalls().length > 1) { // results of further calls are still to come
+    turns.push(message);
+    $("prompt").value = "";
+    keep();
+    showTurns();
+    return;
+  }
+  let body;
+  try {
+    body = wish();
+  } catch (error) {
+    fail(error.message, error.param);
+    return;
+  }
   running = new AbortController();
   const signal = running.signal;
   $("run").disabled = true;
   $("stop").disabled = false;
   fail(null);
   begin(asked);
-  const answer = { content: "", tokens: 0, start: performance.now(), first: null, reason: null };
+  const answer = { content: "", reasoning: "", calls: [], painted: 0, tokens: 0, start: performance.now(), first: null, reason: null };
   $("progress").textContent = "waiting for the first token";
   try {
     const path = asked === "chat" ? "/v1/chat/completions" : "/v1/completions";
@@ -77,10 +100,6 @@ async function run() {
       for await (const event of events(response)) take(event, answer);
     } else take(await response.json(), answer);
     finish(answer, answer.reason ?? "ended");
-    if (asked === "chat" && asked === mode) {
-      turns.push(body.messages.at(-1), { role: "assistant", content: answer.content });
-      $("prompt").value = "";
-    }
   } catch (error) {
     if (signal.aborted) finish(answer, "stopped");
     else {
@@ -88,6 +107,7 @@ async function run() {
       finish(answer, "failed");
     }
   }
+  if (asked === "chat") endTurn(before, message, answer);
   if (running?.signal === signal) running = null;
   $("run").disabled = running !== null;
   $("stop").disabled = running === null;
@@ -104,11 +124,33 @@ function begin(asked) {
   hideTip();
   if (asked === "completion") {
     $("output").replaceChildren();
+    turn = null;
     written = $("output");
     return;
   }
-  written = element("div", { class: "turn" }, element("b", {}, "assistant"));
-  $("output").append(element("div", { class: "turn user" }, element("b", {}, "user"), $("prompt").value), written);
+  const message = nextMessage(), asks = addTurn(message.role);
+  asks.say(message.content);
+  turn = addTurn("assistant");
+  written = turn.tokens;
+  $("output").scrollTop = $("output").scrollHeight;
+}
+
+/** An answer, or as much of it as came, joins the conversation; one of which nothing came leaves. */
+function endTurn(conversation, message, answer) {
+  const { content, reasoning, calls } = answer;
+  if (content || reasoning || calls.length || answer.reason) {
+    const said = { role: "assistant", content };
+    if (reasoning) said.reasoning = reasoning;
+    if (calls.length) said.tool_calls = calls;
+    conversation.push(message, said);
+    turn.say(content);
+    if (conversation === turns) keep();
+    if (mode === "chat") $("prompt").value = "";
+  } else {
+    turn.root.previousSibling?.remove();
+    turn.root.remove();
+  }
+  if (mode === "chat") labelMessage();
 }
 
 /** An answer that is an error, as something to throw. */
@@ -153,11 +195,18 @@ function take(event, answer) {
   const part = choice.delta ?? choice.message ?? { content: choice.text };
   const found = places(choice.logprobs);
   if (answer.first === null && (part.content || part.reasoning_content || found.length)) answer.first = performance.now();
-  if (part.reasoning_content) written.append(element("span", { class: "aside" }, part.reasoning_content));
-  if (part.tool_calls) written.append(element("span", { class: "aside" }, JSON.stringify(part.tool_calls, null, 1)));
+  if (part.reasoning_content) showReasoning(turn, (answer.reasoning += part.reasoning_content));
+  if (part.tool_calls) {
+    addCalls(answer.calls, part.tool_calls);
+    showCalls(turn, answer.calls);
+  }
   if (found.length && !part.reasoning_content && !part.tool_calls) found.forEach(writeToken);
   else if (part.content && !found.length) written.append(part.content);
   answer.content += part.content ?? "";
+  if (turn && performance.now() - answer.painted > 100) {
+    turn.text.replaceChildren(...markdown(answer.content));
+    answer.painted = performance.now();
+  }
   if (!event.usage) answer.tokens += found.length || (part.content ? 1 : 0);
   answer.reason = choice.finish_reason ?? answer.reason;
   $("progress").textContent = speed(answer);

@@ -30,7 +30,7 @@ function hideTip() {
 
 function step(event) {
   const by = { ArrowRight: 1, ArrowLeft: -1, Home: -1e9, End: 1e9 }[event.key];
-  const tokens = [...$("output").querySelectorAll(".token")];
+  const tokens = [...$("output").querySelectorAll(".token")].filter((token) => token.offsetParent);
   if (by === undefined || !tokens.length) return;
   event.preventDefault();
   const at = tokens.findIndex((token) => token.classList.contains("chosen"));

@@ -34,9 +34,10 @@ class HttpRig:
         script: str = "one two three",
         tokenizer: Tokenizer = LETTERS,
         template: str | None = TEMPLATE,
+        max_length: int = 100,
         **server: Any,
     ):
-        self.engine = FakeEngine(ids_of(script))
+        self.engine = FakeEngine(ids_of(script), max_length=max_length)
         self.metrics = Metrics("fake")
         self.metrics.watch(self.engine)
         self.generator = TextGenerator(self.engine, tokenizer, self.metrics.started)

@@ -168,7 +168,8 @@ def test_a_wrong_field_shows_what_the_server_says(rig: HttpRig, visit: Open) -> 
     assert rig.engine.prompts == []
 
 
-def test_a_conversation(rig: HttpRig, visit: Open) -> None:
+def test_a_conversation(make_rig: Make, visit: Open) -> None:
+    rig = make_rig(max_length=500)
     page = visit(rig)
     page.get_by_role("tab", name="Chat").click()
     message = page.get_by_label("Message", exact=True)
@@ -176,8 +177,7 @@ def test_a_conversation(rig: HttpRig, visit: Open) -> None:
         message.fill(turn)
         page.get_by_role("button", name="Run").click()
         expect(message).to_have_value("")
-    shown = page.locator(".turn").all_inner_texts()
-    assert [text.split("\n", 1)[1] for text in shown] == [
+    assert page.locator(".turn .body").all_inner_texts() == [
         "hello",
         "one two three",
         "again",
@@ -185,6 +185,137 @@ def test_a_conversation(rig: HttpRig, visit: Open) -> None:
     ]
     prompt = rig.generator.tokenizer.decode(rig.engine.prompts[1])
     assert "[user]hello[assistant]one two three[user]again[assistant]" in prompt
+    # It is there when the page comes back, the key is not, and it can be forgotten.
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_text("System prompt and tools").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.reload()
+    page.get_by_role("tab", name="Chat").click()
+    expect(page.locator(".turn")).to_have_count(4)
+    message.fill("third")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".turn")).to_have_count(6)
+    expect(message).to_have_value("")
+    prompt = rig.generator.tokenizer.decode(rig.engine.prompts[2])
+    assert prompt.endswith("[user]again[assistant]one two three[user]third[assistant]")
+    assert "[system]Be brief.[user]hello" in prompt
+    assert KEY not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
+    page.get_by_role("button", name="Clear conversation").click()
+    assert page.locator(".turn").count() == 0
+    assert page.get_by_label("System prompt").input_value() == ""
+    assert page.evaluate("localStorage.length") == 0
+
+
+MARKDOWN = """# A *title*
+Two **bold** words, `a < b` and 2 * 3 * 4,
+[a link](http://elsewhere) and <b onclick=alert(1)>none</b>.
+
+1. one
+   - deep
+2. two
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+> said
+```html
+<script>alert(1)</script>
+```
+~~~
+open"""
+
+
+def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig: Make, visit: Open) -> None:
+    rig = make_rig(MARKDOWN)
+    page = visit(rig, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_label("Message", exact=True).fill("**mine** <i>too</i>")
+    page.get_by_label("max_tokens").fill("500")
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile("stop$"))
+    shown = page.locator(".turn.assistant .markdown")
+    tags = "h4 em strong code p ol ul li table th td blockquote pre b i a script img"
+    assert {tag: shown.locator(tag).all_inner_texts() for tag in tags.split()} == {
+        "h4": ["A title"],
+        "em": ["title"],
+        "strong": ["bold", "2"],
+        "code": ["a < b", "<script>alert(1)</script>", "open"],
+        "p": [
+            "Two bold words, a < b and 2 * 3 * 4,\n"
+            "[a link](http://elsewhere) and <b onclick=alert(1)>none</b>.",
+            *("one", "deep", "two", "said"),
+        ],
+        "ol": ["one\n\ndeep\n\ntwo"],
+        "ul": ["deep"],
+        "li": ["one\n\ndeep", "deep", "two"],
+        "table": ["a\tb\n1\t2"],
+        "th": ["a", "b"],
+        "td": ["1", "2"],
+        "blockquote": ["said"],
+        "pre": ["<script>alert(1)</script>", "open"],
+        "b": [],
+        "i": [],
+        "a": [],
+        "script": [],
+        "img": [],
+    }
+    assert page.locator(".turn.user .body").inner_text() == "**mine** <i>too</i>"
+    page.locator(".turn.assistant").get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    page.get_by_label("Markdown").uncheck()
+    assert page.locator(".turn.assistant .body").inner_text() == MARKDOWN
+    assert page.locator(".turn.assistant .token").first.is_visible()
+
+
+def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(
+    make_rig: Make, visit: Open
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+    rig = make_rig(f"<think>\nHm.\n</think>\n\nWait.\n{call}", max_length=500)
+    page = visit(rig)
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_text("System prompt and tools").click()
+    page.get_by_label("Message", exact=True).fill("hi")
+    page.get_by_label("Tools").fill("[{]")
+    page.get_by_role("button", name="Run").click()
+    shows(page, "error", re.compile("^tools: "))
+    assert page.get_by_label("Tools").get_attribute("aria-invalid") == "true"
+    page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile("tool_calls$"))
+    answer = page.locator(".turn.assistant")
+    assert answer.locator("summary").all_inner_texts() == ["Reasoning", "Call of weather"]
+    assert not answer.locator("details pre").first.is_visible()
+    assert not answer.locator("details pre").last.is_visible()
+    answer.get_by_text("Reasoning").click()
+    answer.get_by_text("Call of weather").click()
+    assert answer.locator("details pre").first.inner_text().strip() == "Hm."
+    assert json.loads(answer.locator("details pre").last.inner_text()) == {"city": "x"}
+    page.get_by_label("Result of weather").fill("sunny")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".turn")).to_have_count(4)
+    expect(page.locator("#prompt")).to_have_value("")
+    assert "[assistant]Wait.\n[tool]sunny[" in rig.generator.tokenizer.decode(rig.engine.prompts[1])
+
+
+def test_a_stopped_answer_stays_in_the_conversation(rig: HttpRig, visit: Open) -> None:
+    rig.engine.allowed = 3
+    page = visit(rig, viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="Chat").click()
+    assert not page.get_by_label("temperature").is_visible()  # folded on a phone
+    page.get_by_label("Message", exact=True).fill("hi")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("one")
+    page.get_by_role("button", name="Stop").click()
+    shows(page, "progress", re.compile("stopped$"))
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    page.get_by_role("tab", name="Completion").click()
+    page.get_by_role("tab", name="Chat").click()
+    assert page.locator(".turn .body").all_inner_texts() == ["hi", "one"]
+    conversation, message = (page.locator(f"#{id}").bounding_box() for id in ("output", "prompt"))
+    assert conversation["y"] + conversation["height"] <= message["y"]
 
 
 def test_no_chat_without_a_template(make_rig: Make, visit: Open) -> None:
