@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--report-after", type=float, default=0.5, help="seconds to say it")
     parser.add_argument("--cut-off", action="store_true", help="end with a transfer on its way")
     parser.add_argument("--jax-heartbeat", type=int, default=100)
-    parser.add_argument("--devices", type=int, help="of this process, whatever its share is")
+    parser.add_argument("--own-devices", type=int, help="of this process, whatever its share is")
     options = parser.parse_args()
     bootstrap._JAX_HEARTBEAT_SECONDS = options.jax_heartbeat
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
@@ -44,8 +44,10 @@ def main() -> None:
     print(f"pid {os.getpid()} cores {sorted(os.sched_getaffinity(0))}", flush=True)
     if not options.jax:
         bootstrap.initialise = lambda *_: None
-    if options.devices:
-        bootstrap._set_cpu_devices = lambda *_, **__: jax_config("num_cpu_devices", options.devices)
+    if options.own_devices:
+        bootstrap._set_cpu_devices = lambda *_, **__: jax_config(
+            "num_cpu_devices", options.own_devices
+        )
     failed = threading.Event()
 
     def end(failure: EngineFailedError, peers: bootstrap.Peers) -> None:

@@ -153,7 +153,7 @@ def test_the_killed_one_of_three_is_named_and_not_who_noticed_first() -> None:
 
 def test_devices_that_are_not_the_share_are_refused() -> None:
     """1A1F on hosts of four devices: the second process would be left with nothing, silently."""
-    with launched("--jax", "--devices", "4") as run:
+    with launched("--jax", "--own-devices", "4") as run:
         assert run.end() in (1, 2), run.output
         for process in (0, 1):  # each for itself, or because the other one told it
             run.wait_for(
