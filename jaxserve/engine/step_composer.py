@@ -135,10 +135,14 @@ class StepComposer:
         budget = [self._token_budget - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]
-        chunks = {}
+        chunks: dict[int, int] = {}
+        groups_left = sum(left > 0 for left in budget)
         for sequence in sequences:
+            if not groups_left:  # a backlog may be thousands of prompts long
+                break
             row, group = slots.row(sequence), group_of(sequence)
-            if count := min(slots.unfed(row), budget[group]):
+            if (count := min(slots.unfed(row), budget[group])) > 0:
                 chunks[row] = count
                 budget[group] -= count
+                groups_left -= not budget[group]
         return chunks
