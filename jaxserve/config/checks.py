@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from jaxserve.config.deployment import Deployment
 
 
+def scratch_pages(drafts: int, modules: int) -> int:
+    """Pages of a DP group that no sequence has: one, where a prediction module goes on for more
+    drafts than there are modules. It then writes entries behind a sequence's last token, which may
+    be behind its last page; page tables name page 0 there."""
+    return int(0 < modules < drafts)
+
+
 def complete(deployment: "Deployment") -> "Deployment":
     """Fills the derived buckets in and checks sizes against each other."""
     limits, cache = deployment.scheduler, deployment.cache
@@ -56,10 +63,12 @@ def complete(deployment: "Deployment") -> "Deployment":
             raise ConfigError(
                 f"scheduler.{name} = {buckets}: must ascend and end at {meaning} = {last}"
             )
-    if cache.pages < longest:
+    scratch = scratch_pages(deployment.drafts, deployment.modules)
+    if cache.pages < longest + scratch:
+        beside = ", and one is scratch for drafts" if scratch else ""
         raise ConfigError(
             f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "
-            f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}"
+            f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}{beside}"
         )
     scheduler = msgspec.structs.replace(
         limits, token_buckets=token_buckets, page_buckets=page_buckets

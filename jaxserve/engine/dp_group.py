@@ -24,6 +24,7 @@ class DPGroup:
       lanes: the slots of every lane, of which this group's are rows `index * slots` and on.
       pages, page_size: of the pool.
       prefix_cache: whether full pages are kept for sequences that begin alike.
+      first_page: the lowest page id of the pool.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class DPGroup:
         pages: int,
         page_size: int,
         prefix_cache: bool,
+        first_page: int = 0,
     ):
         self.index = index
-        self.pool = PageAllocator(pages)
+        self.pool = PageAllocator(pages, first_page)
         self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
         self.changed = False
         """Whether pages or slots changed hands since the last check of integrity."""

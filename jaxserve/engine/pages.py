@@ -12,22 +12,28 @@ QUARANTINE = 4
 
 
 class PageAllocator:
-    """Hands out pages 0 … pages-1 and takes them back. A page is free or taken, never both; one in
-    quarantine is taken."""
+    """Hands out pages and takes them back. A page is free or taken, never both; one in quarantine
+    is taken.
 
-    def __init__(self, pages: int):
+    Args:
+      pages: how many.
+      first: the lowest page id; those below belong to nobody.
+    """
+
+    def __init__(self, pages: int, first: int = 0):
         if pages < 1:
             raise ValueError(f"a page pool of {pages} pages")
-        self._taken = [False] * pages
+        self._ids = range(first, first + pages)
+        self._taken = [False] * (first + pages)
         self._quarantined: deque[int] = deque()
         self.most_quarantined = pages // QUARANTINE
         """The most pages that are kept away."""
-        self._free = list(reversed(range(pages)))  # a stack: low pages first, freed ones again soon
+        self._free = list(reversed(self._ids))  # a stack: low pages first, freed ones again soon
 
     @property
     def pages(self) -> int:
         """Pages in the pool."""
-        return len(self._taken)
+        return len(self._ids)
 
     @property
     def free_pages(self) -> int:
@@ -37,7 +43,7 @@ class PageAllocator:
     @property
     def usage(self) -> float:
         """The part of the pool that is taken, 0 … 1."""
-        return 1 - len(self._free) / len(self._taken)
+        return 1 - len(self._free) / self.pages
 
     def allocate(self, count: int) -> list[int] | None:
         """Takes `count` pages, all or none: None if fewer are free."""
@@ -53,8 +59,8 @@ class PageAllocator:
     def free(self, page_ids: Sequence[int]) -> None:
         """Takes pages back. Raises ValueError, and takes none, if one is foreign or free."""
         for page_id, times in Counter(page_ids).items():
-            if not 0 <= page_id < len(self._taken):
-                raise ValueError(f"page {page_id} is not in the pool of {len(self._taken)} pages")
+            if page_id not in self._ids:
+                raise ValueError(f"page {page_id} is not in the pool of {self.pages} pages")
             if times > 1 or not self._taken[page_id]:
                 raise ValueError(f"page {page_id} is freed twice")
         for page_id in page_ids:
@@ -93,9 +99,9 @@ class PageAllocator:
             raise RuntimeError("a page is on the free list and marked as taken")
         for page_ids in owned:
             claims.update(page_ids)
-        unclaimed = [page_id for page_id in range(self.pages) if not claims[page_id]]
+        unclaimed = [page_id for page_id in self._ids if not claims[page_id]]
         contested = [page_id for page_id, times in claims.items() if times > 1]
-        foreign = [page_id for page_id in claims if not 0 <= page_id < self.pages]
+        foreign = [page_id for page_id in claims if page_id not in self._ids]
         if unclaimed or contested or foreign:
             raise RuntimeError(
                 f"page pool of {self.pages}: lost pages {unclaimed}, pages claimed more than once "

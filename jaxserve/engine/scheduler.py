@@ -38,6 +38,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxserve.config.checks import scratch_pages
 from jaxserve.engine import grammar_wait, integrity
 from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due
 from jaxserve.engine.dp_group import DPGroup
@@ -65,7 +66,7 @@ class Scheduler:
       groups: DP groups; each has its own pages.
       lanes: lanes that share each group's pages.
       slots: sequences a DP group and lane.
-      pages: pages a DP group.
+      pages: pages a DP group; one of them is nobody's with `scratch_pages`.
       page_size: tokens a page.
       max_length: longest sequence, prompt and output together, in tokens.
       token_budget: most tokens a DP group and step.
@@ -114,7 +115,9 @@ class Scheduler:
         self.max_waiting = max_waiting
         self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
         # Cache entries behind those of a step that the last module writes for its own drafts.
-        ahead = max(drafts - modules - 1, 0) if modules else 0
+        ahead = max(drafts - modules, 0) if modules else 0
+        scratch = scratch_pages(drafts, modules)
+        pages -= scratch
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self._lanes = [
             LaneSlots(
@@ -134,6 +137,7 @@ class Scheduler:
                 pages=pages,
                 page_size=page_size,
                 prefix_cache=prefix_cache,
+                first_page=scratch,
             )
             for index in range(groups)
         ]

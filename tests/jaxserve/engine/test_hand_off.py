@@ -3,18 +3,25 @@
 The domain is its own reference: it computes the same prompts under another cache salt.
 """
 
+import contextlib
+import dataclasses
 import random
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
+from jaxserve.engine.build import build_runtime, make_engine, warm_up
+from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention
 from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.roles.actions import ReadPages, WritePages
+from tests.jaxserve import layouts
 from tests.jaxserve.hand_offs import (
     TOKEN,
     Held,
@@ -22,6 +29,7 @@ from tests.jaxserve.hand_offs import (
     attach,
     hand_over,
     limits,
+    open_worker,
     prefill,
     until,
     workers,
@@ -29,6 +37,7 @@ from tests.jaxserve.hand_offs import (
 from tests.jaxserve.layouts import Collector
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_sizes import VOCAB
+from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
@@ -107,6 +116,52 @@ def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
         counters = domain.hand_offs.domains[0].client.counters
         assert counters.transfers > 0
         assert (counters.failures, counters.queued) == (0, 0)
+        for engine in (source, domain):
+            at_rest(engine)
+            assert engine.compilations_after_ready == 0
+
+
+def test_a_prediction_module_s_entries_come_along(tmp_path):
+    """What the module has written for a prompt is in the domain's cache as if it had been computed
+    there, in pages of another size; and drafts hold after it."""
+    write_tiny_step3(tmp_path, dataclasses.replace(layouts.SIZES, mtp=True), seed=layouts.SEED)
+    speculative = {
+        "speculative.method": "mtp",
+        "speculative.drafts": 2,
+        "speculative.automatic": False,
+    }
+    other_pages = speculative | {"cache.page_size": 32, "cache.pages": 16}
+    (prompt,) = draw_prompts(0, [97])
+    with contextlib.ExitStack() as stack:
+        source = open_worker(tmp_path, "prefill", speculative)
+        stack.callback(source.close)
+        runtime = build_runtime(limits(tmp_path, other_pages))
+        warm_up(runtime)
+        domain = make_engine(runtime, eos_token_ids=frozenset())
+        attach(domain, "decode")
+        domain.start()
+        stack.callback(domain.close)
+
+        def written(salt: str) -> list[np.ndarray]:
+            """The prompt's full pages in the module's layer, which is the last one."""
+            keys = PageKeys(salt, token_array(prompt), 32)
+            path = domain.schedulers[0]._groups[0].cache.match(keys, 96)
+            rows = [runtime.config.layers * 16 + node.page_id for node in path]
+            arrays = [np.asarray(array)[rows] for array in runtime.driver._pages]
+            by_token = [np.moveaxis(array, 1, 2).reshape(96, -1) for array in arrays]
+            # The prefill worker is given whole pages alone, so that its module attends from the
+            # last token to the one that it draws itself.
+            return [array[:95] for array in by_token]
+
+        own = msgspec.structs.replace(GREEDY, cache_salt="own")
+        collector = Collector()
+        collector.submit(domain, prompt, own)
+        (expected,) = (output.token_ids for output in collector.wait(120).values())
+        assert hand_over(source, domain, [prompt], GREEDY) == [expected]
+        assert counters(domain).transfers == 1
+        for here, there in zip(written("own"), written(""), strict=True):
+            assert np.abs(here).max() > 0.1
+            np.testing.assert_allclose(there, here, rtol=1e-4, atol=1e-5)
         for engine in (source, domain):
             at_rest(engine)
             assert engine.compilations_after_ready == 0

@@ -129,3 +129,14 @@ def test_quarantine():
     pool.absolve([*first, *second])
     assert (pool.free_pages, pool.quarantined) == (8, 0)
     pool.check_integrity([])
+
+
+def test_low_pages_may_belong_to_nobody():
+    pool = PageAllocator(3, first=1)
+    assert pool.allocate(3) == [1, 2, 3]
+    assert (pool.allocate(1), pool.usage) == (None, 1.0)
+    pool.check_integrity([[1, 2], [3]])
+    with pytest.raises(ValueError, match="page 0 is not in the pool of 3 pages"):
+        pool.free([0])
+    with pytest.raises(RuntimeError, match=r"foreign pages \[0\]"):
+        pool.check_integrity([[0, 1, 2, 3]])
