@@ -68,7 +68,7 @@ function drawTimeline(measured, width) {
   for (let at = 0; at <= micros; at += tick) {
     const x = left + at * scale;
     parts.push(shape("line", { class: "grid", x1: x, x2: x, y1: 0, y2: bottom }));
-    if (x < width - 34) parts.push(shape("text", { x: x + 2, y: bottom + 12 }, at === 0 ? "0" : duration(at / 1e6)));
+    if (x < width - 48) parts.push(shape("text", { x: x + 2, y: bottom + 12 }, at === 0 ? "0" : duration(at / 1e6)));
   }
   const named = layerNames(bars);
   for (const one of bars.filter(inside)) {
@@ -92,6 +92,8 @@ function showKey(kinds, measured) {
     mark.append(shape("rect", { class: { step: "attention", bubble: "track" }[kind] ?? kind, width: 10, height: 10, rx: 2 }));
     return element("span", {}, mark, MEANINGS[kind]);
   });
+  const untold = measured.timeline.filter(([, , , , start, end]) => end <= start).length / measured.timeline.length;
+  if (untold > 0) key.push(element("span", {}, `${percent(untold)} of the stages were not seen to end after their input: they are drawn as lines.`));
   if (measured.timeline_cut) key.push(element("span", {}, "Shown are the first stages of the window."));
   $("lanes").replaceChildren(...key);
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from jaxserve.engine.drafting import DraftCounts
@@ -386,6 +387,11 @@ def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Op
     assert re.search(r"no steps for \d+ days", page.locator("#window").inner_text())
     assert re.search(r"no steps for \d+ days", page.locator("#sampled").inner_text())
     assert "stale" in page.locator("#bubble").get_attribute("class")
+    *spans, late = (view := pipeline_view(48)).timeline
+    late = msgspec.structs.replace(late, start_ns=late.end_ns)
+    rig.engine.view = msgspec.structs.replace(view, timeline=[*spans, late])
+    expect(page.locator("#lanes")).to_contain_text("4.2 % of the stages were not seen to end")
+    assert titles.last.text_content().endswith("step 7: too short to be told")
 
 
 def boxes_of(page: Any, lane: str) -> list[dict[str, float]]:
