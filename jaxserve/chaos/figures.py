@@ -20,8 +20,9 @@ MORE_FILES = 32
 """File descriptors that a survivor may have more of: requests that run have some."""
 NOTICED = frozenset({"kill", "stop", "drop"})
 """Kinds of faults that somebody has to notice; the others only have to be borne."""
-RECONNECT_SECONDS = 1.0
-"""For which a gRPC channel repeats its last error, although somebody listens again."""
+RECONNECT_SECONDS = 5.0
+"""For which a gRPC channel repeats its last error, although somebody listens again: until its next
+attempt, which on a machine that is busy with starts takes long."""
 FEW = 100
 """Gaps that a p99 is made of, at least."""
 

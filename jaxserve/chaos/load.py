@@ -26,7 +26,7 @@ CANCELLED = 0.1
 RETRY_SECONDS = 0.25
 CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt may take
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 
