@@ -8,23 +8,13 @@ import argparse
 import itertools
 import queue
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.quality import held_out
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.deployment import load_deployment
@@ -132,17 +122,14 @@ def part_of(found: dict[str, dict[str, Any]]) -> Part:
 
 def run(quick: bool, json_file: Path | None) -> int:
     """Measures and prints; 1 if a target is missed."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
+    return run_parts("drafts", {"drafts": _measured}, ["drafts"], quick, json_file)
+
+
+def _measured(quick: bool) -> Part:
+    """By a process with one device."""
     arguments = ["--rounds", "1" if quick else "8"]
     worker = Worker("jaxserve.bench.drafts", arguments, {"JAX_NUM_CPU_DEVICES": "1"})
-    part = part_of(run_worker(worker, _SECONDS))
-    print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("drafts", quick, machine, [part]))
-    if late := missed([part]):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return part_of(run_worker(worker, _SECONDS))
 
 
 def main() -> None:

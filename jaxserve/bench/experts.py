@@ -9,7 +9,6 @@ import argparse
 import functools
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,16 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.bench.random_model import deployment_of, templates_of
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import MFA, ModelConfig, Rope, Router
@@ -60,15 +50,11 @@ SETTINGS = Experts(window_seconds=3600.0)
 
 def run(quick: bool, json_file: Path | None) -> int:
     """Measures in a process with nine simulated devices; 1 if a target is missed."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    part = _part(_measured(quick, []))
-    print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("experts", quick, machine, [part]))
-    if late := missed([part]):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return run_parts("experts", {"experts": _measure}, ["experts"], quick, json_file)
+
+
+def _measure(quick: bool) -> Part:
+    return _part(_measured(quick, []))
 
 
 def measure_counting(quick: bool) -> Part:

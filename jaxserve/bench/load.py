@@ -8,7 +8,6 @@ best round of each.
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,16 +19,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
@@ -190,12 +180,4 @@ def run(quick: bool, json_file: Path | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     quieten_libraries()
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    part = measure(quick)
-    print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("load", quick, machine, [part]))
-    if late := missed([part]):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return run_parts("load", {"load": measure}, ["load"], quick, json_file)

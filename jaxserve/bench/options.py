@@ -10,7 +10,6 @@ import argparse
 import itertools
 import queue
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +22,10 @@ from jaxserve.bench.report import (
     Measure,
     Part,
     Report,
+    conclude,
     describe_machine,
-    missed,
     table,
     this_machine,
-    write_json,
 )
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
@@ -173,11 +171,7 @@ def run(quick: bool, json_file: Path | None) -> int:
     parts = [part_of(found, rounds), sampling.measure(rounds)]
     for part in parts:
         print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("engine", quick, machine, parts))
-    if late := missed(parts):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return conclude(Report("engine", quick, machine, parts), json_file)
 
 
 def main() -> None:

@@ -21,16 +21,7 @@ from types import SimpleNamespace
 import jax
 
 from jaxserve.bench.load import config_tree, write_checkpoint
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.config.deployment import load_deployment
@@ -162,15 +153,7 @@ def _check(source: PeerCheckpoint) -> None:
 def run(quick: bool, json_file: Path | None) -> int:
     """Measures and prints; 1 if a target is missed."""
     _use_cpus()
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    part = measure(quick)
-    print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("peers", quick, machine, [part]))
-    if late := missed([part]):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return run_parts("peers", {"peers": measure}, ["peers"], quick, json_file)
 
 
 def _use_cpus() -> None:

@@ -6,6 +6,7 @@ themselves: a step takes 128 tokens of a file, one per slot, all on the pages of
 that the logits of all of them are returned.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -17,16 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import BenchError
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
@@ -87,15 +79,8 @@ class Score(NamedTuple):
 
 def run(quick: bool, json_file: Path | None, config: Path = DEMO) -> int:
     """Measures all formats; 1 if one costs more than 0.5 %."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    part = measure(quick, config)
-    print(f"\n{table(part)}", flush=True)
-    if json_file is not None:
-        write_json(json_file, Report("quality", quick, machine, [part]))
-    if late := missed([part]):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    parts = {"quality": functools.partial(measure, config=config)}
+    return run_parts("quality", parts, ["quality"], quick, json_file)
 
 
 def measure(quick: bool, config: Path) -> Part:

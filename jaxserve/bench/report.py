@@ -151,8 +151,13 @@ def run_parts(
         part = parts[key](quick)
         print(f"\n{table(part)}", flush=True)
         measured.append(part)
+    return conclude(Report(name, quick, machine, measured), json_file)
+
+
+def conclude(report: Report, json_file: Path | None) -> int:
+    """Writes the report, if it is wanted, and names the missed targets; 1 if there are any."""
     if json_file is not None:
-        write_json(json_file, Report(name, quick, machine, measured))
-    if late := missed(measured):
+        write_json(json_file, report)
+    if late := missed(report.parts):
         print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
     return int(bool(late))

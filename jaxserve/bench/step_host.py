@@ -17,24 +17,15 @@ clock is the thread's own CPU time: nothing here waits,
 and what else the machine does is not counted. Knows nothing of JAX.
 """
 
+import functools
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    missed,
-    table,
-    this_machine,
-    write_json,
-)
+from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import BenchError
 from jaxserve.engine.garbage import freeze, thaw
 from jaxserve.engine.logprobs import StepResult
@@ -98,18 +89,13 @@ class Times(NamedTuple):
 
 def run(quick: bool, json_file: Path | None) -> int:
     """Measures every shape; 1 if the target is missed."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
-    parts = []
-    for shape in SHAPES[:2] if quick else SHAPES:
-        part = part_of(shape, measure(shape, rounds=3 if quick else 60))
-        print(f"\n{table(part)}", flush=True)
-        parts.append(part)
-    if json_file is not None:
-        write_json(json_file, Report("host", quick, machine, parts))
-    if late := missed(parts):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    shapes = SHAPES[:2] if quick else SHAPES
+    parts = {f"{shape.sequences}": functools.partial(_measured, shape) for shape in shapes}
+    return run_parts("host", parts, [*parts], quick, json_file)
+
+
+def _measured(shape: Shape, quick: bool) -> Part:
+    return part_of(shape, measure(shape, rounds=3 if quick else 60))
 
 
 def part_of(shape: Shape, times: Times) -> Part:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench.report import Report, describe_machine, missed, table, this_machine, write_json
+from jaxserve.bench.report import Report, conclude, describe_machine, table, this_machine
 from jaxserve.chaos.deployment import LAUNCHER, ChaosError, Deployment
 from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
@@ -54,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = parts(found)
     for part in measured:
         print(f"\n{table(part)}", flush=True)
-    if options.json is not None:
-        write_json(options.json, Report("chaos", False, machine, measured))
-    if late := missed(measured):
-        print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
-    return int(bool(late))
+    return conclude(Report("chaos", False, machine, measured), options.json)
 
 
 def parser() -> argparse.ArgumentParser:
