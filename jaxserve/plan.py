@@ -26,11 +26,12 @@ from jaxserve.planner.deployment_file import deployment_text, write_largest
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import Hardware, load_hardware
+from jaxserve.planner.layouts import Mode, Target
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
-from jaxserve.planner.search import Found, Mode, Plan, Searcher, Target, front
+from jaxserve.planner.search import Found, Plan, Searcher, front
 from jaxserve.planner.search_view import (
     LEGEND,
     MODES,

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.search import Found, Searcher, Target
+from jaxserve.planner.layouts import Target
+from jaxserve.planner.search import Found, Searcher
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.stages import Calculator
 

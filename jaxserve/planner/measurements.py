@@ -15,8 +15,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe.timeline import AFDStage, Span, steady_window
 from jaxserve.planner.calibration import NOTHING, Calibration, fit
 from jaxserve.planner.hardware import Hardware, known_hardware, load_hardware, unknown
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.search import Layout, crossings
+from jaxserve.planner.search import crossings
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
 
 

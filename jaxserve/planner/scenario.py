@@ -13,9 +13,9 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layouts import Layout, Mode
 from jaxserve.planner.models import CostModel, load_model, model_config
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Layout, Mode
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats

@@ -6,12 +6,10 @@ sharded over the devices of one fast link. Plain arithmetic by `stages.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.drafts import (
     NO_DRAFTS,
     Acceptance,
@@ -21,62 +19,12 @@ from jaxserve.planner.drafts import (
     passes,
 )
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.skew import Skew, mean_busiest
 from jaxserve.planner.stages import Calculator, FFNStage, StageTime
 
-Mode = Literal["afd", "ep", "tp"]
 STAGES = ("attend", "dispatch", "ffn", "combine")
-COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
-"""Numbers of hosts to try for a role."""
-REDUNDANT_SLOTS = (0, 1, 2)
-"""Of a rank, to try where experts are unevenly popular."""
-SPARE = 0.25
-"""Part of the experts that there may be more slots for, where the ranks do not divide them."""
-
-
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices and how they share the work. Colocated modes have no ffn devices of their own."""
-
-    mode: Mode
-    attention: str
-    ffn: str
-    dp: int
-    tp: int
-    ep: int
-    ffn_tp: int
-    lanes: int
-    drafts: int = 0
-    """Of a sequence in a step, by a multi-token-prediction module."""
-    redundant_slots: int = 0
-    """Of every ep rank, for replicas of experts."""
-    shared_ranks: int = 0
-    """Of the ep ranks, those that have the shared expert for themselves."""
-
-    @property
-    def attention_devices(self) -> int:
-        """Devices of the attention role, or of all of a colocated deployment."""
-        return self.dp * self.tp
-
-    @property
-    def ffn_devices(self) -> int:
-        """Devices of the ffn role alone."""
-        return self.ep * self.ffn_tp if self.mode == "afd" else 0
-
-    @property
-    def ffn_mesh(self) -> ExchangeMesh:
-        """The devices that exchange rows."""
-        attention = self.attention_devices if self.mode == "afd" else None
-        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks)
-
-    def slots(self, experts: int) -> SlotSizes:
-        """Of the routed experts, on a rank each."""
-        return SlotSizes(experts, self.ep - self.shared_ranks, self.redundant_slots)
-
-    @property
-    def devices(self) -> int:
-        """All of them."""
-        return self.attention_devices + self.ffn_devices
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,19 +68,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return name, self.stages[name].bound
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The target of a search."""
-
-    tpot: float
-    """Seconds."""
-    max_devices: int = 64
-    modes: tuple[Mode, ...] = ("afd", "ep", "tp")
-    most_drafts: int = 0
-    """Every number of drafts a step up to this one is tried."""
-    shared_ranks: bool = False
-    """Whether ranks for the shared expert alone are tried, too."""
-
-
 class Found(NamedTuple):
     """The results of a search."""
 
@@ -166,10 +101,11 @@ class Searcher:
         skew: Skew | None = None,
     ):
         self._skew = skew
-        self.calculator = self._calculator = calculator
+        self.calculator = calculator
         self._drafting = calculator._replace(model=calculator.model.with_module())
         self._attention, self._ffn = attention, ffn
         self._acceptance = acceptance
+        self._layouts = Layouts(calculator.model, attention, ffn, skewed=skew is not None)
 
     def search(self, target: Target) -> Found:
         """All layouts of up to `target.max_devices`."""
@@ -219,112 +155,14 @@ class Searcher:
 
     def layouts(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""
-        replace = msgspec.structs.replace
-        for shape in self._shapes(target):
-            for shared in self._shared(shape.ep, target):
-                cut = replace(shape, shared_ranks=shared)
-                for layout in (replace(cut, redundant_slots=n) for n in self._redundant(cut)):
-                    for drafts in range(target.most_drafts + 1):
-                        yield replace(layout, drafts=drafts) if drafts else layout
-
-    def _shared(self, ep: int, target: Target) -> list[int]:
-        """Numbers of ranks for the shared expert to try: none, and as many as leave every rank
-        equally many rows to multiply (xDeepServe's 288 = 256 + 32)."""
-        moe = self._calculator.model.moe
-        found = [0] if ep == 1 or self._divides(ep) else []
-        if target.shared_ranks and moe is not None and moe.shared_d_ff:
-            parts, odd = divmod(moe.shared_d_ff, moe.expert_d_ff)
-            ranks = round(ep * parts / (parts + moe.top_k))
-            held = -(-moe.experts // max(1, ep - ranks))
-            if not odd and 0 < ranks < ep and parts <= held and self._divides(ep - ranks):
-                found.append(ranks)
-        return found
-
-    def _redundant(self, layout: Layout) -> Sequence[int]:
-        moves = self._skew is not None and layout.ep > 1 and self._calculator.model.moe is not None
-        return REDUNDANT_SLOTS if moves else (0,)
+        return self._layouts.of(target)
 
     def _busiest(self, layout: Layout) -> float | None:
         """Tokens of the busiest rank over the mean."""
-        moe = self._calculator.model.moe
+        moe = self.calculator.model.moe
         if self._skew is None or moe is None or layout.ep == 1:
             return None
         return mean_busiest(self._skew, layout.slots(moe.experts))
-
-    def _shapes(self, target: Target) -> Iterator[Layout]:
-        if "afd" in target.modes:
-            for a_name, a in self._attention.items():
-                for f_name, f in self._ffn.items():
-                    if a.platform != f.platform:
-                        continue  # a GPU and a TPU have not served a model together
-                    for a_devices in _device_counts(a, target.max_devices - 1):
-                        for f_devices in _device_counts(f, target.max_devices - a_devices):
-                            if a_name == f_name and not a.slice_of(a_devices + f_devices):
-                                continue
-                            if a_name != f_name and not (
-                                a.slice_of(a_devices) and f.slice_of(f_devices)
-                            ):
-                                continue
-                            yield from self._afd(a_name, f_name, a_devices, f_devices, target)
-        for name, hardware in self._attention.items():
-            if name in self._ffn:
-                for devices in _device_counts(hardware, target.max_devices):
-                    if not hardware.slice_of(devices):
-                        continue
-                    yield from self._colocated(name, hardware, devices, target)
-
-    def _afd(
-        self, a_name: str, f_name: str, a_devices: int, f_devices: int, target: Target
-    ) -> Iterator[Layout]:
-        for tp in self._attention_tp(self._attention[a_name], a_devices):
-            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices, target):
-                for lanes in (1, 2, 3, 4):
-                    yield Layout(
-                        mode="afd",
-                        attention=a_name,
-                        ffn=f_name,
-                        dp=a_devices // tp,
-                        tp=tp,
-                        ep=f_devices // ffn_tp,
-                        ffn_tp=ffn_tp,
-                        lanes=lanes,
-                    )
-
-    def _colocated(
-        self, name: str, hardware: Hardware, devices: int, target: Target
-    ) -> Iterator[Layout]:
-        for tp in self._attention_tp(hardware, devices):
-            mode: Mode = "tp" if tp == devices else "ep"
-            if mode in target.modes and self._shared(devices // tp, target):
-                yield Layout(
-                    mode=mode,
-                    attention=name,
-                    ffn=name,
-                    dp=devices // tp,
-                    tp=tp,
-                    ep=devices // tp,
-                    ffn_tp=tp,
-                    lanes=1,
-                )
-
-    def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
-        """By query heads, within the fast link."""
-        heads = min(group.q_heads for group in self._calculator.model.attention)
-        most = min(devices, hardware.link_devices, hardware.devices_per_host)
-        return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
-
-    def _ffn_tp(self, hardware: Hardware, devices: int, target: Target) -> list[int]:
-        host = min(devices, hardware.devices_per_host)
-        return [
-            tp
-            for tp in sorted({1, host})
-            if devices % tp == 0 and self._shared(devices // tp, target)
-        ]
-
-    def _divides(self, ep: int) -> bool:
-        """Whether `ep` ranks have not many more slots than there are experts."""
-        moe = self._calculator.model.moe
-        return moe is None or -(-moe.experts // ep) * ep <= (1 + SPARE) * moe.experts
 
     def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
         """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
@@ -344,7 +182,7 @@ class Searcher:
 
     def _memory(self, layout: Layout) -> Calculator:
         """What sums up weights and cache: with drafts, those of the module, too."""
-        return self._drafting if layout.drafts else self._calculator
+        return self._drafting if layout.drafts else self.calculator
 
     def _attention_weights(self, layout: Layout) -> float:
         calculator = self._memory(layout)
@@ -353,7 +191,7 @@ class Searcher:
 
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """What a layout does with a batch; whether it fits is not asked."""
-        calculator, memory = self._calculator, self._memory(layout)
+        calculator, memory = self.calculator, self._memory(layout)
         model = calculator.model
         a = self._attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
@@ -393,7 +231,7 @@ class Searcher:
 
     def _drafts_seconds(self, layout: Layout, batch: int) -> float:
         """Seconds of a step's passes of the module, all lanes."""
-        calculator, a = self._calculator, self._attention[layout.attention]
+        calculator, a = self.calculator, self._attention[layout.attention]
         seconds = 0.0
         for one in passes(batch, layout.drafts):
             times = self._layer(layout, *calculator.model.module, one)
@@ -407,7 +245,7 @@ class Searcher:
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
         """The stages of one layer and lane."""
-        calculator, a = self._calculator, self._attention[layout.attention]
+        calculator, a = self.calculator, self._attention[layout.attention]
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
         rows = tokens.batch * tokens.rows
         if layout.mode == "afd":
@@ -421,7 +259,7 @@ class Searcher:
         }
 
     def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, StageTime]:
-        calculator = self._calculator
+        calculator = self.calculator
         a, f = self._attention[layout.attention], self._ffn[layout.ffn]
         tokens = layout.dp * batch
         dispatch, combine = crossings(calculator, layout, a, f, batch)
@@ -436,7 +274,7 @@ class Searcher:
     ) -> FFNStage:
         busiest, redundant = self._busiest(layout), layout.redundant_slots
         mesh = layout.ffn_mesh
-        return self._calculator.ffn(group, hardware, tokens, mesh, busiest, redundant)
+        return self.calculator.ffn(group, hardware, tokens, mesh, busiest, redundant)
 
 
 def crossings(
@@ -487,10 +325,3 @@ def _batches(room: int) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, room] if sizes[-1] != room else sizes
-
-
-def _device_counts(hardware: Hardware, most: int) -> list[int]:
-    """Parts of a host, and whole hosts."""
-    host = hardware.devices_per_host
-    parts = [count for count in (1, 2, 4) if count < host]
-    return [count for count in (*parts, *(hosts * host for hosts in COUNTS)) if count <= most]

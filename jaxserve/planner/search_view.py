@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.planner.checks import Check
-from jaxserve.planner.search import STAGES, Mode, Plan
+from jaxserve.planner.layouts import Mode
+from jaxserve.planner.search import STAGES, Plan
 from jaxserve.planner.svg import Series, chart
 from jaxserve.planner.text import grid
 

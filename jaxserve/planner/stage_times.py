@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Layout, crossings
+from jaxserve.planner.search import crossings
 from jaxserve.planner.stages import Calculator, FFNStage
 
 

@@ -2,8 +2,9 @@ import pytest
 
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
-from jaxserve.planner.search import Searcher, Target
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
 
 

@@ -6,8 +6,9 @@ import pytest
 from jaxserve.config.deployment import load_deployment
 from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import cost_model, model_config, model_folder
-from jaxserve.planner.search import Layout, Searcher
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
 
 

@@ -4,8 +4,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner.drafts import Acceptance, acceptance, passes
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
-from jaxserve.planner.search import Layout, Searcher, Target
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
 
 

@@ -2,9 +2,10 @@ import msgspec
 import pytest
 
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.search import Layout, Plan, Searcher, Target, front, layer_seconds
+from jaxserve.planner.search import Plan, Searcher, front, layer_seconds
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
@@ -170,7 +171,7 @@ def test_the_shared_expert_may_have_ranks_of_its_own():
 
 def test_replicas_where_experts_are_unevenly_popular():
     slow = Assumptions(compute=0.05)
-    calculator = searcher("deepseek-v3", "h800", assumed=slow)._calculator
+    calculator = searcher("deepseek-v3", "h800", assumed=slow).calculator
     h800, skew = {"h800": load_hardware("h800")}, Skew("zipf", 1.0)
     search = Searcher(calculator, h800, h800, skew=skew)
     target = Target(tpot=0.05, max_devices=72, modes=("afd",))

@@ -4,9 +4,10 @@ import pytest
 
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Layout, Searcher
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, layer_kinds
 from jaxserve.planner.stages import Assumptions, Calculator, Formats

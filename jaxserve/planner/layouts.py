@@ -1,0 +1,210 @@
+"""The layouts that a search tries: how many devices a role, and how they share the work.
+
+Called by `search.py`, whose docstring has the three modes. It knows nothing of speed and of memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from jaxserve.model.ffn.placement import SlotSizes
+from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.models import CostModel
+
+Mode = Literal["afd", "ep", "tp"]
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
+"""Numbers of hosts to try for a role."""
+REDUNDANT_SLOTS = (0, 1, 2)
+"""Of a rank, to try where experts are unevenly popular."""
+SPARE = 0.25
+"""Part of the experts that there may be more slots for, where the ranks do not divide them."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices and how they share the work. Colocated modes have no ffn devices of their own."""
+
+    mode: Mode
+    attention: str
+    ffn: str
+    dp: int
+    tp: int
+    ep: int
+    ffn_tp: int
+    lanes: int
+    drafts: int = 0
+    """Of a sequence in a step, by a multi-token-prediction module."""
+    redundant_slots: int = 0
+    """Of every ep rank, for replicas of experts."""
+    shared_ranks: int = 0
+    """Of the ep ranks, those that have the shared expert for themselves."""
+
+    @property
+    def attention_devices(self) -> int:
+        """Devices of the attention role, or of all of a colocated deployment."""
+        return self.dp * self.tp
+
+    @property
+    def ffn_devices(self) -> int:
+        """Devices of the ffn role alone."""
+        return self.ep * self.ffn_tp if self.mode == "afd" else 0
+
+    @property
+    def ffn_mesh(self) -> ExchangeMesh:
+        """The devices that exchange rows."""
+        attention = self.attention_devices if self.mode == "afd" else None
+        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks)
+
+    def slots(self, experts: int) -> SlotSizes:
+        """Of the routed experts, on a rank each."""
+        return SlotSizes(experts, self.ep - self.shared_ranks, self.redundant_slots)
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.attention_devices + self.ffn_devices
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The target of a search."""
+
+    tpot: float
+    """Seconds."""
+    max_devices: int = 64
+    modes: tuple[Mode, ...] = ("afd", "ep", "tp")
+    most_drafts: int = 0
+    """Every number of drafts a step up to this one is tried."""
+    shared_ranks: bool = False
+    """Whether ranks for the shared expert alone are tried, too."""
+
+
+class Layouts:
+    """All layouts of a model on some hardware.
+
+    Args:
+      model: what is to be cut.
+      attention, ffn: hardware by name that each role may use; colocated modes use those in both.
+      skewed: whether experts are unevenly popular, so that replicas are tried.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        attention: Mapping[str, Hardware],
+        ffn: Mapping[str, Hardware],
+        *,
+        skewed: bool,
+    ):
+        self._model, self._attention, self._ffn = model, attention, ffn
+        self._skewed = skewed
+
+    def of(self, target: Target) -> Iterator[Layout]:
+        """Everything that is tried, whether or not it fits."""
+        replace = msgspec.structs.replace
+        for shape in self._shapes(target):
+            for shared in self._shared(shape.ep, target):
+                cut = replace(shape, shared_ranks=shared)
+                for layout in (replace(cut, redundant_slots=n) for n in self._redundant(cut)):
+                    for drafts in range(target.most_drafts + 1):
+                        yield replace(layout, drafts=drafts) if drafts else layout
+
+    def _shared(self, ep: int, target: Target) -> list[int]:
+        """Numbers of ranks for the shared expert to try: none, and as many as leave every rank
+        equally many rows to multiply (xDeepServe's 288 = 256 + 32)."""
+        moe = self._model.moe
+        found = [0] if ep == 1 or self._divides(ep) else []
+        if target.shared_ranks and moe is not None and moe.shared_d_ff:
+            parts, odd = divmod(moe.shared_d_ff, moe.expert_d_ff)
+            ranks = round(ep * parts / (parts + moe.top_k))
+            held = -(-moe.experts // max(1, ep - ranks))
+            if not odd and 0 < ranks < ep and parts <= held and self._divides(ep - ranks):
+                found.append(ranks)
+        return found
+
+    def _redundant(self, layout: Layout) -> Sequence[int]:
+        moves = self._skewed and layout.ep > 1 and self._model.moe is not None
+        return REDUNDANT_SLOTS if moves else (0,)
+
+    def _shapes(self, target: Target) -> Iterator[Layout]:
+        if "afd" in target.modes:
+            for a_name, a in self._attention.items():
+                for f_name, f in self._ffn.items():
+                    if a.platform != f.platform:
+                        continue  # a GPU and a TPU have not served a model together
+                    for a_devices in _device_counts(a, target.max_devices - 1):
+                        for f_devices in _device_counts(f, target.max_devices - a_devices):
+                            if _rented(a, a_devices, f, f_devices, one_kind=a_name == f_name):
+                                yield from self._afd(a_name, f_name, a_devices, f_devices, target)
+        for name, hardware in self._attention.items():
+            if name in self._ffn:
+                for devices in _device_counts(hardware, target.max_devices):
+                    if hardware.slice_of(devices):
+                        yield from self._colocated(name, hardware, devices, target)
+
+    def _afd(
+        self, a_name: str, f_name: str, a_devices: int, f_devices: int, target: Target
+    ) -> Iterator[Layout]:
+        for tp in self._attention_tp(self._attention[a_name], a_devices):
+            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices, target):
+                for lanes in (1, 2, 3, 4):
+                    yield Layout(
+                        mode="afd",
+                        attention=a_name,
+                        ffn=f_name,
+                        dp=a_devices // tp,
+                        tp=tp,
+                        ep=f_devices // ffn_tp,
+                        ffn_tp=ffn_tp,
+                        lanes=lanes,
+                    )
+
+    def _colocated(
+        self, name: str, hardware: Hardware, devices: int, target: Target
+    ) -> Iterator[Layout]:
+        for tp in self._attention_tp(hardware, devices):
+            mode: Mode = "tp" if tp == devices else "ep"
+            if mode in target.modes and self._shared(devices // tp, target):
+                yield Layout(
+                    mode=mode,
+                    attention=name,
+                    ffn=name,
+                    dp=devices // tp,
+                    tp=tp,
+                    ep=devices // tp,
+                    ffn_tp=tp,
+                    lanes=1,
+                )
+
+    def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
+        """By query heads, within the fast link."""
+        heads = min(group.q_heads for group in self._model.attention)
+        most = min(devices, hardware.link_devices, hardware.devices_per_host)
+        return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
+
+    def _ffn_tp(self, hardware: Hardware, devices: int, target: Target) -> list[int]:
+        host = min(devices, hardware.devices_per_host)
+        return [
+            tp
+            for tp in sorted({1, host})
+            if devices % tp == 0 and self._shared(devices // tp, target)
+        ]
+
+    def _divides(self, ep: int) -> bool:
+        """Whether `ep` ranks have not many more slots than there are experts."""
+        moe = self._model.moe
+        return moe is None or -(-moe.experts // ep) * ep <= (1 + SPARE) * moe.experts
+
+
+def _device_counts(hardware: Hardware, most: int) -> list[int]:
+    """Parts of a host, and whole hosts."""
+    host = hardware.devices_per_host
+    parts = [count for count in (1, 2, 4) if count < host]
+    return [count for count in (*parts, *(hosts * host for hosts in COUNTS)) if count <= most]
+
+
+def _rented(a: Hardware, a_devices: int, f: Hardware, f_devices: int, *, one_kind: bool) -> bool:
+    """Whether the devices of both roles are to be had: as one slice where they are of one kind."""
+    if one_kind:
+        return a.slice_of(a_devices + f_devices)
+    return a.slice_of(a_devices) and f.slice_of(f_devices)
