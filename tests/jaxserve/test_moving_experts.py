@@ -9,10 +9,9 @@ import pytest
 
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.model.ffn.placement import aligned
 from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
-from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.jaxserve.moving import move_at_random
 
 pytestmark = pytest.mark.unoptimised
 
@@ -46,21 +45,8 @@ def test_tokens_are_the_same_through_fifty_reconfigurations(layout, tiny_model):
     readers = Readers(HeldWeights(engine.driver.held(), engine.driver.slots))
     try:
         expected = layouts.generate(engine, PROMPTS, PARAMS)
-        balancer, draw, done = engine.experts, random.Random(0), 0
-        sizes = balancer.facts.sizes
-        while done < RECONFIGURATIONS:
-            collector = layouts.Collector()
-            for prompt in PROMPTS:
-                collector.submit(engine, prompt, PARAMS)
-            while collector._open:
-                if not balancer.view().moving:
-                    now = balancer.placements
-                    wanted = {layer: random_placement(draw, sizes) for layer in now}
-                    targets = {n: aligned(now[n], wanted[n], sizes.ranks) for n in wanted}
-                    done += balancer.place(targets) > 0
-                time.sleep(0.001)
-            outputs = [output.token_ids for output in collector.wait().values()]
-            assert outputs == expected
+        move_at_random(engine, PROMPTS, PARAMS, expected, RECONFIGURATIONS)
+        balancer = engine.experts
         wait_until(lambda: not balancer.view().moving)
         assert readers.end() > RECONFIGURATIONS
         assert layouts.generate(engine, PROMPTS, PARAMS) == expected

@@ -4,8 +4,6 @@ routed experts move, and with prediction modules.
 `make test` runs one layout; the marker `matrix` has the others.
 """
 
-import random
-import time
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.model.ffn.placement import aligned
 from jaxserve.roles.capacity import deployment_buckets
 from tests.jaxserve import layouts, test_families_layouts
 from tests.jaxserve.fleet.test_domains import TOKEN, role_of
-from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.jaxserve.moving import move_at_random
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.make_golden import GOLDEN
 from tests.reference.step3_numpy import Step3Numpy
@@ -112,21 +109,9 @@ def test_the_same_tokens_while_routed_experts_move(layout, model, expected):
 
 def check_moves(engine, expected):
     """Moves all there is to random places; the shared expert's ranks take no part in it."""
-    balancer, draw, done = engine.experts, random.Random(0), 0
+    move_at_random(engine, PROMPTS, PARAMS, expected, RECONFIGURATIONS)
+    balancer = engine.experts
     sizes = balancer.facts.sizes
-    while done < RECONFIGURATIONS:
-        collector = layouts.Collector()
-        for prompt in PROMPTS:
-            collector.submit(engine, prompt, PARAMS)
-        while collector._open:
-            if not balancer.view().moving:
-                now = balancer.placements
-                wanted = {layer: random_placement(draw, sizes) for layer in now}
-                done += (
-                    balancer.place({n: aligned(now[n], wanted[n], sizes.ranks) for n in now}) > 0
-                )
-            time.sleep(0.001)
-        assert [output.token_ids for output in collector.wait().values()] == expected
     proposal = balancer.rebalance(dry_run=True)
     assert 0 < proposal.balance_now <= proposal.balance_then <= 1
     assert {len(ranks) for ranks in balancer.view().loads.values()} == {sizes.ranks}

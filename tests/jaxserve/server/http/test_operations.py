@@ -117,10 +117,12 @@ def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
         assert admin.post(f"/roles/{name}", json=body).status_code == 400
 
 
-def test_reset_of_the_prefix_cache(rig: HttpRig, admin: httpx.Client) -> None:
+def test_reset_of_the_prefix_cache(
+    rig: HttpRig, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = admin.post("/reset_prefix_cache")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_prefix_cache")
-    rig.engine.reset_prefix_cache = lambda: 7  # type: ignore[attr-defined]
+    monkeypatch.setattr(rig.engine, "reset_prefix_cache", lambda: 7, raising=False)
     assert admin.post("/reset_prefix_cache").json() == {"freed_pages": 7}
     assert rig.client.post("/reset_prefix_cache").status_code == 404
 
