@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     found = probe()
     findings = [*_versions(), *_host(), *_devices(found)]
-    judged = [options.config] if options.config else deployment_names()
-    findings += [_deployment(name, found) for name in judged]
+    names = [] if options.config else deployment_names()
+    judged = {name: CONFIGS / f"{name}.yaml" for name in names} or {options.config: options.config}
+    findings += [_deployment(name, path, found) for name, path in judged.items()]
     wanted = options.config or "demo"
     works = any(
         f.section == "deployments" and f.name == wanted and f.state == "ok" for f in findings
@@ -182,7 +183,7 @@ def _devices(found: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("links", name, text, "ok" if skipped else "wrong")
 
 
-def _deployment(name: str, found: dict[str, Any]) -> Finding:
+def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
     """Whether a deployment would run here: devices, then what `serve --check` says."""
     from jaxserve.checkpoint.hf import read_config
     from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
@@ -191,7 +192,7 @@ def _deployment(name: str, found: dict[str, Any]) -> Finding:
         return Finding("deployments", name, text, state)
 
     try:
-        deployment = load_deployment(name if Path(name).exists() else CONFIGS / f"{name}.yaml")
+        deployment = load_deployment(path)
         config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
         roles = role_bytes(config, deployment)
         check_capacity(config, deployment, memory_of(deployment))
