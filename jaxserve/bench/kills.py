@@ -33,9 +33,8 @@ from jaxserve.bench.report import (
     this_machine,
     write_json,
 )
-from jaxserve.bench.workers import BenchError
+from jaxserve.bench.workers import LAUNCHER, BenchError
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
 PROMPTS = (
     "def fibonacci(n):",
     "class Stack:",

@@ -20,6 +20,8 @@ import msgspec
 
 from jaxserve.errors import JaxserveError
 
+LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
+"""What starts a deployment's processes on this host; in a checkout alone."""
 _LOOK_SECONDS = 0.05
 _BARRIER_SECONDS = 60.0
 

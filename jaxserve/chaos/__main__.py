@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench.report import Report, conclude, describe_machine, table, this_machine
-from jaxserve.chaos.deployment import LAUNCHER, ChaosError, Deployment
+from jaxserve.bench.workers import LAUNCHER
+from jaxserve.chaos.deployment import ChaosError, Deployment
 from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
 from jaxserve.chaos.schedule import KINDS

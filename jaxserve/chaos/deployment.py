@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.bench.workers import LAUNCHER
 from jaxserve.chaos.proxy import Proxy
 from jaxserve.errors import JaxserveError
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
 SHIM = Path(__file__).resolve().parent / "clock_shim"
 FACE, FIRST_FACE = "jaxserve.server.processes.child", 1000
 """What the command line of a face process has, and numbers that the launcher does not give."""

@@ -198,6 +198,3 @@ class WeightsServer:
             "weights: %s got %.1f MB in %d parts, %.1f s",
             *(channel.peer, size / 1e6, count, heard - begin),
         )
-
-
-__all__ = ["HoldsWeights", "Pace", "WeightsServer"]
