@@ -10,14 +10,21 @@ import contextlib
 import sys
 import time
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.command_line import (
+    add_deployment_arguments,
+    check_timeline,
+    read_deployment,
+)
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.llm import LLM
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import Recorder
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 
@@ -59,13 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _from_model(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
-    with LLM(read_deployment(options.config, options.model, options.set)) as llm:
+    deployment = read_deployment(options.config, options.model, options.set)
+    check_timeline(options.timeline, deployment)
+    recorder = Recorder() if options.timeline else None
+    with LLM(deployment, recorder=recorder) as llm:
         tokens: str | list[int] = prompt
         if options.chat:
             system = [{"role": "system", "content": options.system}] if options.system else []
             tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
         for piece in llm.stream(tokens, SamplingParams(**given)):
             yield piece.text, len(piece.token_ids), piece.finish_reason or ""
+    if recorder is not None:
+        spans = recorder.ended()
+        summary = timeline_view.write(options.timeline, spans)
+        print(f"{options.timeline}: {timeline_view.describe(summary)}", file=sys.stderr)
 
 
 def _from_server(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
@@ -122,6 +136,12 @@ def parser() -> argparse.ArgumentParser:
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
     made.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    made.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="DIR",
+        help="measure the stages, and write a Perfetto trace and an SVG there at the end",
+    )
     return made
 
 
@@ -131,6 +151,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     here = options.config is not None or options.model is not None
     if here == (options.server is not None):
         made.error("give --server, or else --config or --model or both")
+    if options.timeline and not here:
+        made.error("--timeline: not with --server, whose stages run elsewhere")
     if options.chat and not here:
         made.error("--chat: not with --server, which takes finished prompts")
     if options.system is not None and not options.chat:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -19,14 +19,12 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.open import open_engine
+from jaxserve.observe.timeline import Recorder
 from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import Prompt, TextGenerator
 from jaxserve.text.output import GenerationOutput, merge
 from jaxserve.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 Message = Mapping[str, Any]
 """One message of a conversation: `role`, `content`, and what chat templates read beside them."""
@@ -63,6 +61,7 @@ class LLM:
       deployment: a YAML file, a model folder, or a `Deployment`; of a fleet one domain runs here,
         which prefills its prompts itself.
       overrides: dotted keys over the file's values, as in `{"attention.dp": 3, "lanes": 2}`.
+      recorder: measures the stages.
 
     Raises:
       ConfigError, CheckpointError: the message names the field or the files.
@@ -72,6 +71,8 @@ class LLM:
         self,
         deployment: str | Path | Deployment,
         overrides: Mapping[str, Any] | Sequence[str] = (),
+        *,
+        recorder: Recorder | None = None,
     ):
         if not isinstance(deployment, Deployment):
             deployment = load_deployment(deployment, overrides)
@@ -79,7 +80,7 @@ class LLM:
             raise ConfigError("overrides: only with a file or folder; a Deployment is complete")
         self.deployment = deployment
         self.tokenizer = Tokenizer.from_folder(deployment.model)
-        self._engine = open_engine(deployment)
+        self._engine = open_engine(deployment, observer=recorder)
         self._generator = TextGenerator(self._engine, self.tokenizer)
 
     def generate(

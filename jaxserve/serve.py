@@ -17,7 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.command_line import (
+    add_deployment_arguments,
+    check_timeline,
+    read_deployment,
+)
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
@@ -36,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.commands.checking import check
 
             return check(deployment)
-        if options.timeline and deployment.mode == "colocated":
-            raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")
+        check_timeline(options.timeline, deployment)
         process = from_arguments(options)
         # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
         # is back sooner without engine, tokenizers and servers.

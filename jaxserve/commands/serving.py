@@ -114,9 +114,7 @@ class Serving(Life):
     def _write_timeline(self, leader: Leader | None) -> None:
         if self._recorder is None or self._timeline is None:
             return
-        self._recorder.flush(LAST_ANSWERS_SECONDS)
-        self._recorder.close()
-        spans = [self._recorder.spans()]
+        spans = [self._recorder.ended(LAST_ANSWERS_SECONDS)]
         if leader is not None:
             spans += worker.collect_spans(leader, LAST_ANSWERS_SECONDS)
         summary = timeline_view.write(self._timeline, merge(spans))

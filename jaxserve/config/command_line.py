@@ -45,3 +45,13 @@ def read_deployment(
     if config is None:
         return load_deployment(folder, overrides)
     return load_deployment(config, [*overrides, f"model={json.dumps(str(folder))}"])
+
+
+def check_timeline(folder: Path | None, deployment: Deployment) -> None:
+    """Refuses a timeline of whole steps.
+
+    Raises:
+      ConfigError: one is wanted, and the deployment has no stages.
+    """
+    if folder is not None and deployment.mode == "colocated":
+        raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")

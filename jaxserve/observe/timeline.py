@@ -23,6 +23,8 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
+from jaxserve.roles.layout import StepLoad
+
 AFDStage = Literal["attend", "dispatch", "ffn", "combine"]
 STAGES: tuple[AFDStage, ...] = get_args(AFDStage)
 AnyStage = AFDStage | Literal["step"]
@@ -61,7 +63,9 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     process: int
     """Index of the process that observed its end."""
     enqueued_ns: int
-    """When it was enqueued; it cannot have started earlier."""
+    """When its enqueueing began; it cannot have started earlier."""
+    load: StepLoad | None = None
+    """Of its step."""
 
     @property
     def milliseconds(self) -> float:
@@ -174,14 +178,25 @@ class Recorder:
             self._resumed = False
             _short_interval.leave()
 
-    def observe(self, stage: AnyStage, lane: int, layer: int, step: int, result: Result) -> None:
+    def observe(
+        self,
+        stage: AnyStage,
+        lane: int,
+        layer: int,
+        step: int,
+        result: Result,
+        load: StepLoad | None = None,
+        begun: int | None = None,
+    ) -> None:
         """Tracks a stage that was just enqueued; does not block.
 
         Args:
           result: the array that the stage produces; it must never be donated, since the recorder
             holds it until it is ready.
+          load: of its step.
+          begun: when its enqueueing began; None: now.
         """
-        enqueued = self._clock()
+        enqueued = self._clock() if begun is None else begun
         with self._changed:
             if self._closed or self._pending >= self._backlog:
                 self.dropped += 1
@@ -190,7 +205,7 @@ class Recorder:
             if (stage, lane) not in self._workers:
                 self._workers[stage, lane] = self._start(stage, lane)
             stages, _ = self._workers[stage, lane]
-        stages.put((layer, step, enqueued, result))
+        stages.put((layer, step, enqueued, load, result))
 
     def flush(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for everything observed to end; returns whether it did."""
@@ -202,6 +217,12 @@ class Recorder:
         with self._changed:
             ended = list(self._ring)
         return merge([ended])
+
+    def ended(self, timeout: float = 5.0) -> list[Span]:
+        """Waits up to `timeout` seconds for everything observed, closes, and returns the spans."""
+        self.flush(timeout)
+        self.close()
+        return self.spans()
 
     def clear(self) -> None:
         """Forgets the spans that have ended."""
@@ -233,14 +254,14 @@ class Recorder:
 
     def _work(self, stages: queue.SimpleQueue, stage: AnyStage, lane: int) -> None:
         while (item := stages.get()) is not None:
-            layer, step, enqueued, result = item
+            layer, step, enqueued, load, result = item
             try:
                 result.block_until_ready()
             except Exception:  # reported elsewhere; here only the span is missing
                 span = None
             else:
                 end = self._clock()
-                span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued)
+                span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued, load)
             del item, result  # do not keep it alive while waiting for the next
             with self._changed:
                 if span is None:

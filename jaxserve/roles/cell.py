@@ -6,6 +6,7 @@ else's. Every process of the runtime takes the same steps in the same order, so 
 transfer pair up. A domain without steps has no stages in that order.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -21,9 +22,11 @@ from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNWorker, build_ffn
+from jaxserve.roles.layout import StepLoad
 from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
+from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import HeldBlock, LeafSource
 from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all
 
@@ -91,6 +94,7 @@ class Cell:
         self._workers, self._rotation, self._domains = workers, rotation, domains
         self._stages: list[Mapping[StageName, tuple[RunStage, ...]]] = [{}] * (lanes * domains)
         self._steps: list[Step | None] = [None] * (lanes * domains)
+        self._loads: list[StepLoad | None] = [None] * (lanes * domains)
         self.observer = observer
         self.at: Stage | None = None
 
@@ -135,7 +139,7 @@ class Cell:
         """Starts a step on an idle lane; its stages follow in `advance`."""
         lane = lane_of_all(step, self._domains)
         self._rotation.begin(lane, step.bucket.drafts if self._predicts else 0)
-        self._steps[lane] = step
+        self._steps[lane], self._loads[lane] = step, None
         self._stages[lane] = self._workers.begin(step)
 
     def advance(self) -> Finished | Passed:
@@ -152,22 +156,25 @@ class Cell:
                     for run in runs:  # keeps nothing: memory that is free early is used again
                         run()
                     continue
-                made = None
+                made, begun = None, time.time_ns()
                 for run in runs:
                     made = run()
                 if observer is not None:
-                    self._observe(observer, stage, made)
+                    self._observe(observer, stage, made, begun)
                 if stage[0] == "leave":
                     return cast(Finished | Passed, made)
         raise AssertionError("the rotation has no end")
 
-    def _observe(self, observer: Observer, stage: Stage, made: Any) -> None:
-        step = self._steps[stage.lane]
+    def _observe(self, observer: Observer, stage: Stage, made: Any, begun: int) -> None:
+        name, lane, layer = stage
+        step, load = self._steps[lane], self._loads[lane]
         assert step is not None
+        if load is None and isinstance(step, StepPlan):
+            load = self._loads[lane] = step.load
         if isinstance(made, Finished):
-            observer.observe("attend", stage.lane, stage.layer, step.number, made.sampled)
+            observer.observe("attend", lane, layer, step.number, made.sampled, load, begun)
         elif isinstance(made, jax.Array):
-            observer.observe(stage.name, stage.lane, stage.layer, step.number, made)
+            observer.observe(name, lane, layer, step.number, made, load, begun)
 
 
 def build_cell(

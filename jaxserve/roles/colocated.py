@@ -1,5 +1,6 @@
 """The colocated worker: a whole step is one program on one mesh (design, decision 2)."""
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -166,6 +167,7 @@ class ColocatedWorker:
 
     def advance(self) -> Finished:
         """Enqueues one whole step."""
+        begun = time.time_ns()
         plan, batch, table = self._begun.pop(0)
         self._at = ("step", plan.lane, 0, plan.number)
         step, sampling, drafting, predict = self._executables[plan.bucket]
@@ -192,7 +194,8 @@ class ColocatedWorker:
             elif not self._programs.config.modules:
                 finished = self._drafting.keep(finished, self._drafting.look_up(drafting, end))
         if self.observer is not None:
-            self.observer.observe("step", plan.lane, 0, plan.number, finished.last)
+            made = finished.last
+            self.observer.observe("step", plan.lane, 0, plan.number, made, plan.load, begun)
         return finished
 
     def held(self) -> list[HeldBlock]:

@@ -51,6 +51,21 @@ class Bucket(msgspec.Struct, frozen=True):
         return Bucket(self.tokens, self.pages)
 
 
+class StepLoad(msgspec.Struct, frozen=True, gc=False):
+    """What a step has to do, over all DP groups of its domain: what its times depend on."""
+
+    bucket_tokens: int
+    """Of a DP group, padding included."""
+    bucket_pages: int
+    """Of a sequence, padding included."""
+    sequences: int
+    tokens: int
+    context: int
+    """Tokens in the caches of all sequences after the step, together."""
+    pairs: int
+    """Of a token of the step with a token that it attends to."""
+
+
 class PageRun(NamedTuple):
     """Where the KV entries of tokens in a row lie in the pages of a DP group."""
 

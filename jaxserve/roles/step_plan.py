@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.layout import FROM_DEVICE, Bucket, StepLoad
 
 __all__ = [
     "FROM_DEVICE",
@@ -216,6 +216,19 @@ class StepPlan(msgspec.Struct, frozen=True):
     def temperatures(self) -> np.ndarray:
         """Of the rows, float32, if some row has rules; otherwise empty."""
         return np.frombuffer(self.row_temperatures, "<f4")
+
+    @property
+    def load(self) -> StepLoad:
+        """What the step has to do; of sequences whose lengths the device alone knows, the least."""
+        tokens, lengths = self.token_counts.astype(np.int64), self.kv_lengths.astype(np.int64)
+        return StepLoad(
+            self.bucket.tokens,
+            self.bucket.pages,
+            len(tokens),
+            int(tokens.sum()),
+            int(lengths.sum()),
+            int((tokens * lengths - tokens * (tokens - 1) // 2).sum()),
+        )
 
     @property
     def has_rules(self) -> bool:

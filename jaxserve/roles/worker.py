@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxserve.config.model import ModelConfig
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, StepLoad
 
 
 class Step(Protocol):
@@ -53,6 +53,21 @@ the stage makes on the worker's mesh, if anything."""
 class Observer(Protocol):
     """Notes when a stage's output is there (`observe/timeline.py`)."""
 
-    def observe(self, stage: Any, lane: int, layer: int, step: int, result: jax.Array, /) -> None:
-        """Called right after the stage was enqueued."""
+    def observe(
+        self,
+        stage: Any,
+        lane: int,
+        layer: int,
+        step: int,
+        result: jax.Array,
+        load: StepLoad | None,
+        begun: int,
+        /,
+    ) -> None:
+        """Called right after the stage was enqueued.
+
+        Args:
+          load: of the step.
+          begun: when its enqueueing began, in nanoseconds since the epoch.
+        """
         ...

@@ -97,6 +97,15 @@ def test_wrong_requests_end_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_a_timeline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(folder), "--prompt", "hi", "--timeline", str(tmp_path / "t")]
+    assert generate.main([*arguments, "--set", "mode=afd", "--set", "lanes=1"]) == 0
+    assert f"{tmp_path / 't'}: " in capsys.readouterr().err
+    assert (tmp_path / "t" / "timeline.json").is_file()
+    assert generate.main([*arguments, "--set", "mode=colocated"]) == 2
+    assert "--timeline: shows the stages of mode afd" in capsys.readouterr().err
+
+
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--server", "127.0.0.1:1", "--prompt", "hi"]) == 1
     assert capsys.readouterr().err.startswith("jaxserve: UNAVAILABLE: ")
@@ -131,6 +140,7 @@ def test_a_model_without_a_chat_template(folder: Path, capsys: pytest.CaptureFix
         ([], "give --server, or else --config or --model or both"),
         (["--server", "x:1", "--model", "y"], "give --server, or else --config or --model"),
         (["--server", "x:1", "--chat"], "--chat: not with --server"),
+        (["--server", "x:1", "--timeline", "t"], "--timeline: not with --server"),
         (["--model", "x", "--system", "y"], "--system: only with --chat"),
     ],
 )

@@ -22,7 +22,7 @@ class Notes:
     def __init__(self):
         self.steps = []
 
-    def observe(self, stage, lane, layer, step, result):
+    def observe(self, stage, lane, layer, step, result, *told):
         self.steps.append(step)
 
 

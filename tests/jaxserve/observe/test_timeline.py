@@ -21,6 +21,7 @@ from jaxserve.observe.timeline import (
     summarise,
     typical_steps,
 )
+from jaxserve.roles.layout import StepLoad
 
 MS = 1_000_000
 
@@ -226,6 +227,16 @@ def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
     assert recorder.flush(30)
     assert (recorder.spans()[1].step, recorder.spans()[1].end_ns) == (7, 9 * MS)
     recorder.close()
+
+
+def test_what_the_step_had_to_do_and_when_enqueueing_began(clock: Clock) -> None:
+    recorder = Recorder(clock=clock)
+    ready, load = Gate(), StepLoad(16, 4, 3, 9, 60, 100)
+    ready.event.set()
+    clock.milliseconds = 5
+    recorder.observe("attend", 0, 1, 7, ready, load, 2 * MS)
+    (span,) = merge([recorder.ended()])
+    assert span == Span("attend", 0, 1, 7, 2 * MS, 5 * MS, 0, 2 * MS, load)
 
 
 def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:

@@ -10,7 +10,7 @@ from jaxserve.observe.probe import Probe
 from jaxserve.roles.actions import CountExperts
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.expert_slots import counts_of_ranks
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from jaxserve.roles.worker import Passed
@@ -32,9 +32,13 @@ class Notes:
     def __init__(self):
         self.stages = []
         self.devices = {}
+        self.loads = {}
+        self.begun = []
 
-    def observe(self, stage, lane, layer, step, result, /):
+    def observe(self, stage, lane, layer, step, result, load, begun, /):
         self.stages.append((stage, lane, layer, step))
+        self.loads[step] = load
+        self.begun.append(begun)
         self.devices[stage] = {device.id for device in result.devices()}
 
 
@@ -80,6 +84,9 @@ class TestCell:
         assert notes.stages == expected
         assert not driver.active
         assert notes.devices == {"attend": {0}, "dispatch": {1}, "ffn": {1}, "combine": {0}}
+        bucket = afd_runtime.buckets[-1]
+        assert notes.loads[10] == StepLoad(bucket.tokens, bucket.pages, 1, 2, 2, 3)
+        assert notes.begun == sorted(notes.begun)
 
     def test_position(self, afd_runtime, driver):
         driver.begin(plan(afd_runtime, 1, 33))

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from jaxserve.roles.layout import StepLoad
 from jaxserve.roles.step_plan import (
     FROM_DEVICE,
     Bucket,
@@ -45,6 +46,11 @@ def test_columns():
     assert PLAN.token_starts(slots=4) == {0: (0, 0), 2: (0, 3), 5: (1, 0)}
 
 
+def test_what_a_step_has_to_do():
+    """Pairs: 5 + 6 + 7 of the chunk, 9 and 1 of the decode tokens."""
+    assert PLAN.load == StepLoad(6, 3, sequences=3, tokens=5, context=17, pairs=28)
+
+
 def test_a_plan_of_rows_says_everything():
     assert PLAN.new_sequences == [
         NewSequence(0),
@@ -63,6 +69,7 @@ def test_a_plan_of_rows_says_everything():
 
 def test_a_plan_without_rows():
     plan = plan_of_rows(0, 0, Bucket(4, 1), [[], []], slots=4)
+    assert plan.load == StepLoad(4, 1, 0, 0, 0, 0)
     assert (len(plan.rows), len(plan.token_ids), plan.new_pages.shape) == (0, 0, (3, 0))
 
 
