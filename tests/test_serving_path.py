@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 15_700,
-    "jaxserve.fleet.attention_runtime": 15_800,
+    "jaxserve.fleet.worker": 14_800,
+    "jaxserve.fleet.attention_runtime": 15_000,
     "jaxserve.fleet.ffn_runtime": 11_500,
     "jaxserve.fleet.router": 5_000,
     "jaxserve.serve": 24_500,
@@ -131,5 +131,11 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
 
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     ends = {"jaxserve.link.pages_client", "jaxserve.link.pages_server"}
-    assert not ends & set(closure("jaxserve.fleet.worker"))
-    assert ends <= set(closure("jaxserve.fleet.pages_link"))
+    programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}
+    assert not (ends | programs) & set(closure("jaxserve.fleet.worker"))
+    assert ends | programs <= set(closure("jaxserve.fleet.pages_link"))
+
+
+def test_a_worker_that_several_processes_play_reaches_no_link_to_other_weights() -> None:
+    assert "jaxserve.checkpoint.peer" not in closure("jaxserve.fleet.worker")
+    assert "jaxserve.checkpoint.peer" in closure("jaxserve.fleet.open")

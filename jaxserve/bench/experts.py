@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.random_model import deployment_of, templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import Worker, run_worker
@@ -34,7 +35,6 @@ from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts
 from jaxserve.roles.expert_policy import Options, propose
 from jaxserve.roles.expert_slots import counts_of_ranks
 from jaxserve.roles.ffn import FFNWorker, build_ffn
-from jaxserve.roles.weights import RandomLeaves
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512

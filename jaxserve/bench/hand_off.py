@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
@@ -34,7 +35,6 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages import PagesSource
-from jaxserve.roles.weights import RandomLeaves
 
 LAYERS, HEAD_DIM = 8, 1024
 TOKEN_BYTES = LAYERS * 2 * HEAD_DIM * 4

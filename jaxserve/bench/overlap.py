@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.random_model import (
     RandomModel,
     bucket_of,
@@ -52,7 +53,7 @@ from jaxserve.roles.cell import Cell
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.sampling import Finished
-from jaxserve.roles.weights import RandomLeaves, zeroed
+from jaxserve.roles.weights import zeroed
 from jaxserve.roles.worker import Passed
 
 MODULE = "jaxserve.bench.overlap"

@@ -54,7 +54,7 @@ class Loaded:
         config, names = read_config(folder)
         meshes = Submeshes(deployment)
         self._templates = ModelTemplates(config, deployment, meshes)
-        self.source = open_weights(deployment, names, "")
+        self.source = open_weights(deployment, names, token="")
         attention = AttentionPrograms(self._templates, deployment, meshes.attention)
         ffn = FFNPrograms(self._templates, deployment, meshes.ffn)
         self._attention = AttentionWeights(self.source, names, attention)

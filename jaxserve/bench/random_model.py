@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
@@ -30,7 +31,7 @@ from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
-from jaxserve.roles.weights import AttentionWeights, FFNWeights, RandomLeaves
+from jaxserve.roles.weights import AttentionWeights, FFNWeights
 
 
 class RandomModel(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
@@ -21,7 +22,6 @@ from jaxserve.config.deployment import load_deployment
 from jaxserve.engine.build import build_runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.roles.weights import RandomLeaves
 
 VOCAB = 151_936
 SETTINGS = [

@@ -12,6 +12,7 @@ FP8 matrices with block scales are delivered as the template asks: unchanged, as
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,11 @@ class HFCheckpoint:
         if problems := _problems(listing, names):
             count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
             raise CheckpointError(f"{self._folder}: {count}:\n  " + "\n  ".join(problems))
+
+    @property
+    def storage(self) -> Self:
+        """What asks no running worker: itself."""
+        return self
 
     @property
     def size(self) -> int:

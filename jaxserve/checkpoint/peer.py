@@ -63,7 +63,7 @@ def weights_hello(folder: str) -> Hello:
 
 
 def open_weights(
-    deployment: Deployment, names: CheckpointNames, token: str
+    deployment: Deployment, names: CheckpointNames, *, token: str
 ) -> "Checkpoint | PeerCheckpoint":
     """Where a deployment's weights come from: `weights.peers` if there are any, and its folder.
 
@@ -82,11 +82,6 @@ def open_weights(
         return storage()
     hello = weights_hello(deployment.model)
     return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
-
-
-def storage_of[Source](source: Source) -> "Source | Checkpoint":
-    """Where a source reads what no running worker gives it; itself, if it asks none."""
-    return source.storage if isinstance(source, PeerCheckpoint) else source
 
 
 class PeerCheckpoint:

@@ -1,12 +1,14 @@
 """One run of `serve` in the process that leads an engine: what it starts, and how it ends."""
 
 import argparse
+import functools
 import logging
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxserve.checkpoint.peer import open_weights
 from jaxserve.commands.life import (
     LAST_ANSWERS_SECONDS,
     Life,
@@ -84,7 +86,10 @@ class Serving(Life):
         options: dict[str, Any] = {"observer": self._recorder, "prepare": self._prepare}
         if self._deployment.link.transport == "pull":
             engine, self._link = attention_runtime.open_attention(
-                self._deployment, self._process.token, **options
+                self._deployment,
+                self._process.token,
+                open_source=functools.partial(open_weights, token=self._process.token),
+                **options,
             )
             return engine
         if leader is None:

@@ -4,6 +4,7 @@ Called by `llm.py`, `serve.py` and the bench on the leader, and by `fleet` on fo
 the same driver without an engine around it.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -12,8 +13,8 @@ import jax
 import msgspec
 
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.checkpoint.peer import open_weights
 from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.special_tokens import read_special_tokens
@@ -41,6 +42,19 @@ from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPla
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer
 
+logger = logging.getLogger(__name__)
+
+OpenSource = Callable[[Deployment, CheckpointNames], LeafSource]
+"""Where a deployment's weights come from: `open_folder`, or `checkpoint.peer.open_weights`."""
+
+
+def open_folder(deployment: Deployment, names: CheckpointNames) -> LeafSource:
+    """The deployment's model folder, even with `weights.peers`: what several processes quantise is
+    so by all of them together, and none may go another way. Raises as `open_checkpoint`."""
+    if deployment.weights.peers:
+        logger.warning("weights: from storage: weights.peers is for workers of one process")
+    return open_checkpoint(deployment.model, names)
+
 
 class Runtime(NamedTuple):
     """A driver with its programs loaded and compiled, and what it was made from."""
@@ -61,12 +75,11 @@ def build_runtime(
     config: ModelConfig | None = None,
     names: CheckpointNames | None = None,
     source: LeafSource | None = None,
-    token: str = "",
+    open_source: OpenSource = open_folder,
 ) -> Runtime:
     """Loads and compiles a deployment on this process's devices.
 
-    `config`, `names` and `source` replace the model folder (benches with random weights); `token`
-    is what `weights.peers` ask for.
+    `config`, `names` and `source` replace the model folder (benches with random weights).
 
     Raises:
       ConfigError, CheckpointError: before anything large is allocated.
@@ -79,7 +92,7 @@ def build_runtime(
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
-    source = source or open_weights(deployment, names, token)
+    source = source or open_source(deployment, names)
     driver: Cell | ColocatedWorker
     if deployment.mode == "colocated":
         built = build_colocated(templates, deployment, meshes.attention, source, names)
@@ -116,15 +129,15 @@ def build_engine(
     collect: Collect | None = None,
     counts: ReadCounts | None = None,
     prepare: Callable[[Engine], object] = lambda engine: None,
-    token: str = "",
+    open_source: OpenSource = open_folder,
 ) -> Engine:
     """A warm engine; with `broadcast` the leader of several processes, not yet started.
 
     `meet` is called before the first step, which takes all processes: it waits for them. `prepare`
-    is called before the engine is started; `token` is as of `build_runtime`.
+    is called before the engine is started.
     """
     ends = read_special_tokens(deployment.model).eos
-    runtime = build_runtime(deployment, observer=observer, token=token)
+    runtime = build_runtime(deployment, observer=observer, open_source=open_source)
     meet()
     warm_up(runtime)
     engine = make_engine(

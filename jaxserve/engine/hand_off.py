@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.engine.fetches import FetchOrder
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
@@ -25,7 +25,9 @@ from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_ends import ExportError, FetchesPages, FetchJob, Piece, SendsPages
 from jaxserve.link.pages_frames import Fetch
 from jaxserve.roles.actions import ReadPages, WritePages
-from jaxserve.roles.page_transfer import PageAccess
+
+if TYPE_CHECKING:
+    from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class PrefillEnd(NamedTuple):
     """What an engine needs in order to prefill for other workers."""
 
     server: SendsPages
-    access: PageAccess
+    access: "PageAccess"
     limits: HoldLimits
 
 
@@ -50,7 +52,7 @@ class DecodeEnd(NamedTuple):
     """What one domain needs in order to fetch pages."""
 
     client: FetchesPages
-    access: PageAccess
+    access: "PageAccess"
 
 
 class Export(NamedTuple):

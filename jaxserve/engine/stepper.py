@@ -5,7 +5,7 @@ its step, waits for results with a deadline, and hands what concerns pages to `h
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxserve.engine.garbage import IdleCollection
 from jaxserve.engine.hand_off import HandOffs
@@ -26,7 +26,7 @@ from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_balancer import MovesExperts
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.page_transfer import PageAccess
+from jaxserve.roles.program import KVArrays
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import HeldBlock
@@ -48,7 +48,7 @@ class Driver(Protocol):
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...
-    def page_access(self, domain: int = 0, **options: Any) -> PageAccess: ...
+    def kv_arrays(self, domain: int = 0) -> KVArrays: ...
     def held(self) -> list[HeldBlock]: ...
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
-from jaxserve.engine.build import Runtime, make_engine, warm_up
+from jaxserve.engine.build import OpenSource, Runtime, make_engine, open_folder, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
@@ -50,6 +49,7 @@ def open_attention(
     token: str,
     *,
     observer: Observer | None = None,
+    open_source: OpenSource = open_folder,
     prepare: Callable[[Engine], object] = lambda engine: None,
 ) -> tuple[Engine, PullClient]:
     """A warm, running engine over the attention worker of this runtime; `prepare` is called before
@@ -61,7 +61,7 @@ def open_attention(
     """
     ends = read_special_tokens(deployment.model).eos
     role = open_role(deployment, "attention")
-    source = open_weights(deployment, role.names, token)
+    source = open_source(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, token, observer)
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
     warm_up(runtime)

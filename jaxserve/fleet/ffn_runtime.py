@@ -91,7 +91,7 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServ
     if deployment.ffn.shrink:
         deployment = shrunk(deployment, "ffn", jax.local_device_count())
     role = open_role(deployment, "ffn")
-    source = open_weights(deployment, role.names, token)
+    source = open_weights(deployment, role.names, token=token)
     return message_server(role, deployment, source, token, address)
 
 

@@ -4,6 +4,7 @@ Importing this module starts no JAX backend.
 """
 
 import atexit
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,17 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
 
-def open_engine(deployment: Deployment, **options: Any) -> "Engine":
+def open_engine(deployment: Deployment, *, token: str = "", **options: Any) -> "Engine":
     """A running engine on the devices of this process; `options` as `build_engine` takes them.
+
+    Args:
+      token: that workers in `weights.peers` want.
 
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
     """
     # Only now: these imports load JAX.
+    from jaxserve.checkpoint.peer import open_weights
     from jaxserve.engine.build import build_engine
     from jaxserve.fleet.arguments import ProcessArguments
     from jaxserve.fleet.bootstrap import initialise
@@ -28,7 +33,8 @@ def open_engine(deployment: Deployment, **options: Any) -> "Engine":
     _opening[thread] = opened
     try:
         initialise(ProcessArguments(), deployment)
-        engine = build_engine(deployment, **options)
+        source = functools.partial(open_weights, token=token)
+        engine = build_engine(deployment, open_source=source, **options)
         if engine.status == "starting":
             engine.start()
         return engine

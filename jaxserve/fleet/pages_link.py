@@ -28,6 +28,7 @@ from jaxserve.link.pages_server import PagesServer
 from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.colocated import ColocatedWorker
+from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
 HELD_SHARE = 0.75
@@ -59,7 +60,7 @@ def serve_pages(
     deployment = engine.deployment
     _check(deployment)
     pieces = pieces or piece_tokens(deployment)
-    access = engine.driver.page_access(exports=True, pieces=pieces)
+    access = page_access(engine.driver.kv_arrays(), exports=True, pieces=pieces)
     limits = HoldLimits(
         requests=deployment.pages.held,
         pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
@@ -109,7 +110,8 @@ def fetch_pages(
         between_steps=deployment.pages.step_tokens,
     )
     for domain in range(engine.domains):
-        access = engine.driver.page_access(domain, exports=False, imports=formats, pieces=pieces)
+        arrays = engine.driver.kv_arrays(domain)
+        access = page_access(arrays, exports=False, imports=formats, pieces=pieces)
         transfer = access.transfer
         client = PagesClient(
             pages_hello(deployment, transfer, "decode"),
@@ -135,10 +137,12 @@ def follow_pages(
     every domain that they have devices of, for what the leader tells them (`roles/actions.py`)."""
     _check(deployment)
     if role == "prefill":
-        return [driver.page_access(exports=True, pieces=pieces)] if driver.attends else ()
+        return (
+            [page_access(driver.kv_arrays(), exports=True, pieces=pieces)] if driver.attends else ()
+        )
     formats = _formats(deployment)
     return [
-        driver.page_access(domain, exports=False, imports=formats, pieces=pieces)
+        page_access(driver.kv_arrays(domain), exports=False, imports=formats, pieces=pieces)
         for domain in range(deployment.runtime_domains if driver.attends else 0)
     ]
 

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
@@ -28,9 +28,11 @@ from jaxserve.roles.actions import Action, ReadPages, WritePages
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.colocated import ColocatedWorker
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
-from jaxserve.roles.page_transfer import PageAccess
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Observer
+
+if TYPE_CHECKING:
+    from jaxserve.roles.page_transfer import PageAccess
 
 SPANS = "spans"
 """Name under which followers keep their measured spans."""
@@ -83,7 +85,7 @@ def follow(
     *,
     recorder: Recorder | None = None,
     on_ready: Callable[[], None] = lambda: None,
-    pages: Callable[[Cell | ColocatedWorker], Sequence[PageAccess]] = lambda driver: (),
+    pages: Callable[[Cell | ColocatedWorker], "Sequence[PageAccess]"] = lambda driver: (),
 ) -> None:
     """Runs the leader's plans until it shuts the deployment down.
 

@@ -19,7 +19,6 @@ from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
 from jaxserve.link.transport import Arrays
 from jaxserve.mesh import cached_sharding
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, hot_call
@@ -32,9 +31,7 @@ from jaxserve.roles.drafting import (
 )
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.page_spread import page_transfer
-from jaxserve.roles.page_transfer import PageAccess
-from jaxserve.roles.program import REPLICATED, Program
+from jaxserve.roles.program import REPLICATED, KVArrays, Program
 from jaxserve.roles.sampling import (
     Sampling,
     SamplingExecutables,
@@ -221,19 +218,9 @@ class AttentionWorker:
         """What of the checkpoint is here."""
         return self._weights.held()
 
-    def page_access(
-        self,
-        domain: int = 0,
-        *,
-        exports: bool,
-        imports: Sequence[WireFormat] = (),
-        pieces: Sequence[int],
-    ) -> PageAccess:
-        """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
-        transfer = page_transfer(
-            self._programs, stacked=False, exports=exports, imports=imports, pieces=pieces
-        )
-        return PageAccess(transfer, self._flat_pages, self._set_pages)
+    def kv_arrays(self) -> KVArrays:
+        """This worker's pages, for hand-offs."""
+        return KVArrays(self._programs, False, self._flat_pages, self._set_pages)
 
     def _flat_pages(self) -> list[jax.Array]:
         return [array for layer in self._pages for array in layer]

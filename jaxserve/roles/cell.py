@@ -23,7 +23,7 @@ from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.layout import StepLoad
-from jaxserve.roles.page_transfer import PageAccess
+from jaxserve.roles.program import KVArrays
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
@@ -131,9 +131,9 @@ class Cell:
         blocks = [block for one in self._workers.attention[:1] for block in one.held()]
         return blocks + [block for one in self._workers.ffn for block in one.held()]
 
-    def page_access(self, domain: int = 0, **options: Any) -> PageAccess:
-        """The pages of an attention worker, for hand-offs; see `AttentionWorker.page_access`."""
-        return self._workers.attention[domain].page_access(domain, **options)
+    def kv_arrays(self, domain: int = 0) -> KVArrays:
+        """The pages of an attention worker, for hand-offs."""
+        return self._workers.attention[domain].kv_arrays()
 
     def begin(self, step: Step) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`."""

@@ -11,7 +11,6 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.mesh import COLOCATED_FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
@@ -26,9 +25,7 @@ from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.page_spread import page_transfer
-from jaxserve.roles.page_transfer import PageAccess
-from jaxserve.roles.program import Program
+from jaxserve.roles.program import KVArrays, Program
 from jaxserve.roles.sampling import (
     Finished,
     Sampling,
@@ -129,19 +126,9 @@ class ColocatedWorker:
     attends = True
     """Whether this process has devices of an attention mesh."""
 
-    def page_access(
-        self,
-        domain: int = 0,
-        *,
-        exports: bool,
-        imports: Sequence[WireFormat] = (),
-        pieces: Sequence[int],
-    ) -> PageAccess:
-        """This worker's pages for hand-offs; compiles and warms up, see `PageTransfer`."""
-        transfer = page_transfer(
-            self._programs, stacked=True, exports=exports, imports=imports, pieces=pieces
-        )
-        return PageAccess(transfer, lambda: self._pages, self._set_pages)
+    def kv_arrays(self, domain: int = 0) -> KVArrays:
+        """This worker's pages, for hand-offs."""
+        return KVArrays(self._programs, True, lambda: self._pages, self._set_pages)
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
         self._pages = list(pages)

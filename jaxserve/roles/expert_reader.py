@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.peer import storage_of
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import Rules, cached_sharding
@@ -53,7 +52,7 @@ class ExpertReader:
         """
         template = self._templates.of_experts(tuple(experts))
         shardings = [cached_sharding(self._mesh, spec) for spec in template.specs(self._rules)]
-        source = self._source if self._from_peers else storage_of(self._source)
+        source = self._source if self._from_peers else self._source.storage
         source.on_read = lambda size: None
         leaves = []
         for leaf in source.leaves(template, self._names.ffn[layer], shardings):

@@ -21,17 +21,18 @@ from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, WireArray
-from jaxserve.roles.page_transfer import Pages, PageTransfer
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenPrograms
+from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, KVArrays, Program, TokenPrograms
 
 AXES = ("dp", "tp")
 
 
-def page_transfer(programs: TokenPrograms, **options: Any) -> PageTransfer:
-    """What reads and writes the pages of a mesh; `options` as of `PageTransfer`."""
+def page_access(arrays: KVArrays, **options: Any) -> PageAccess:
+    """A worker's pages for hand-offs; compiles and warms up. `options` as of `PageTransfer`."""
+    programs = arrays.programs
     processes = {device.process_index for device in programs.mesh.devices.flat}
     transfer = PageTransfer if len(processes) == 1 else SpreadPages
-    return transfer(programs, **options)
+    return PageAccess(transfer(programs, stacked=arrays.stacked, **options), arrays)
 
 
 class SpreadPages(PageTransfer):

@@ -6,7 +6,7 @@ handed in has to have arrived: a program that is given an array in error would d
 that are donated to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
-from jaxserve.roles.program import PIECES, ROWS, Program, TokenPrograms
+from jaxserve.roles.program import PIECES, ROWS, KVArrays, Program, TokenPrograms
 
 Pages = Sequence[jax.Array]
 
@@ -216,15 +216,13 @@ class PageAccess:
 
     Args:
       transfer: compiled.
-      load, store: the worker's pages, flat.
+      arrays: the worker's pages.
     """
 
-    def __init__(
-        self, transfer: PageTransfer, load: Callable[[], Pages], store: Callable[[Pages], None]
-    ):
+    def __init__(self, transfer: PageTransfer, arrays: KVArrays):
         self.transfer = transfer
-        self._load, self._store = load, store
-        store(transfer.warm_up(load()))
+        self._load, self._store = arrays.load, arrays.store
+        self._store(transfer.warm_up(self._load()))
 
     def read(self, run: PageRun, tokens: int) -> list[jax.Array]:
         """Starts to read a piece, see `PageTransfer.gather`."""

@@ -254,3 +254,16 @@ def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]
         parts.append(tuple(leaves[start : start + size]))
         start += size
     return parts
+
+
+class KVArrays(NamedTuple):
+    """A worker's pages, as hand-offs read and write them between its steps (`page_transfer.py`)."""
+
+    programs: TokenPrograms
+    """Of the role that holds them."""
+    stacked: bool
+    """Whether one array has all layers."""
+    load: Callable[[], Sequence[jax.Array]]
+    """All arrays, flat."""
+    store: Callable[[Sequence[jax.Array]], None]
+    """Takes them back after a program they were donated to."""

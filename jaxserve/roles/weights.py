@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.manifest import blocks_of
@@ -44,6 +43,11 @@ class LeafSource(Protocol):
         """Bytes that will be read; None: nothing is."""
         ...
 
+    @property
+    def storage(self) -> "LeafSource":
+        """Itself, or where it reads what no running worker gives it."""
+        ...
+
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
     ) -> Iterable[jax.Array]:
@@ -75,50 +79,17 @@ class HeldBlock(NamedTuple):
     """In leaves that are stacks of several layers'."""
 
 
-class RandomLeaves:
-    """Random weights, the same on every process, for benches without a checkpoint."""
-
-    size = None
-
-    def __init__(self, seed: int = 0):
-        self._seed = seed
-        self.on_read: Callable[[int], None] = lambda size: None
-
-    def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
-    ) -> list[jax.Array]:
-        """Normal values of the modules' own scale."""
-        return self._arrays(self._values(template), shardings)
-
-    def stacks(
-        self,
-        template: Template,
-        tables: Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> list[jax.Array]:
-        """Random leaves of several blocks of one kind, stacked."""
-        blocks = [self._values(template) for _ in tables]
-        return self._arrays([np.stack(leaf) for leaf in zip(*blocks, strict=True)], shardings)
-
-    def _values(self, template: Template) -> list[np.ndarray]:
-        self._seed += 1
-        return [np.asarray(value) for value in template.random(self._seed)]
-
-    def _arrays(
-        self, values: Sequence[np.ndarray], shardings: Sequence[jax.sharding.Sharding]
-    ) -> list[jax.Array]:
-        return [
-            jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-            for value, sharding in zip(values, shardings, strict=True)
-        ]
-
-
 class _CountedLeaves:
     """Another source, with every block counted."""
 
     def __init__(self, source: LeafSource, progress: Progress):
         self._source, self._progress = source, progress
         self.on_read, self.size = source.on_read, source.size
+
+    @property
+    def storage(self) -> LeafSource:
+        """The source's."""
+        return self._source.storage
 
     def leaves(
         self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]

@@ -229,7 +229,7 @@ def test_who_is_refused(step3, fp8, tmp_path, caplog):
     source = open_weights(
         layouts.deployment(step3, {"weights.peers": [address]}),
         read_config(step3)[1],
-        TOKEN,
+        token=TOKEN,
     )
     assert source.size == open_checkpoint(step3, read_config(step3)[1]).size  # nobody is there
 
@@ -237,7 +237,9 @@ def test_who_is_refused(step3, fp8, tmp_path, caplog):
 def test_nobody_and_no_storage(step3, tmp_path):
     (tmp_path / "config.json").write_bytes((step3 / "config.json").read_bytes())
     source = open_weights(
-        layouts.deployment(step3, {"weights.peers": ["127.0.0.1:9"]}), read_config(step3)[1], ""
+        layouts.deployment(step3, {"weights.peers": ["127.0.0.1:9"]}),
+        read_config(step3)[1],
+        token="",
     )
     assert isinstance(source, PeerCheckpoint)
     with pytest.raises(CheckpointError):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
@@ -18,7 +19,7 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
+from jaxserve.roles.weights import ColocatedWeights, FFNWeights
 from pallas_kernels.quantize.api import dequantize_weight
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL

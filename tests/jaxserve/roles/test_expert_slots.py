@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.step3 import step3_config, step3_names
 from jaxserve.checkpoint.store import open_checkpoint
@@ -28,7 +29,7 @@ from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.held_weights import HeldWeights
-from jaxserve.roles.weights import ColocatedWeights, FFNWeights, RandomLeaves
+from jaxserve.roles.weights import ColocatedWeights, FFNWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_peer import from_peers, serving
 from tests.jaxserve.model.ffn.test_placement import random_placement

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.weights import ColocatedWeights, RandomLeaves, zeroed
+from jaxserve.roles.weights import ColocatedWeights, zeroed
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
 from tests.reference.tiny_step3 import write_tiny_step3
