@@ -43,8 +43,8 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     each prefill worker and domain.
 
     Args:
-      apart: every worker listens on another address than the one that is dialled; something else
-        has to connect the two.
+      apart: every worker listens on another address than the one that is dialled, and so does the
+        pages server of every prefill worker; something else has to connect the two.
 
     Raises:
       ConfigError: it is not one that this launcher can start.
@@ -56,6 +56,7 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
     addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
+    links = [f"127.0.0.1:{port}" for port in free_ports(2 * prefill.workers if apart else 0)]
     settings = [f"fleet.prefill={prefills}", f"fleet.domains={rest[:domains]}"]
     settings += ["fleet.registry=static"]
     if pull:
@@ -76,8 +77,13 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     members = [Member("router", [*shared, "--role", "router"], 0)]
     for runtime, (name, role, number) in enumerate(names, 1):
         arguments = [*shared, "--role", role, "--worker", f"{number}"]
+        worker = Member(name, arguments, runtime)
+        if links and role == "prefill":
+            listens, dialled = links[2 * number : 2 * number + 2]
+            arguments += ["--set", f"pages.listen={listens}", "--set", f"pages.address={dialled}"]
+            worker = worker._replace(pages=(listens, dialled))
         members += _worker(
-            Member(name, arguments, runtime),
+            worker,
             processes,
             listening[runtime - 1],
             addresses[runtime - 1],

@@ -31,6 +31,7 @@ class Member(NamedTuple):
       runtime: processes with the same number are one runtime.
       listens: where it listens, if somebody stands in front of the address that others dial.
       dialled: that address.
+      pages: both, of a prefill worker's pages server.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Member(NamedTuple):
     runtime: int
     listens: str = ""
     dialled: str = ""
+    pages: tuple[str, ...] = ()
 
 
 def with_peers(workers: Sequence[Member]) -> list[Member]:
@@ -138,6 +140,8 @@ class Supervisor:
         if self._logs is None:
             print_output({number: child})
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
+        if member.pages:
+            place += ", pages on {} for {}".format(*member.pages)
         say(f"process {number}: {member.name}, pid {child.pid}{place}")
 
     def _look(self) -> bool:

@@ -24,7 +24,7 @@ from jaxserve.config.command_line import add_deployment_arguments, read_deployme
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.addresses import free_port
 
-ROLES = ("router", "prefill", "domain", "ffn", "follower", "face")
+ROLES = ("router", "prefill", "domain", "ffn", "follower", "face", "pages")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,14 +23,15 @@ from jaxserve.chaos.proxy import Proxy
 from jaxserve.errors import JaxserveError
 
 SHIM = Path(__file__).resolve().parent / "clock_shim"
-FACE, FIRST_FACE = "jaxserve.server.processes.child", 1000
+FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.processes.child", 1000, 2000
 """What the command line of a face process has, and numbers that the launcher does not give."""
 LOOK_SECONDS = 0.02
 END_SECONDS = 60.0
 
 _STARTED = re.compile(
     r"process (?P<number>\d+): (?P<name>.*), pid (?P<pid>\d+)"
-    r"(, listens on (?P<listens>\S+) for (?P<dialled>\S+))?$"
+    r"(, listens on (?P<listens>[^\s,]+) for (?P<dialled>[^\s,]+))?"
+    r"(, pages on (?P<pages>\S+) for (?P<pages_dialled>\S+))?$"
 )
 
 
@@ -52,7 +53,8 @@ class Process(msgspec.Struct):
 
     Attributes:
       number: of the launcher.
-      role: "router", "prefill", "domain", "ffn", "follower" or "face".
+      role: "router", "prefill", "domain", "ffn", "follower" or "face"; "pages" is the link of a
+        prefill worker to the domains, which can be disturbed like a process's.
       name: in words.
       pid: of now.
       starts: how often it was started.
@@ -85,6 +87,7 @@ class Deployment:
 
     def __init__(self, arguments: Sequence[str], folder: Path):
         self.processes: dict[int, Process] = {}
+        self.pages: list[Process] = []
         self.proxies: dict[str, Proxy] = {}
         self.lines: list[Line] = []
         self.clock = folder / "clock"
@@ -131,6 +134,8 @@ class Deployment:
             found["face"] = faces
         for _, process in sorted(self.processes.items()):
             found.setdefault(process.role, []).append(process)
+        if self.pages:
+            found["pages"] = self.pages
         return found
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
@@ -222,6 +227,17 @@ class Deployment:
         process = self.processes[number]
         if process.listens and process.role != "follower":
             self.proxies[process.dialled] = Proxy(process.dialled, process.listens)
+        if (listens := found["pages"]) and process.role != "follower":
+            link = Process(
+                FIRST_LINK + number,
+                "pages",
+                f"pages link of {process.name}",
+                pid,
+                listens=listens,
+                dialled=found["pages_dialled"],
+            )
+            self.pages.append(link)
+            self.proxies[link.dialled] = Proxy(link.dialled, link.listens)
 
 
 def role_of(name: str) -> str:

@@ -17,7 +17,13 @@ from jaxserve.chaos.schedule import Fault
 
 TURN_SECONDS = 0.1
 """Of a slow process: in every one it stands for a part."""
-_MODES: Mapping[str, Mode] = {"cut": "cut", "stall": "stall", "truncate": "truncate"}
+_MODES: Mapping[str, Mode] = {
+    "cut": "cut",
+    "stall": "stall",
+    "truncate": "truncate",
+    "delay": "delay",
+    "corrupt": "corrupt",
+}
 
 
 @contextlib.contextmanager
@@ -41,8 +47,8 @@ def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator
             finally:
                 over.set()
                 thread.join()
-        case "drop" | "delay":
-            mode: Mode = "delay" if fault.kind == "delay" else _MODES[fault.how]
+        case "drop" | "delay" | "corrupt":
+            mode = _MODES[fault.how or fault.kind]
             deployment.proxies[victim.dialled].disturb(mode, fault.size)
             try:
                 yield

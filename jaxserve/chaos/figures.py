@@ -60,8 +60,10 @@ class Event(msgspec.Struct, kw_only=True):
 
     @property
     def to_be_noticed(self) -> bool:
-        """Whether somebody has to notice it: nobody sees a pause shorter than what is asked, and
-        nobody but a service manager sees a router or a face."""
+        """Whether somebody has to notice it: nobody sees a pause shorter than what is asked, nobody
+        but a service manager sees a router or a face, and a pages link only who fetches over it."""
+        if self.role == "pages":
+            return False
         if self.role in ("router", "face"):
             return self.kind == "kill"
         return self.kind in NOTICED and (self.kind == "kill" or self.seconds > NOTICE_SECONDS)

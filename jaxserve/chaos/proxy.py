@@ -4,6 +4,7 @@ One in front of every worker of a deployment. Used by `storm.py`; knows nothing 
 """
 
 import contextlib
+import random
 import select
 import socket
 import threading
@@ -16,7 +17,7 @@ READ_BYTES = 1 << 16
 LOOK_SECONDS = 0.02
 DIAL_SECONDS = 5.0
 
-Mode = Literal["", "cut", "stall", "delay", "truncate"]
+Mode = Literal["", "cut", "stall", "delay", "truncate", "corrupt"]
 
 
 class Proxy:
@@ -26,7 +27,8 @@ class Proxy:
 
     cut: all are reset, and new ones, too. stall: nothing is carried, and nothing is closed.
     delay: every byte comes `size` seconds later. truncate: the next bytes of each are carried by
-    half, then it is closed, as if a sender had died in the middle of a frame.
+    half, then it is closed, as if a sender had died in the middle of a frame. corrupt: of what is
+    carried at a time, 64 KiB at most, the part `size` comes with one bit changed.
 
     Args:
       listens: host:port.
@@ -38,6 +40,7 @@ class Proxy:
         self._mode: Mode = ""
         self._size = 0.0
         self._closing = False
+        self._random = random.Random(listens)
         self._listener = socket.create_server(split_address(listens))
         self._listener.settimeout(0.5)
         threading.Thread(target=self._accept, name=f"proxy {listens}", daemon=True).start()
@@ -96,6 +99,8 @@ class Proxy:
                 if self._mode == "truncate":
                     ways[source].sendall(data[: len(data) // 2])
                     return
+                if self._mode == "corrupt" and self._random.random() < self._size:
+                    data = self._changed(data)
                 if self._mode == "delay" or late:
                     late.append((time.monotonic() + self._size, ways[source], data))
                 else:
@@ -103,6 +108,12 @@ class Proxy:
             while late and (late[0][0] <= time.monotonic() or self._mode != "delay"):
                 _, end, data = late.pop(0)
                 end.sendall(data)
+
+    def _changed(self, data: bytes) -> bytes:
+        """The same but for one bit."""
+        changed = bytearray(data)
+        changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        return bytes(changed)
 
 
 def _reset(end: socket.socket) -> None:

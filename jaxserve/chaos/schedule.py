@@ -8,10 +8,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-KINDS = ("kill", "stop", "slow", "drop", "delay", "disk", "clock")
+KINDS = ("kill", "stop", "slow", "drop", "delay", "corrupt", "disk", "clock")
 """kill: SIGKILL. stop: SIGSTOP for seconds. slow: stopped most of the time for seconds. drop: the
-links to a worker are cut, or carry nothing, for seconds. delay: what they carry comes later. disk:
-no file of the process grows for seconds, as on a full disk. clock: the wall clock jumps."""
+links to a worker are cut, or carry nothing, for seconds. delay: what they carry comes later.
+corrupt: some of what the pages link of a prefill worker carries comes with a bit changed. disk: no
+file of the process grows for seconds, as on a full disk. clock: the wall clock jumps."""
+LINK_KINDS: Mapping[str, Sequence[str]] = {"drop": (), "delay": (), "corrupt": ("pages",)}
+"""Kinds that disturb what is linked, of these roles alone; empty: of all. Other links have no
+checksums but TCP's."""
 
 SECONDS: Mapping[str, tuple[float, float]] = {
     "kill": (0.0, 0.0),
@@ -19,6 +23,7 @@ SECONDS: Mapping[str, tuple[float, float]] = {
     "slow": (2.0, 6.0),
     "drop": (0.5, 4.0),
     "delay": (2.0, 6.0),
+    "corrupt": (2.0, 6.0),
     "disk": (2.0, 6.0),
     "clock": (2.0, 6.0),
 }
@@ -40,7 +45,7 @@ class Fault(NamedTuple):
       seconds: how long it lasts.
       how: of a drop, one of `WAYS_OF_A_DROP`.
       size: of a delay, seconds each way; of a slow process, the part of the time in which it
-        stands; of a jump of the clock, seconds.
+        stands; of a corrupt link, the part of what it carries; of a jump of the clock, seconds.
     """
 
     number: int
@@ -66,12 +71,7 @@ def draw(
       linked: roles with a link that can be disturbed.
     """
     random_ = random.Random(seed)
-    pairs = [
-        (kind, role)
-        for kind in kinds
-        for role in victims
-        if kind not in ("drop", "delay") or role in linked
-    ]
+    pairs = [(kind, role) for kind in kinds for role in victims if _befalls(kind, role, linked)]
     numbers = itertools.count()
     turns = dict.fromkeys(victims, 0)
     while pairs:
@@ -81,6 +81,7 @@ def draw(
             size = {
                 "delay": random_.uniform(0.02, 0.2),
                 "slow": random_.uniform(0.5, 0.9),
+                "corrupt": random_.uniform(0.1, 0.9),
                 "clock": random_.choice(JUMPS),
             }.get(kind, 0.0)
             yield Fault(
@@ -93,3 +94,10 @@ def draw(
                 random_.choice(WAYS_OF_A_DROP) if kind == "drop" else "",
                 size,
             )
+
+
+def _befalls(kind: str, role: str, linked: Sequence[str]) -> bool:
+    """Whether there is such a fault of such a role."""
+    if kind not in LINK_KINDS:
+        return role != "pages"
+    return role in linked and role in (LINK_KINDS[kind] or linked)

@@ -105,7 +105,7 @@ def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerP
 def pages_end(part: WorkerPart, token: str) -> "Callable[[Engine], object]":
     """Gives an engine that is not started yet its end of the pages link.
 
-    A prefill worker's pages server listens on the host of its port, on any port that is free.
+    A prefill worker's pages server listens where `pages.listen` says, or on the host of its port.
     """
 
     def prepare(engine: "Engine") -> None:
@@ -113,8 +113,8 @@ def pages_end(part: WorkerPart, token: str) -> "Callable[[Engine], object]":
 
         pieces = pages_link.piece_tokens(part.fleet)
         if part.role == "prefill":
-            host = part.address.rpartition(":")[0]
-            pages_link.serve_pages(engine, token, f"{host}:0", pieces=pieces)
+            listen = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
+            pages_link.serve_pages(engine, token, listen, pieces=pieces)
         elif part.fleet.prefill.workers:
             pages_link.fetch_pages(engine, token, pieces=pieces)
 

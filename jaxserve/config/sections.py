@@ -312,6 +312,11 @@ class PeerWeights(Section, frozen=True):
 class Pages(Section, frozen=True):
     """The hand-off of KV pages from prefill workers to domains."""
 
+    listen: str = ""
+    """Where a prefill worker listens for domains, host:port; empty: on the host of its own address,
+    at a port that is free. Each has its own, so of several on a host it is set by command."""
+    address: str = ""
+    """Where domains reach it, if not where it listens: host:port of what stands before it."""
     lease_seconds: Seconds = 30.0
     """How long a prefill worker keeps pages that nobody asks about; whoever wants them renews the
     lease three times as often."""

@@ -116,6 +116,7 @@ class HandOffs:
             transfers=sum(each.transfers for each in fetched),
             bytes=sum(each.bytes for each in fetched),
             failures=sum(each.failures for each in fetched),
+            corrupt=sum(each.corrupt for each in fetched),
             queued=sum(each.queued for each in fetched),
             wait_seconds=sum(each.wait_seconds for each in fetched),
         )

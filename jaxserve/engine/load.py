@@ -17,6 +17,7 @@ class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
       transfers: that came, or were taken, whole.
       bytes: of them.
       failures: that did not come, or could not be given.
+      corrupt: of a domain, pieces whose checksum was wrong, and which were fetched again.
       queued: that have not ended; now.
       wait_seconds: of a domain, from the order of a hand-off to its last piece, summed.
       expired: of a prefill worker, leases that ran out.
@@ -26,6 +27,7 @@ class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int = 0
     bytes: int = 0
     failures: int = 0
+    corrupt: int = 0
     queued: int = 0
     wait_seconds: float = 0.0
     expired: int = 0

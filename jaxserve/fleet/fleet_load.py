@@ -102,6 +102,7 @@ def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) ->
         transfers=sum(pages.transfers for pages in fetched),
         bytes=sum(pages.bytes for pages in fetched),
         failures=sum(pages.failures for pages in fetched),
+        corrupt=sum(pages.corrupt for pages in fetched),
         queued=sum(pages.queued for pages in fetched),
         wait_seconds=sum(pages.wait_seconds for pages in fetched),
         expired=sum(pages.expired for pages in given),

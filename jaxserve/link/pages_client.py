@@ -3,9 +3,9 @@
 The engine's thread hands fetches in and gets their pieces back on threads of this module; nothing
 that it calls waits. For every prefill worker there are a few streams, each a thread with a
 connection of its own (`pages_connection.py`), which it keeps from fetch to fetch. While a request
-waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost goes on
-once over a new one; after that its request is told. `pages_server.py` is the other end. Knows
-nothing of requests and pages.
+waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost, or gave
+a piece with a wrong checksum, goes on once over a new one; after that its request is told.
+`pages_server.py` is the other end. Knows nothing of requests and pages.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadli
 from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.pages import PagesSource
 from jaxserve.link.pages_bytes import HostBuffers
-from jaxserve.link.pages_connection import Connection, FetchError, Landing
+from jaxserve.link.pages_connection import Connection, CorruptPiece, FetchError, Landing
 from jaxserve.link.pages_ends import FetchCounters, FetchedPiece, FetchJob
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class PagesClient:
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._jobs: dict[Hashable, FetchJob] = {}
-        self._transfers = self._bytes = self._failures = 0
+        self._transfers = self._bytes = self._failures = self._corrupt = 0
         self._wait_seconds = 0.0
         self._closed = False
 
@@ -107,6 +107,7 @@ class PagesClient:
                 transfers=self._transfers,
                 bytes=self._bytes,
                 failures=self._failures,
+                corrupt=self._corrupt,
                 queued=len(self._jobs),
                 wait_seconds=self._wait_seconds,
                 connections=sum(peer.connections for peer in self._peers.values()),
@@ -138,6 +139,12 @@ class PagesClient:
         """Counts a piece that has arrived."""
         with self._lock:
             self._bytes += size
+
+    def corrupt(self, address: str, error: CorruptPiece) -> None:
+        """Counts a piece whose checksum is wrong."""
+        with self._lock:
+            self._corrupt += 1
+        logger.warning("pages of %s: %s", address, error)
 
     def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
         """Counts the end of a fetch and tells of a failure."""
@@ -302,6 +309,8 @@ class _Peer:
             mismatch = isinstance(error, Refusal) or getattr(error, "mismatch", False)
             self._failed(job, str(error), mismatch)
         except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
+            if isinstance(error, CorruptPiece):
+                self._client.corrupt(self._address, error)
             text = str(error) or type(error).__name__
             if connection is not None:
                 connection.fail(text)

@@ -30,7 +30,13 @@ from jaxserve.link.channel import (
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, Refusal, refusal
 from jaxserve.link.pages import PagesSource, pages_digest
-from jaxserve.link.pages_bytes import HostBuffers, piece_bytes, received_arrays
+from jaxserve.link.pages_bytes import (
+    HostBuffers,
+    checksum,
+    piece_bytes,
+    received_arrays,
+    received_views,
+)
 from jaxserve.link.pages_frames import (
     Failed,
     Fetch,
@@ -61,6 +67,10 @@ class FetchError(Exception):
     def __init__(self, text: str, *, mismatch: bool = False):
         super().__init__(text)
         self.mismatch = mismatch
+
+
+class CorruptPiece(OSError):
+    """Other bytes arrived than were sent; the connection is not to be used any more."""
 
 
 class Landing(Protocol):
@@ -97,8 +107,7 @@ class Arrival(NamedTuple):
 class _Asked(NamedTuple):
     """A piece that the prefill worker has been asked for."""
 
-    number: int
-    wanted: "_Range"
+    fetch: Fetch
     shapes: Sequence[jax.ShapeDtypeStruct]
 
 
@@ -123,7 +132,7 @@ class Connection:
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
         """By the owner; the answers come in this order and take them away."""
-        self._answers: queue.SimpleQueue[tuple[int, np.ndarray | Failed] | None]
+        self._answers: queue.SimpleQueue[tuple[int, _Received | Failed] | None]
         self._answers = queue.SimpleQueue()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._busy_since: float | None = None
@@ -192,6 +201,7 @@ class Connection:
 
         Raises:
           FetchError: the other end does not have what is wanted, or cannot give it.
+          CorruptPiece: the checksum of a piece is wrong; nothing of it was given.
           OSError, RuntimeError: the connection was lost.
         """
         if self.cache_format not in landing.imports:
@@ -221,12 +231,18 @@ class Connection:
                 if not asked:
                     self._busy_since = None
                     continue
-                number, wanted, shapes = asked.popleft()
-                buffer = self._answer(number)
+                fetch, shapes = asked.popleft()
+                buffer, expected = self._answer(fetch.number)
                 self._progress()
-                tokens = min(wanted.size, wanted.stop - wanted.start)
-                arrays = received_arrays(buffer, shapes)
-                yield Arrival(wanted.start, tokens, wanted.size, len(buffer), arrays, room.release)
+                views = received_views(buffer, shapes)
+                if (found := checksum(views, encode(fetch))) != expected:
+                    raise CorruptPiece(
+                        f"tokens {fetch.start} to {fetch.stop} are corrupt: checksum {found:08x}, "
+                        f"sent with {expected:08x}"
+                    )
+                arrays = received_arrays(views, shapes)
+                tokens = fetch.stop - fetch.start
+                yield Arrival(fetch.start, tokens, fetch.size, len(buffer), arrays, room.release)
         finally:
             self._busy_since = None
 
@@ -257,25 +273,24 @@ class Connection:
     def _ask(
         self, source: PagesSource, wanted: "_Range", shapes: Sequence[jax.ShapeDtypeStruct]
     ) -> _Asked:
-        asked = _Asked(self._fetches, wanted, shapes)
+        fetch = Fetch(
+            self._fetches,
+            source.hand_off,
+            wanted.start,
+            wanted.stop,
+            wanted.size,
+            source.digest,
+            source.epoch,
+        )
+        asked = _Asked(fetch, shapes)
         self._fetches += 1
         self._asked.append(asked)
         self._progress()
-        self._send(
-            Fetch(
-                asked.number,
-                source.hand_off,
-                wanted.start,
-                wanted.stop,
-                wanted.size,
-                source.digest,
-                source.epoch,
-            )
-        )
+        self._send(fetch)
         return asked
 
-    def _answer(self, number: int) -> np.ndarray:
-        """The bytes of a piece; answers that nobody waits for any more are passed over."""
+    def _answer(self, number: int) -> "_Received":
+        """A piece; answers that nobody waits for any more are passed over."""
         while (answer := self._answers.get()) is not None:
             given, content = answer
             if given != number:
@@ -336,14 +351,14 @@ class Connection:
         match decode_from_prefill(data):
             case Echo():
                 pass
-            case Ready(number=number, size=size):
+            case Ready(number=number, size=size, checksum=expected_sum):
                 asked = self._next_asked(number)
                 expected = piece_bytes(asked.shapes)
                 if size != expected:
                     raise OSError(f"a piece of {size} bytes, expected {expected}")
                 buffer = self._buffers.take(size)
                 self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
-                self._answers.put((number, buffer))
+                self._answers.put((number, _Received(buffer, expected_sum)))
             case Failed(number=number) as failed:
                 self._next_asked(number)
                 self._answers.put((number, failed))
@@ -352,9 +367,17 @@ class Connection:
 
     def _next_asked(self, number: int) -> _Asked:
         asked = self._asked.popleft() if self._asked else None
-        if asked is None or asked.number != number:
-            raise OSError(f"an answer to fetch {number}, expected {asked and asked.number}")
+        if asked is None or asked.fetch.number != number:
+            raise OSError(f"an answer to fetch {number}, expected {asked and asked.fetch.number}")
         return asked
+
+
+class _Received(NamedTuple):
+    """The bytes of a piece."""
+
+    buffer: np.ndarray
+    checksum: int
+    """That they should have."""
 
 
 class _Range(NamedTuple):

@@ -98,6 +98,7 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
       transfers: fetches that came whole.
       bytes: that came, padding included.
       failures: fetches that did not come whole, those cancelled not counted.
+      corrupt: pieces whose checksum was wrong.
       queued: fetches that have not ended.
       wait_seconds: from the order to the last piece, summed over `transfers`.
       connections: open now.
@@ -106,6 +107,7 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int = 0
     bytes: int = 0
     failures: int = 0
+    corrupt: int = 0
     queued: int = 0
     wait_seconds: float = 0.0
     connections: int = 0

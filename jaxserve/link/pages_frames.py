@@ -1,12 +1,15 @@
 """The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
 
 The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
-which follow it as `pages_bytes.py` lays them out.
+which follow it as `pages_bytes.py` lays them out. Behind every frame stands its CRC-32, and `Ready`
+has the checksum of the piece together with the fetch that it answers: a connection on which either
+is wrong is given up.
 
     decode → prefill   Join      (Fetch | Renew | Release | Echo)*
     prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
 """
 
+import zlib
 from collections.abc import Callable
 
 import msgspec
@@ -49,6 +52,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     number: int
     size: int
     """Size of the piece in bytes."""
+    checksum: int
+    """Of its bytes and the fetch."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
@@ -75,16 +80,32 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
 FromDecode = Join | Fetch | Renew | Release | Echo
 FromPrefill = Welcome | Refused | Ready | Failed | Echo
 
-encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+CHECKED = 4
+"""Bytes of the CRC-32 behind a frame, big-endian."""
+
+_encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 _decode_decoder = msgspec.msgpack.Decoder(FromDecode)
 _prefill_decoder = msgspec.msgpack.Decoder(FromPrefill)
 
 
+def encode(frame: msgspec.Struct) -> bytes:
+    """The frame and its checksum."""
+    data = _encode(frame)
+    return data + zlib.crc32(data).to_bytes(CHECKED)
+
+
 def decode_from_decode(data: bytes) -> FromDecode:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _decode_decoder.decode(data)
+    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
+    return _decode_decoder.decode(_checked(data))
 
 
 def decode_from_prefill(data: bytes) -> FromPrefill:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _prefill_decoder.decode(data)
+    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
+    return _prefill_decoder.decode(_checked(data))
+
+
+def _checked(data: bytes) -> bytes:
+    frame, check = data[:-CHECKED], data[-CHECKED:]
+    if zlib.crc32(frame).to_bytes(CHECKED) != check:
+        raise msgspec.DecodeError(f"a frame of {len(frame)} bytes is not what was sent: checksum")
+    return frame

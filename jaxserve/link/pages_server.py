@@ -34,7 +34,7 @@ from jaxserve.link.channel import (
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.listener import Listener
-from jaxserve.link.pages_bytes import sent_parts
+from jaxserve.link.pages_bytes import checksum, sent_parts, sent_views
 from jaxserve.link.pages_ends import ExportCounters, ExportError, Piece
 from jaxserve.link.pages_frames import (
     Failed,
@@ -316,16 +316,16 @@ class _Puller:
             reply.set_exception(ExportError(self.failure))
         else:
             server.holder.export(fetch, reply)
-        return _Reading(fetch.number, size, reply)
+        return _Reading(fetch, size, reply)
 
     def _finish(self, reading: "_Reading") -> None:
         """Sends a piece once it is read."""
-        number, size, _ = reading
+        number, size = reading.fetch.number, reading.size
         try:
-            piece = self._read_piece(reading)
-            parts = [*sent_parts(piece)]
+            views = sent_views(self._read_piece(reading))
+            parts = [*sent_parts(views)]
             sent = sum(part.nbytes for part in parts)
-            self._send(Ready(number, sent), parts)
+            self._send(Ready(number, sent, checksum(views, encode(reading.fetch))), parts)
             self._server.count(transfers=1, size=sent)
         except ExportError as error:
             self._server.count(failures=1)
@@ -358,8 +358,7 @@ class _Puller:
 class _Reading(NamedTuple):
     """A piece that the engine was asked to read."""
 
-    number: int
-    """Of its fetch."""
+    fetch: Fetch
     size: int
     """In bytes."""
     reply: Future[Piece]

@@ -296,6 +296,7 @@ class _EngineCollector(Collector):
             ("transfers", "Hand-offs of KV pages that came or were taken whole.", pages.transfers),
             ("bytes", "Bytes of hand-offs.", pages.bytes),
             ("failures", "Hand-offs that failed.", pages.failures),
+            ("corrupt", "Pieces whose checksum was wrong: fetched again.", pages.corrupt),
             ("wait_seconds", "From order to last piece, summed.", pages.wait_seconds),
             ("expired", "Leases that ran out.", pages.expired),
         ):

@@ -71,7 +71,12 @@ def test_workers_behind_addresses_of_somebody_else(fleet):
     forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
     router, *workers = fleet.fleet_of(fleet._deployment(forwarded), apart=True)
     assert router.listens == ""
-    assert len({address for member in workers for address in member[3:]}) == 8
+    assert len({address for member in workers for address in member[3:5]}) == 8
+    listens, dialled = workers[0].pages
+    assert [f"pages.listen={listens}", "--set", f"pages.address={dialled}"] == [
+        *workers[0].arguments[-5:-2]
+    ]
+    assert [member.pages for member in workers[1:]] == [()] * 3
     for member in workers:
         assert member.arguments[-2:] == ["--listen", member.listens]
     settings = " ".join(router.arguments)

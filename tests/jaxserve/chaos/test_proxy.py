@@ -97,6 +97,18 @@ def test_half_of_a_frame_and_the_end(ends):
         there.recv(100)
 
 
+def test_a_bit_of_what_is_carried_is_another(ends):
+    proxy, client, there = ends
+    proxy.disturb("corrupt", 1.0)
+    for sent in (b"12345678", b"x"):
+        client.sendall(sent)
+        pairs = zip(sent, there.recv(100), strict=True)
+        assert sum((a ^ b).bit_count() for a, b in pairs) == 1
+    proxy.disturb("")
+    client.sendall(b"as it is")
+    assert there.recv(100) == b"as it is"
+
+
 def test_nobody_behind_it():
     address = f"127.0.0.1:{free_port()}"
     proxy = Proxy(address, f"127.0.0.1:{free_port()}")

@@ -36,5 +36,16 @@ def test_how_long_and_how():
         assert (fault.size > 0) == (fault.kind == "delay")
 
 
+def test_links_that_carry_pages_are_disturbed_and_nothing_else():
+    victims = VICTIMS | {"pages": 2}
+    kinds = ("kill", "drop", "delay", "corrupt")
+    faults = list(itertools.islice(draw(1, kinds, victims, ("domain", "pages")), 24))
+    assert sorted((fault.kind, fault.role) for fault in faults[:8]) == [
+        *(("corrupt", "pages"), ("delay", "domain"), ("delay", "pages"), ("drop", "domain")),
+        *(("drop", "pages"), ("kill", "domain"), ("kill", "prefill"), ("kill", "router")),
+    ]
+    assert all(0.1 <= fault.size <= 0.9 for fault in faults if fault.kind == "corrupt")
+
+
 def test_nothing_to_disturb():
     assert first(3, kinds=("drop",), linked=()) == []

@@ -5,6 +5,7 @@ The domain is its own reference: it computes the same prompts under another cach
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import threading
 
@@ -19,6 +20,7 @@ from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention
 from jaxserve.fleet.ffn_runtime import open_ffn
+from jaxserve.link import pages_server
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.roles.actions import ReadPages, WritePages
 from tests.jaxserve import layouts
@@ -380,6 +382,27 @@ class TestIntegrity:
 
 
 class TestFailures:
+    @pytest.mark.parametrize("every", [1, 2], ids=["all", "every other"])
+    def test_corrupt_pieces_never_reach_tokens(self, pair, monkeypatch, every):
+        """What comes with a bit changed is fetched again, then computed here."""
+        source, domain = pair
+        count, sent = itertools.count(), pages_server.sent_parts
+
+        def changed(views):
+            parts = [bytearray(part) for part in sent(views)]
+            if next(count) % every == 0:
+                parts[0][5] ^= 64
+            return map(memoryview, parts)
+
+        monkeypatch.setattr(pages_server, "sent_parts", changed)
+        prompts = draw_prompts(80 + every, (65, 150))
+        expected, before = alone(domain, prompts), counters(domain)
+        assert hand_over(source, domain, prompts, GREEDY) == expected
+        after = counters(domain)
+        assert after.corrupt > before.corrupt
+        if every == 1:
+            assert after.failures == before.failures + len(prompts)
+
     @pytest.mark.parametrize(
         "change", [{"hand_off": "gone"}, {"epoch": 5}, {"address": "127.0.0.1:9"}]
     )

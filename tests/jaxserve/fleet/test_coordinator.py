@@ -625,7 +625,7 @@ def test_the_load_of_a_fleet_has_the_pages_link():
     ends = {
         "p0": PagesLoad(transfers=5, bytes=500, expired=2, registered_bytes=64),
         "d0": PagesLoad(transfers=3, bytes=300, queued=1, wait_seconds=0.5),
-        "d1": PagesLoad(transfers=2, bytes=200, failures=1, wait_seconds=0.25),
+        "d1": PagesLoad(transfers=2, bytes=200, failures=1, corrupt=2, wait_seconds=0.25),
     }
     for name, pages in ends.items():
         load = EngineLoad(hand_offs=pages)
@@ -635,6 +635,7 @@ def test_the_load_of_a_fleet_has_the_pages_link():
         transfers=5,
         bytes=500,
         failures=1,
+        corrupt=2,
         queued=1,
         wait_seconds=0.75,
         expired=2,

@@ -1,6 +1,7 @@
 """The two ends of a pages link over loopback: order, bounds, refusals, and ends that die."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -13,9 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.chaos.proxy import Proxy
+from jaxserve.fleet.addresses import free_port
+from jaxserve.link import pages_server
 from jaxserve.link.hello import make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_ends import FetchedPiece, FetchJob
+from jaxserve.link.pages_frames import Release, decode_from_decode, encode
 from tests.conftest import REPOSITORY
 from tests.jaxserve.link.toy_holder import (
     DEADLINES,
@@ -200,6 +205,76 @@ class TestRefusals:
             until(lambda: taker.ended)
             assert "cache.format fp8 of" in taker.failure[0]
             assert "none that is taken here: int32" in taker.failure[0]
+
+
+def _changing(monkeypatch, pieces: set[int]) -> None:
+    """Of the pieces that servers send, counted from 0, these have a bit changed on the way."""
+    count = itertools.count()
+    sent = pages_server.sent_parts
+
+    def changed(views):
+        parts = [*sent(views)]
+        if next(count) in pieces:
+            other = bytearray(parts[-1])
+            other[-1] ^= 4
+            parts[-1] = memoryview(other)
+        return iter(parts)
+
+    monkeypatch.setattr(pages_server, "sent_parts", changed)
+
+
+class TestCorruption:
+    """Every piece that is taken is what was read: `Taker` compares all numbers."""
+
+    def test_a_piece_is_fetched_again_over_another_connection(self, monkeypatch, caplog):
+        _changing(monkeypatch, {1})
+        with serving() as (server, _), client(streams=1) as link:
+            taker, _ = ask(link, server)
+            until(lambda: taker.ended)
+            assert taker.failure is None
+            assert link.counters.corrupt == 1
+            assert (link.counters.transfers, link.counters.failures) == (1, 0)
+            assert "tokens 16 to 32 are corrupt: checksum" in caplog.text
+            until(lambda: server.counters.connections == 1)
+
+    def test_a_second_time_it_has_failed(self, monkeypatch):
+        """Not as a mismatch: its request may be computed elsewhere."""
+        _changing(monkeypatch, {*range(100)})
+        with serving() as (server, _), client(streams=1) as link:
+            taker, _ = ask(link, server)
+            until(lambda: taker.ended)
+            assert taker.next == 0
+            assert taker.failure is not None
+            text, mismatch = taker.failure
+            assert "tokens 0 to 16 are corrupt: checksum" in text
+            assert mismatch is False
+            assert (link.counters.corrupt, link.counters.failures) == (2, 1)
+
+    def test_a_link_that_changes_bits(self):
+        """Whatever they hit: handshakes, frames or pieces."""
+        with serving() as (server, _), client() as link, contextlib.ExitStack() as stack:
+            address = f"127.0.0.1:{free_port()}"
+            proxy = Proxy(address, server.address)
+            stack.callback(proxy.close)
+            proxy.disturb("corrupt", 0.1)
+            takers = [ask(link, server, f"{n}", address=address)[0] for n in range(20)]
+            until(lambda: all(taker.ended for taker in takers), 60)
+            failures = [taker.failure for taker in takers if taker.failure is not None]
+            assert 0 < len(failures) < 20
+            assert not any(mismatch for _, mismatch in failures)
+            proxy.disturb("")
+            taker, _ = ask(link, server, address=address)
+            until(lambda: taker.ended)
+            assert taker.failure is None
+
+    def test_a_frame(self):
+        frame = encode(Release("a"))
+        assert decode_from_decode(frame) == Release("a")
+        for place in range(len(frame)):
+            changed = bytearray(frame)
+            changed[place] ^= 1
+            with pytest.raises(msgspec.DecodeError, match="is not what was sent: checksum"):
+                decode_from_decode(bytes(changed))
 
 
 @contextlib.contextmanager

@@ -165,12 +165,14 @@ def test_what_fleet_routers_read() -> None:
 def test_the_pages_link() -> None:
     metrics = Metrics("m")
     engine = FakeEngine([5])
-    pages = PagesLoad(transfers=3, bytes=4096, failures=1, queued=2, wait_seconds=0.5, expired=4)
+    pages = PagesLoad(
+        transfers=3, bytes=4096, failures=1, corrupt=5, queued=2, wait_seconds=0.5, expired=4
+    )
     engine.load = lambda: EngineLoad(hand_offs=pages)
     metrics.watch(engine)
     found = samples(metrics)
-    names = ("transfers", "bytes", "failures", "wait_seconds", "expired")
-    assert [found[f"hand_off_{name}_total"] for name in names] == [3, 4096, 1, 0.5, 4]
+    names = ("transfers", "bytes", "failures", "corrupt", "wait_seconds", "expired")
+    assert [found[f"hand_off_{name}_total"] for name in names] == [3, 4096, 1, 5, 0.5, 4]
     assert (found["hand_off_queued"], found["hand_off_registered_bytes"]) == (2, 0)
 
 
