@@ -124,6 +124,8 @@ class Coordinator:
             worker.why = f"it is {state.status}"
         elif state.turn_age > self._cluster.suspect_seconds:
             worker.why = f"its step loop has stood still for {state.turn_age:.1f} s"
+        else:
+            worker.why = self.placement.misfit(worker)
         self.placement.drains(worker, state.drain)
         return (self._drain(worker) if worker.drain else []) + self._go_on()
 
@@ -253,6 +255,9 @@ class Coordinator:
                 role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
                 seconds = self.placement.absent(role)
                 why = f"no {role} worker was there"
+                if role == "prefill" and not self.placement.prefilled_alike(request):
+                    seconds = seconds or now - request.placed_at
+                    why = "no prefill worker with the weights of a domain was there"
                 if not seconds and not self.placement.takes(request.weights):
                     seconds = now - request.placed_at
                     why = f"no domain with weights {request.weights} (fleet.replay) was there"

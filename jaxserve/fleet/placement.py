@@ -92,6 +92,20 @@ class Placement:
         domains = self._roles["domain"].values()
         return any(not d.drain and weights in ("", d.facts.weights) for d in domains)
 
+    def misfit(self, worker: Worker) -> str:
+        """Why nobody could use what a prefill worker computes: the domains that are there have
+        other weights; empty where one has the same, or none is there."""
+        if worker.facts.role != "prefill" or len(self._weights) < 2:
+            return ""
+        others = {d.facts.weights: d.facts.version for d in self._roles["domain"].values()}
+        if not others or worker.facts.weights in others:
+            return ""
+        theirs = ", ".join(f"{weights} (version {v})" for weights, v in sorted(others.items()))
+        return (
+            f"its weights are {worker.facts.weights} (version {worker.facts.version}), those of "
+            f"the domains {theirs}: none could go on with what it computes"
+        )
+
     def prefills(self, request: Routed) -> bool:
         """Whether a prefill worker is to compute the prompt, rather than a domain."""
         if not self._wants_prefill or request.source is not None:
@@ -100,7 +114,7 @@ class Placement:
             return False
         length = len(request.job.prompt) + len(request.emitted)
         prefills = self._roles["prefill"]
-        if self._absent["prefill"] is not None or not self._prefilled_alike(request):
+        if self._absent["prefill"] is not None or not self.prefilled_alike(request):
             bound = self._pages.recompute_tokens
             return self._pages.on_failure == "fail" or bool(bound and length > bound)
         page = next(iter(prefills.values())).facts.page_size
@@ -109,6 +123,17 @@ class Placement:
         hits = self.index.hits(request.blocks)
         known = max((hits.get(name, 0) for name in self._roles["domain"]), default=0) if hits else 0
         return length - known > page
+
+    def prefilled_alike(self, request: Routed) -> bool:
+        """Whether a prefill worker has the weights of a request, or, where it may run on any, those
+        of some domain that takes requests, and so could compute for it."""
+        if len(self._weights) < 2:
+            return True
+        prefills = {w.facts.weights for w in self._roles["prefill"].values() if not w.drain}
+        if request.weights:
+            return request.weights in prefills
+        domains = {w.facts.weights for w in self._usable("domain")}
+        return not domains or not prefills.isdisjoint(domains)
 
     def needs(self, request: Routed) -> str:
         """What a request needs room in: of two that need the same, one finds none if the other
@@ -222,7 +247,8 @@ class Placement:
         """
         fleet = self._fleet
         role: WorkerRole = "prefill" if self.prefills(request) else "domain"
-        if self._absent[role] is not None:
+        alike = role == "domain" or self.prefilled_alike(request)
+        if self._absent[role] is not None or not alike:
             if waiting >= fleet.prefill_waiting:
                 raise OverloadedError(f"{waiting} requests wait for a {role} worker to be there")
             return None
@@ -248,13 +274,6 @@ class Placement:
             self._absent[role] = None
         elif self._absent[role] is None:
             self._absent[role] = self._clock()
-
-    def _prefilled_alike(self, request: Routed) -> bool:
-        """Whether a prefill worker has the weights of a request, and so could compute for it."""
-        if not request.weights or len(self._weights) < 2:
-            return True
-        prefills = self._roles["prefill"].values()
-        return any(w.facts.weights == request.weights for w in prefills if not w.drain)
 
     def _fits(self, request: Routed, table: WorkerTable) -> np.ndarray | bool:
         """[workers] of a table that is up to date: which have the weights that a request may run

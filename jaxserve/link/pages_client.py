@@ -306,8 +306,7 @@ class _Peer:
                 self._serve(connection, job)
                 self._client.ended(job, None)
         except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
-            mismatch = isinstance(error, Refusal) or getattr(error, "mismatch", False)
-            self._failed(job, str(error), mismatch)
+            self._failed(job, str(error), getattr(error, "mismatch", False))
         except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
             if isinstance(error, CorruptPiece):
                 self._client.corrupt(self._address, error)

@@ -617,6 +617,50 @@ class TestMoves:
         assert not world.withdrawn
 
 
+class TestOtherWeights:
+    """A prefill worker whose weights no domain has."""
+
+    def told(self, world: World, name: str) -> str:
+        world.take(world.coordinator.state(name, State("ready", 0.0, EngineLoad())))
+        return world.coordinator.placement.workers[name].why
+
+    def test_it_gets_nothing_and_says_why(self):
+        world = World()
+        world.join("p0", weights="one")
+        assert self.told(world, "p0") == ""
+        world.join("d0", weights="two")
+        why = self.told(world, "p0")
+        assert why.startswith("its weights are one (version ")
+        assert ", those of the domains two (version " in why
+        load = fleet_load(world.coordinator, [Place("p0", "prefill"), Place("d0", "domain")])
+        assert load.problems == [f"prefill worker 0: {why}"]
+        world.join("d1", weights="one")
+        assert self.told(world, "p0") == ""
+
+    @pytest.mark.parametrize("state", [False, True], ids=["at once", "later"])
+    def test_the_domain_computes_the_prompts(self, state):
+        world = World()
+        world.join("p0", weights="one")
+        world.join("d0", weights="two")
+        if state:
+            self.told(world, "p0")
+        world.submit("a", 100)
+        assert [(type(one), one.worker) for one in world.sent] == [(SendSubmit, "d0")]
+
+    def test_where_it_may_not_they_wait_and_are_told(self):
+        world = World(pages__on_failure="fail")
+        world.join("p0", weights="one")
+        world.join("d0", weights="two")
+        self.told(world, "p0")
+        world.submit("a", 100)
+        assert not world.sent
+        world.now += world.deployment.fleet.absent_seconds + 1
+        world.take(world.coordinator.tick())
+        (end,) = world.sent
+        assert end.unavailable
+        assert end.error.startswith("no prefill worker with the weights of a domain was there for")
+
+
 def test_the_load_of_a_fleet_has_the_pages_link():
     """As its domains see it: what a prefill worker gave is what a domain got."""
     world = World()

@@ -198,6 +198,7 @@ class TestRefusals:
             taker, _ = ask(link, server)
             until(lambda: taker.ended)
             assert message in taker.failure[0]
+            assert taker.failure[1] is False, "its request may be computed elsewhere"
 
     def test_a_format_that_is_not_taken(self):
         with serving(cache_format="fp8") as (server, _), client() as link:
