@@ -6,6 +6,7 @@ COMMANDS = {
     "plan": ("jaxserve.plan", "layouts, cost and speed before anything is rented"),
     "bench": ("jaxserve.bench.__main__", "measure"),
     "chaos": ("jaxserve.chaos.__main__", "faults on purpose, under load with known answers"),
+    "launch": ("jaxserve.launch.__main__", "write what starts a deployment on a cluster or host"),
     "convert": ("jaxserve.convert", "a Hugging Face folder to sharded arrays, quantised once"),
     "doctor": ("jaxserve.commands.doctor", "what this host has and what would run on it"),
     "completion": ("jaxserve.commands.completion", "print a completion script for a shell"),

@@ -19,10 +19,12 @@ _FLAGS = {
     "coordinator": ("--coordinator", "JAXSERVE_COORDINATOR"),
     "control": ("--control", "JAXSERVE_CONTROL"),
     "control_bind": ("--control-bind", "JAXSERVE_CONTROL_BIND"),
+    "slice": ("--slice", "JAXSERVE_SLICE"),
+    "slices": ("--slices", "JAXSERVE_SLICES"),
     "worker": ("--worker", "JAXSERVE_WORKER"),
     "devices": ("--devices", "JAXSERVE_DEVICES"),
 }
-_NUMBERS = ("process_id", "processes", "worker", "devices")
+_NUMBERS = ("process_id", "processes", "slice", "slices", "worker", "devices")
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "coordinator": "host:port on which process 0 starts JAX's coordination service",
         "control": "host:port on which process 0 serves the control plane",
         "control_bind": "host:port to listen on where it is not the one of --control",
+        "slice": "number of this host's slice, where --process-id counts within a slice (0)",
+        "slices": "slices over which the processes are divided equally (1)",
         "worker": "number of this prefill worker or domain among those of the fleet (0)",
         "devices": "devices that are left for this worker's role, where they are fewer than the "
         "deployment says",
@@ -106,6 +110,8 @@ def from_arguments(
     local_device_ids = None
     if getattr(arguments, "distributed", False):
         local_device_ids = _detect(values)
+    if values["slices"]:
+        values["process_id"] = f"{_over_slices(values)}"
     processes, process_id = int(values["processes"] or 1), int(values["process_id"] or 0)
     worker = int(values["worker"] or 0)
     token = environment.get(TOKEN_VARIABLE, "")
@@ -137,6 +143,24 @@ def from_arguments(
         local_device_ids=local_device_ids,
         token=token,
     )
+
+
+def _over_slices(values: Mapping[str, str]) -> int:
+    """The number of this process among those of all slices, from its number within its own.
+
+    Raises:
+      ConfigError: the slices do not divide the processes, or there is no such slice or process.
+    """
+    slices, number = int(values["slices"]), int(values["slice"] or 0)
+    processes, within = int(values["processes"] or 1), int(values["process_id"] or 0)
+    if slices < 1 or processes % slices:
+        raise ConfigError(f"--slices {slices} do not divide --processes {processes}")
+    if number >= slices or within >= processes // slices:
+        raise ConfigError(
+            f"--slice {number} of --slices {slices}, --process-id {within}: expected slices 0 to "
+            f"{slices - 1} with processes 0 to {processes // slices - 1} each"
+        )
+    return number * (processes // slices) + within
 
 
 def _detect(values: dict[str, str]) -> tuple[int, ...] | None:

@@ -109,3 +109,23 @@ def test_no_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match="--distributed: no cluster found"):
         parse("--distributed", **SECRET)
+
+
+def test_a_process_of_a_slice_counts_within_it() -> None:
+    flags = "--processes 6 --process-id 1 --slices 3 --coordinator a:1 --control a:2"
+    assert parse(*flags.split(), **SECRET, JAXSERVE_SLICE="2").process_id == 5
+    assert parse(*flags.split(), **SECRET).process_id == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--slices 4 --processes 6", "--slices 4 do not divide --processes 6"),
+        ("--slices 2 --slice 2 --processes 6", "--slice 2 of --slices 2, --process-id 0: expected"),
+        ("--slices 2 --process-id 3 --processes 6", "slices 0 to 1 with processes 0 to 2 each"),
+        ("--slices 0", "--slices 0 do not divide"),
+    ],
+)
+def test_a_slice_that_is_not_there_is_refused(flags: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse(*flags.split(), **SECRET)

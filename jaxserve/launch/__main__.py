@@ -1,0 +1,188 @@
+"""`python -m jaxserve.launch --config FILE --target gke-lws`: what starts a deployment elsewhere.
+
+Rendered from the deployment file: its roles, sizes, prefill workers, domains, ffn workers and
+addresses. Prints the files, or writes them into a folder. Nothing is started and no cluster is
+asked. Exit code 2: the deployment cannot be started that way.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jaxserve
+from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.launch import jobset, kubernetes, slurm
+from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.workloads import (
+    processes_on_devices,
+    processes_on_hosts,
+    workloads,
+)
+from jaxserve.planner.hardware import Hardware
+
+
+class Target(NamedTuple):
+    """A way to start a deployment.
+
+    Attributes:
+      render: to files, by name.
+      help: what it is.
+      contained: whether processes run in containers, which have disks of their own.
+      platform: of the hardware it is for; empty: any.
+      processes_of: how many processes a worker's devices take.
+    """
+
+    render: Callable[[Rendering], dict[str, str]]
+    help: str
+    contained: bool = True
+    platform: str = ""
+    processes_of: Callable[[int, Hardware | None, str], int] = processes_on_hosts
+
+
+TARGETS = {
+    "gke-jobset": Target(jobset.render, "JobSet on TPU slices of GKE", platform="tpu"),
+    "gke-lws": Target(kubernetes.render, "LeaderWorkerSets on TPU slices of GKE", platform="tpu"),
+    "kubernetes": Target(kubernetes.render, "LeaderWorkerSets on any Kubernetes"),
+    "slurm": Target(
+        slurm.render, "a batch script, a process a GPU", False, "gpu", processes_on_devices
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog="python -m jaxserve.launch",
+        description="Write what starts a deployment on a cluster or a host.",
+        epilog="; ".join(f"{name}: {target.help}" for name, target in TARGETS.items()),
+    )
+    add_deployment_arguments(made)
+    made.add_argument("--target", required=True, choices=TARGETS, help="where it is to run")
+    made.add_argument("--write", type=Path, metavar="FOLDER", help="write files, print nothing")
+    made.add_argument("--name", default="jaxserve", help="of everything that is made (%(default)s)")
+    made.add_argument(
+        "--hardware",
+        default="",
+        metavar="NAME",
+        help="of configs/hardware: what roles run on that have no key hardware, as v6e",
+    )
+    made.add_argument(
+        "--slices", type=int, default=1, help="TPU slices of one runtime with all roles (1)"
+    )
+    made.add_argument(
+        "--image", default=f"jaxserve:{jaxserve.__version__}", help="of containers (%(default)s)"
+    )
+    made.add_argument(
+        "--model-path",
+        default="",
+        metavar="PATH",
+        help="the model folder where processes run (containers: /models/NAME, as in --model)",
+    )
+    made.add_argument(
+        "--models-claim",
+        default="models",
+        help="PersistentVolumeClaim that is mounted at /models; '' for none (%(default)s)",
+    )
+    made.add_argument(
+        "--cache-claim",
+        default="",
+        help="PersistentVolumeClaim that pods share for compiled programs (none)",
+    )
+    made.add_argument(
+        "--without-keys", action="store_true", help="clients need no API key (--insecure-bind)"
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints or writes the files; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    made = parser()
+    options = made.parse_args(given)
+    if options.config is None and options.model is None:
+        made.error("one of the arguments --config --model is required")
+    try:
+        files = render(options, given)
+        if options.write is not None:
+            options.write.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                path = options.write / name
+                path.write_text(text, encoding="utf-8")
+                path.chmod(0o755 if text.startswith("#!") else 0o644)
+                print(path, file=sys.stderr)
+    except ConfigError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"jaxserve: --write {options.write}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    if options.write is None:
+        for name, text in files.items():
+            print(f"##### {name}\n{text}" if len(files) > 1 else text, end="")
+    return 0
+
+
+def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
+    """The files by name.
+
+    Raises:
+      ConfigError: the deployment is wrong, or cannot be started that way.
+    """
+    target = TARGETS[options.target]
+    deployment = read_deployment(options.config, options.model, options.set)
+    if options.slices < 1:
+        raise ConfigError(f"--slices {options.slices}: expected 1 or more")
+    works = workloads(deployment, options.hardware, options.slices, target.processes_of)
+    for work in works:
+        platform = work.hardware.platform if work.hardware else ""
+        if target.platform and work.kind != "router" and platform != target.platform:
+            raise ConfigError(
+                f"--target {options.target}: is for a {target.platform}, and {work.kind} has "
+                f"hardware {work.hardware_name or 'none'}; say --hardware, or the role's key"
+            )
+    if options.slices > 1 and options.target == "gke-lws":
+        raise ConfigError(
+            f"--slices {options.slices}: a group of LeaderWorkerSet has one slice; take gke-jobset"
+        )
+    if options.slices > 1 and any(work.tpu is None for work in works):
+        raise ConfigError(f"--slices {options.slices}: only TPUs come in slices")
+    if target.contained and deployment.server.http_port < 1:
+        raise ConfigError(
+            f"server.http_port = {deployment.server.http_port}: probes need a port of HTTP"
+        )
+    model = options.model_path
+    if target.contained and not model:
+        model = f"/models/{Path(deployment.model).name}"
+    return target.render(
+        Rendering(
+            deployment,
+            works,
+            Options(
+                name=options.name,
+                image=options.image,
+                model=model,
+                models_claim=options.models_claim,
+                cache_claim=options.cache_claim,
+                keys=not options.without_keys,
+            ),
+            _command(given),
+        )
+    )
+
+
+def _command(given: Sequence[str]) -> str:
+    """The command again, without where it wrote to."""
+    words = list(given)
+    if "--write" in words:
+        at = words.index("--write")
+        del words[at : at + 2]
+    words = [word for word in words if not word.startswith("--write=")]
+    return f"python -m jaxserve.launch {shlex.join(words)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Autoscaling of a fleet's workloads by its routers' metrics. Called by `kubernetes.py`."""
+
+from jaxserve.launch import pods
+from jaxserve.launch.options import Rendering
+from jaxserve.launch.pods import Tree
+from jaxserve.launch.settings import to_yaml
+
+MOST = 8
+"""Times the workers that the deployment has."""
+HEAD = """\
+# Examples: thresholds and bounds are yours. Both read the routers' metrics from Prometheus.
+#
+# A pod that is taken away gets SIGTERM: it takes nothing new, what waits there goes elsewhere, and
+# what still runs after server.drain_seconds is replayed by the routers.
+#
+# The HorizontalPodAutoscaler needs an adapter that serves as an external metric the rule
+#   jaxserve_domain_load = max(avg by (pod) (jaxserve:kv_cache_usage_perc))
+"""
+
+
+def render(rendering: Rendering) -> str:
+    """KEDA for prefill workers, a HorizontalPodAutoscaler for domains."""
+    works = {work.kind: work for work in rendering.works}
+    trees = []
+    if "prefill" in works:
+        name = pods.name_of(rendering.options, works["prefill"])
+        trees.append(_prefill(name, works["prefill"].workers))
+    name = pods.name_of(rendering.options, works["domain"])
+    trees.append(_domains(name, works["domain"].workers))
+    return f"# {rendering.command}\n{HEAD}{to_yaml(*trees)}"
+
+
+def _prefill(name: str, workers: int) -> Tree:
+    """By the prompts that are not computed yet, a prefill worker."""
+    waiting = 'jaxserve:worker_requests{role="prefill", state=~"running|waiting"}'
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": name},
+        "spec": {
+            "scaleTargetRef": _target(name),
+            "minReplicaCount": 1,
+            "maxReplicaCount": workers * MOST,
+            "cooldownPeriod": 300,
+            "triggers": [
+                {
+                    "type": "prometheus",
+                    "metadata": {
+                        "serverAddress": "http://prometheus.monitoring.svc:9090",
+                        "query": f"max(sum by (pod) ({waiting}))",
+                        "threshold": "8",
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _domains(name: str, workers: int) -> Tree:
+    """By the share of the KV cache that is used. Requests of a domain that goes are computed anew
+    elsewhere, so one at a time."""
+    slowly = {
+        "stabilizationWindowSeconds": 600,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}],
+    }
+    target = {"type": "Value", "value": "700m"}
+    metric = {"metric": {"name": "jaxserve_domain_load"}, "target": target}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": name},
+        "spec": {
+            "scaleTargetRef": _target(name),
+            "minReplicas": workers,
+            "maxReplicas": workers * MOST,
+            "metrics": [{"type": "External", "external": metric}],
+            "behavior": {"scaleDown": slowly},
+        },
+    }
+
+
+def _target(name: str) -> dict[str, str]:
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "name": name,
+    }

@@ -1,0 +1,147 @@
+"""Kubernetes: a LeaderWorkerSet (0.6 or newer) a role, on TPU slices of GKE or on GPU servers.
+
+Called by `__main__.py`.
+"""
+
+from typing import Any
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.launch import autoscaling, pods
+from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.pods import Tree
+from jaxserve.launch.settings import placed, to_yaml
+from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
+
+LWS = "leaderworkerset.sigs.k8s.io"
+
+
+def render(rendering: Rendering) -> dict[str, str]:
+    """The files of the deployment, by name."""
+    options, works = rendering.options, rendering.works
+    kinds = {work.kind: work for work in works}
+    addresses: dict[str, Any] = {}
+    if "domain" in kinds:
+        addresses["registry"] = "kubernetes"
+        for kind in ("prefill", "domain"):
+            if kind in kinds:
+                key = {"prefill": "prefill", "domain": "domains"}[kind]
+                addresses[key] = [f"{_leaders(options, kinds[kind])}:{WORKER_PORT}"]
+    if "ffn" in kinds:
+        own = pods.name_of(options, kinds["ffn"])
+        addresses["ffn"] = [f"{own}-{n}.{own}:{FFN_PORT}" for n in range(kinds["ffn"].workers)]
+    deployment = placed(rendering.deployment, pods.container_places(rendering, **addresses))
+    faces = next(work for work in works if work.faces)
+    selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
+    trees = [pods.config_map(deployment, options)]
+    for work in works:
+        trees += _objects(deployment, work, options)
+    trees += [
+        pods.client_service(deployment, options, selector),
+        pods.network_policy(deployment, options),
+        pods.pod_monitor(deployment, options, selector),
+    ]
+    files = {"kubernetes.yaml": f"{head(rendering, deployment)}{to_yaml(*trees)}"}
+    if "domain" in kinds:
+        files["autoscale.yaml"] = autoscaling.render(rendering)
+    return files
+
+
+def head(rendering: Rendering, deployment: Deployment) -> str:
+    """What to do first, as comments."""
+    options = rendering.options
+    files = pods.files_of(deployment, options)
+    secret = [f"kubectl create secret generic {options.name} \\"]
+    secret.append('  --from-literal=cluster-token="$(openssl rand -hex 16)" \\')
+    secret += [f"  --from-file={path.rpartition('/')[2]}=FILE \\" for path in files.values()]
+    if "api_keys" in files:
+        secret.append('  --from-literal=metrics-key="$(head -n 1 FILE)" \\')
+    secret[-1] = secret[-1].removesuffix(" \\")
+    claims = [claim for claim in (options.models_claim, options.cache_claim) if claim]
+    lines = [rendering.command, *secret]
+    if claims:
+        lines.append(f"and PersistentVolumeClaims: {', '.join(claims)}; image {options.image}")
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _objects(deployment: Deployment, work: Workload, options: Options) -> list[Tree]:
+    """Of one workload."""
+    if work.kind == "router":
+        return _router(deployment, work, options)
+    made = [_leader_worker_set(deployment, work, options)]
+    if work.kind in ("prefill", "domain"):
+        made.append(
+            {
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": {"name": _leaders(options, work)},
+                "spec": {
+                    "clusterIP": "None",
+                    "selector": _first(options, work),
+                    "ports": [{"name": "worker", "port": WORKER_PORT}],
+                },
+            }
+        )
+    return made
+
+
+def _leader_worker_set(deployment: Deployment, work: Workload, options: Options) -> Tree:
+    group: Tree = {"size": work.processes, "restartPolicy": "RecreateGroupOnPodRestart"}
+    if work.processes > 1:
+        # LeaderWorkerSet sets these variables in every container.
+        given = pods.joining("$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)", "$(LWS_GROUP_SIZE)")
+        group["leaderTemplate"] = pods.pod(deployment, work, options, given)
+        group["workerTemplate"] = pods.pod(deployment, work, options, given, leads=False)
+    else:
+        group["workerTemplate"] = pods.pod(deployment, work, options, [])
+    metadata: Tree = {"name": pods.name_of(options, work), "labels": pods.labels(options, work)}
+    if work.tpu and work.tpu.hosts > 1:
+        # All pods of a group on one slice, which is one node pool.
+        metadata["annotations"] = {f"{LWS}/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata,
+        "spec": {
+            "replicas": work.workers,
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
+            },
+            "leaderWorkerTemplate": group,
+        },
+    }
+
+
+def _router(deployment: Deployment, work: Workload, options: Options) -> list[Tree]:
+    name, own = pods.name_of(options, work), pods.labels(options, work)
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name, "labels": own},
+            "spec": {
+                "replicas": work.workers,
+                "selector": {"matchLabels": own},
+                "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+                "template": pods.pod(deployment, work, options, []),
+            },
+        },
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": name},
+            "spec": {"minAvailable": 1, "selector": {"matchLabels": own}},
+        },
+    ]
+
+
+def _leaders(options: Options, work: Workload) -> str:
+    """Name of the Service whose ready pods are the workers; LeaderWorkerSet makes one of its own
+    name with all pods."""
+    return f"{pods.name_of(options, work)}-leaders"
+
+
+def _first(options: Options, work: Workload) -> dict[str, str]:
+    """Labels of process 0 of a workload's workers."""
+    return {f"{LWS}/name": pods.name_of(options, work), f"{LWS}/worker-index": "0"}

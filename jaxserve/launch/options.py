@@ -1,0 +1,58 @@
+"""What a renderer is told beside the deployment."""
+
+from typing import NamedTuple
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import Server
+from jaxserve.launch.settings import Places
+from jaxserve.launch.workloads import Workload
+
+KEYS = "/run/secrets/jaxserve"
+"""Folder of API keys and certificates in a container."""
+CACHE = "/var/cache/jaxserve"
+"""Compiled programs, in a container."""
+
+
+class Options(NamedTuple):
+    """Of the command.
+
+    Attributes:
+      name: of everything that is made.
+      image: that containers run.
+      model: the model folder where the processes run; empty: the deployment's.
+      models_claim: PersistentVolumeClaim with models, mounted at /models; empty: none.
+      cache_claim: PersistentVolumeClaim that hosts share for compiled programs; empty: none.
+      keys: whether clients must present an API key.
+    """
+
+    name: str = "jaxserve"
+    image: str = ""
+    model: str = ""
+    models_claim: str = ""
+    cache_claim: str = ""
+    keys: bool = True
+
+
+class Rendering(NamedTuple):
+    """What renderers turn into files.
+
+    Attributes:
+      deployment: as given.
+      works: its workloads.
+      options: of the command.
+      command: that made it, for the head of files.
+    """
+
+    deployment: Deployment
+    works: list[Workload]
+    options: Options
+    command: str
+
+
+def host_places(rendering: Rendering) -> Places:
+    """Places on hosts without containers. Clients of other hosts are let in with keys, TLS, or
+    where `--without-keys` says that they need none; otherwise `server.host` stays."""
+    server, options = rendering.deployment.server, rendering.options
+    guarded = server.api_keys or server.tls_certificate or not options.keys
+    loopback = server.host == Server().host
+    return Places(model=options.model, host="0.0.0.0" if guarded and loopback else "")

@@ -1,0 +1,212 @@
+"""What has to be started for a deployment: a workload a role, each some equal workers of some equal
+processes.
+
+Called by `__main__.py`; the renderers in the other files turn workloads into what a cluster takes.
+Pure arithmetic on a deployment: no JAX, no cluster.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.membership import process_shares
+from jaxserve.launch.machines import TpuSlice, tpu_slice
+from jaxserve.planner.hardware import Hardware, load_hardware
+
+WORKER_PORT, FFN_PORT, COORDINATOR_PORT, CONTROL_PORT = 9100, 9000, 8476, 8477
+"""Where workers listen for routers, ffn workers for attention workers, and process 0 of a worker
+for its other processes."""
+
+Kind = Literal["whole", "router", "prefill", "domain", "attention", "ffn"]
+
+
+class Workload(NamedTuple):
+    """Equal workers of one role.
+
+    Attributes:
+      kind: `whole`: the deployment is one runtime, which serves clients itself; `attention`: an
+        attention runtime that does.
+      role: for `--role`; empty: none is needed.
+      workers: how many there are, each with its own processes.
+      processes: of each worker; the first one leads.
+      devices: JAX devices of each process; 0: it needs none.
+      hardware: what a process runs on: one JAX device of it; None: processors.
+      hardware_name: of `configs/hardware`.
+      port: where process 0 of a worker listens for other workloads; 0: nowhere.
+      slices: TPU slices that a worker's processes are divided over.
+    """
+
+    kind: Kind
+    role: str
+    workers: int
+    processes: int
+    devices: int
+    hardware: Hardware | None
+    hardware_name: str
+    port: int = 0
+    slices: int = 1
+
+    @property
+    def faces(self) -> bool:
+        """Whether process 0 of it serves clients."""
+        return self.kind in ("whole", "router", "attention")
+
+    @property
+    def accelerators(self) -> int:
+        """Chips or GPUs of each process."""
+        return 0 if self.hardware is None else self.devices // self.hardware.jax_devices
+
+    @property
+    def tpu(self) -> TpuSlice | None:
+        """Each of the slices of a worker, where it runs on TPUs."""
+        if self.hardware is None or self.hardware.platform != "tpu":
+            return None
+        return tpu_slice(self.hardware_name, self.accelerators * self.processes // self.slices)
+
+
+def workloads(
+    deployment: Deployment,
+    hardware: str = "",
+    slices: int = 1,
+    processes_of: Callable[[int, Hardware | None, str], int] | None = None,
+) -> list[Workload]:
+    """The workloads of a deployment, the router first.
+
+    Args:
+      hardware: name of what roles run on that say nothing themselves; empty: processors.
+      slices: TPU slices of a runtime that has all roles.
+      processes_of: devices of a worker, their hardware and its name → its processes; by default a
+        process a host.
+
+    Raises:
+      ConfigError: hosts or slices do not divide the devices, or a runtime cannot be started so.
+    """
+    count = processes_of or processes_on_hosts
+    pull = deployment.link.transport == "pull"
+    apart = pull or deployment.mode == "colocated"
+    prefill = deployment.prefill
+    fleet = bool(prefill.workers or deployment.fleet.domains or (apart and deployment.domains > 1))
+    if slices > 1 and (fleet or pull):
+        raise ConfigError(
+            f"--slices {slices}: a runtime over several slices has all roles; of this deployment "
+            "each worker takes a slice of its own"
+        )
+    if not fleet and not pull:
+        whole = _runtime(deployment, hardware, count, slices)
+        return [_workload("whole", "", 1, whole, slices=slices)]
+    found = []
+    if fleet:
+        found.append(_workload("router", "router", 2, _Runtime(1, 0, None, "")))
+    if prefill.workers:
+        own = deployment_of(deployment, "prefill")
+        if own.link.transport == "pull":
+            raise ConfigError(
+                "prefill.mode: over link.transport = pull prefill workers would need ffn workers "
+                "of their own; say prefill.mode: colocated"
+            )
+        runtime = _runtime(own, hardware, count, 1)
+        found.append(_workload("prefill", "prefill", prefill.workers, runtime, WORKER_PORT))
+    if not pull:
+        domains = deployment.domains if apart else _cells(deployment)
+        runtime = _runtime(deployment, hardware, count, 1)
+        return [*found, _workload("domain", "decode", domains, runtime, WORKER_PORT)]
+    attention, ffn = deployment.attention, deployment.ffn
+    one = _one_process("attention", attention.devices, attention.hardware or hardware)
+    if fleet:
+        found.append(_workload("domain", "attention", deployment.domains, one, WORKER_PORT))
+    else:
+        found.append(_workload("attention", "attention", 1, one))
+    one = _one_process("ffn", ffn.devices, ffn.hardware or hardware)
+    found.append(_workload("ffn", "ffn", len(deployment.link.addresses), one, FFN_PORT))
+    return found
+
+
+class _Runtime(NamedTuple):
+    """Processes of a worker, JAX devices of each, and what they run on."""
+
+    processes: int
+    devices: int
+    hardware: Hardware | None
+    hardware_name: str
+
+
+def _workload(
+    kind: Kind, role: str, workers: int, runtime: _Runtime, port: int = 0, slices: int = 1
+) -> Workload:
+    return Workload(
+        kind=kind,
+        role=role,
+        workers=workers,
+        processes=runtime.processes,
+        devices=runtime.devices,
+        hardware=runtime.hardware,
+        hardware_name=runtime.hardware_name,
+        port=port,
+        slices=slices,
+    )
+
+
+def processes_on_hosts(devices: int, hardware: Hardware | None, name: str) -> int:
+    """A process a host: of how many the devices of a worker take."""
+    if hardware is None:
+        return 1
+    if hardware.platform == "tpu":
+        return tpu_slice(name, devices // hardware.jax_devices).hosts
+    host = hardware.devices_per_host
+    if devices > host and devices % host:
+        raise ConfigError(f"{devices} devices do not fill hosts of {host} {hardware.name}")
+    return max(1, devices // host)
+
+
+def processes_on_devices(devices: int, hardware: Hardware | None, name: str) -> int:
+    """A process a device, as Slurm starts them."""
+    return devices
+
+
+def _runtime(
+    deployment: Deployment,
+    hardware: str,
+    count: Callable[[int, Hardware | None, str], int],
+    slices: int,
+) -> _Runtime:
+    """Of a runtime with all roles."""
+    attention, ffn = deployment.attention, deployment.ffn
+    name = attention.hardware or hardware
+    if deployment.mode == "afd" and (ffn.hardware or hardware) != name:
+        raise ConfigError(
+            f"attention.hardware = {name or 'none'} and ffn.hardware = "
+            f"{ffn.hardware or hardware or 'none'}: one runtime runs on one kind"
+        )
+    kind = load_hardware(name) if name else None
+    devices = deployment.devices
+    if devices % slices:
+        raise ConfigError(f"--slices {slices} do not divide the {devices} devices of the layout")
+    if deployment.mode == "afd" and attention.processes and ffn.processes:
+        processes = attention.processes + ffn.processes
+    else:
+        processes = slices * count(devices // slices, kind, name)
+    shares = {share.devices for share in process_shares(deployment, processes)}
+    if len(shares) > 1 or processes % slices:
+        raise ConfigError(
+            f"{processes} processes on {slices} slice(s) would have {sorted(shares)} devices each: "
+            "processes of one workload are equal; change the sizes of the roles"
+        )
+    return _Runtime(processes, shares.pop(), kind, name)
+
+
+def _one_process(role: str, devices: int, name: str) -> _Runtime:
+    """Of a role with a runtime of its own, which has one process."""
+    kind = load_hardware(name) if name else None
+    if kind is not None and devices > kind.devices_per_host:
+        raise ConfigError(
+            f"{role}: {devices} devices in one process, but a host of {kind.name} has "
+            f"{kind.devices_per_host}: over link.transport = pull a worker has one process"
+        )
+    return _Runtime(1, devices, kind, name)
+
+
+def _cells(deployment: Deployment) -> int:
+    """Workers that have all roles, where a fleet names them."""
+    fleet = deployment.fleet
+    return max(1, len(fleet.domains)) if fleet.registry == "static" else 1

@@ -1,0 +1,115 @@
+"""The batch script runs with stand-ins for Slurm; its steps are what `serve` takes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import serve
+from jaxserve.config.deployment import load_deployment
+from jaxserve.fleet.membership import process_shares
+from tests.jaxserve.launch.rendered import files_of
+
+WHOLE = "--config qwen3-235b-a22b --hardware h100 --target slurm"
+FLEET = "--config step3-prefill --target slurm --without-keys"
+PULL = "--config demo-fleet-afd --hardware h100 --target slurm"
+STAND_INS = {
+    "srun": """#!/usr/bin/env python3
+import json, os, sys
+line = json.dumps([os.environ["JAXSERVE_CLUSTER_TOKEN"], *sys.argv[1:]]) + "\\n"
+os.write(1, line.encode())
+""",
+    "scontrol": "#!/usr/bin/env bash\nprintf 'n%s\\n' 0 1 2 3 4 5 6 7\n",
+}
+
+
+def run(files: dict[str, str], folder: Path, *more: str) -> list[Any]:
+    """The calls of `srun`, each its environment's secret and its arguments."""
+    for name, text in (files | STAND_INS).items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "jaxserve.sbatch", *more],
+        env={
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "n[0-7]",
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def served(call: list[str]) -> Any:
+    """What `serve` makes of a step's command line."""
+    start = call.index("jaxserve.serve") + 1
+    return serve._parse(call[start:])
+
+
+def test_a_runtime_is_one_step(tmp_path: Path) -> None:
+    files = files_of(WHOLE)
+    directives = [line for line in files["jaxserve.sbatch"].splitlines() if "#SBATCH" in line]
+    for wanted in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--gpu-bind=none"):
+        assert f"#SBATCH {wanted}" in directives
+    (first,) = run(files, tmp_path, "--set", "lanes=3")
+    (second,) = run(files, tmp_path)
+    assert len(first[0]) == 32
+    assert first[0] != second[0], "a secret a job"
+    options = served(first)
+    assert (options.distributed, options.set, options.insecure_bind) == (True, ["lanes=3"], False)
+    assert "--kill-on-bad-exit=1" in first
+    read = load_deployment(tmp_path / options.config)
+    assert {share.devices for share in process_shares(read, 16)} == {1}
+    assert read == load_deployment("qwen3-235b-a22b")
+
+
+def test_a_fleet_is_a_step_a_worker(tmp_path: Path) -> None:
+    files = files_of(FLEET)
+    assert "#SBATCH --nodes=8" in files["jaxserve.sbatch"]
+    calls = run(files, tmp_path)
+    steps = {(served(call).role, served(call).worker): call for call in calls}
+    assert set(steps) == {
+        *(("prefill", n) for n in range(4)),
+        ("decode", 0),
+        ("router", None),
+    }
+    assert {"--relative=4", "--nodes=4", "--ntasks=32"} <= set(steps["decode", 0])
+    assert {"--relative=2", "--nodes=1", "--ntasks=8"} <= set(steps["prefill", 2])
+    for call in calls:
+        options = served(call)
+        assert options.insecure_bind
+        read = load_deployment(tmp_path / options.config, options.set)
+        assert read.fleet.prefill == [f"n{n}:9100" for n in range(4)]
+        assert (read.fleet.domains, read.fleet.registry) == (["n4:9100"], "static")
+        assert options.distributed == (options.role != "router")
+
+
+def test_runtimes_of_one_process(tmp_path: Path) -> None:
+    calls = [served(call) for call in run(files_of(PULL), tmp_path)]
+    assert sorted((call.role, call.listen) for call in calls if call.role == "ffn") == [
+        ("ffn", "n3:9000")
+    ]
+    read = load_deployment(tmp_path / calls[0].config, calls[0].set)
+    assert read.link.addresses == ["n3:9000"]
+    assert read.fleet.domains == ["n1:9100", "n2:9100"]
+
+
+@pytest.mark.parametrize("command", [WHOLE, FLEET, PULL])
+def test_the_script_is_clean(command: str, tmp_path: Path) -> None:
+    script = tmp_path / "jaxserve.sbatch"
+    script.write_text(files_of(command)["jaxserve.sbatch"])
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    if not Path(shellcheck).exists():
+        pytest.skip("no shellcheck")
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
