@@ -25,11 +25,12 @@ GRPCURL := build/bin/.grpcurl
 SCHEMAS := build/schemas/.fetched
 KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
 # A module of Go, and the file in it.
-CRDS := \
+OTHER_SCHEMAS := \
   sigs.k8s.io/lws@v0.8.0:config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml \
   sigs.k8s.io/jobset@v0.10.1:config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml \
   github.com/prometheus-operator/prometheus-operator@v0.85.0:example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml \
-  github.com/kedacore/keda/v2@v2.18.0:config/crd/bases/keda.sh_scaledobjects.yaml
+  github.com/kedacore/keda/v2@v2.18.0:config/crd/bases/keda.sh_scaledobjects.yaml \
+  github.com/compose-spec/compose-go/v2@v2.9.0:schema/compose-spec.json
 GRPCURL_PACKAGE := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 
 # The simulated devices of a machine without an accelerator.
@@ -73,10 +74,10 @@ $(GRPCURL):
 $(SCHEMAS): | $(BIN)/python
 	@mkdir -p $(@D); $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
 	  --dest $(@D) $(KUBERNETES_SCHEMAS) || echo 'schemas of Kubernetes: not fetched' >&2
-	@if command -v go > /dev/null; then for crd in $(CRDS); do \
-	  folder=$$(cd $(@D) && GOTOOLCHAIN=local timeout 300 go mod download -json "$${crd%%:*}" \
-	    | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') && cp "$$folder/$${crd#*:}" $(@D) \
-	    || echo "$$crd: not fetched" >&2; done; fi; touch $@
+	@if command -v go > /dev/null; then for schema in $(OTHER_SCHEMAS); do \
+	  folder=$$(cd $(@D) && GOTOOLCHAIN=local timeout 300 go mod download -json "$${schema%%:*}" \
+	    | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') && cp "$$folder/$${schema#*:}" $(@D) \
+	    || echo "$$schema: not fetched" >&2; done; fi; touch $@
 
 serve: $(VENV)/.installed-serve
 	@echo 'Starting. After the line that says "ready", call it from another terminal:'

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import jaxserve
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.errors import ConfigError
-from jaxserve.launch import jobset, kubernetes, slurm
+from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
+    one_process,
     processes_on_devices,
     processes_on_hosts,
     workloads,
@@ -44,12 +45,15 @@ class Target(NamedTuple):
 
 
 TARGETS = {
+    "cloud-tpu": Target(cloud_tpu.render, "a script for slices of Cloud TPU", False, "tpu"),
+    "docker": Target(docker.render, "image and Compose file of one host", processes_of=one_process),
     "gke-jobset": Target(jobset.render, "JobSet on TPU slices of GKE", platform="tpu"),
     "gke-lws": Target(kubernetes.render, "LeaderWorkerSets on TPU slices of GKE", platform="tpu"),
     "kubernetes": Target(kubernetes.render, "LeaderWorkerSets on any Kubernetes"),
     "slurm": Target(
         slurm.render, "a batch script, a process a GPU", False, "gpu", processes_on_devices
     ),
+    "systemd": Target(systemd.render, "units, a process a host", False),
 }
 
 
@@ -91,6 +95,14 @@ def parser() -> argparse.ArgumentParser:
         "--cache-claim",
         default="",
         help="PersistentVolumeClaim that pods share for compiled programs (none)",
+    )
+    made.add_argument(
+        "--python",
+        default=Options().python,
+        help="that hosts without containers run (%(default)s)",
+    )
+    made.add_argument(
+        "--leader", default="", metavar="HOST", help="host of process 0, for systemd on several"
     )
     made.add_argument(
         "--without-keys", action="store_true", help="clients need no API key (--insecure-bind)"
@@ -167,6 +179,8 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
                 model=model,
                 models_claim=options.models_claim,
                 cache_claim=options.cache_claim,
+                python=options.python,
+                leader=options.leader,
                 keys=not options.without_keys,
             ),
             _command(given),

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.launch import autoscaling, pods
-from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.options import Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
 from jaxserve.launch.settings import placed, to_yaml
 from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
@@ -49,7 +49,7 @@ def render(rendering: Rendering) -> dict[str, str]:
 def head(rendering: Rendering, deployment: Deployment) -> str:
     """What to do first, as comments."""
     options = rendering.options
-    files = pods.files_of(deployment, options)
+    files = files_of(deployment, options)
     secret = [f"kubectl create secret generic {options.name} \\"]
     secret.append('  --from-literal=cluster-token="$(openssl rand -hex 16)" \\')
     secret += [f"  --from-file={path.rpartition('/')[2]}=FILE \\" for path in files.values()]

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.sections import Server
+from jaxserve.config.sections import SERVER_FILES, Server
 from jaxserve.launch.settings import Places
 from jaxserve.launch.workloads import Workload
 
@@ -11,6 +11,14 @@ KEYS = "/run/secrets/jaxserve"
 """Folder of API keys and certificates in a container."""
 CACHE = "/var/cache/jaxserve"
 """Compiled programs, in a container."""
+
+SECRET_FILES = {
+    "api_keys": "api-keys",
+    "tls_certificate": "tls.crt",
+    "tls_key": "tls.key",
+    "tls_client_ca": "ca.crt",
+}
+"""Names of secret files by the keys of `server`."""
 
 
 class Options(NamedTuple):
@@ -22,6 +30,8 @@ class Options(NamedTuple):
       model: the model folder where the processes run; empty: the deployment's.
       models_claim: PersistentVolumeClaim with models, mounted at /models; empty: none.
       cache_claim: PersistentVolumeClaim that hosts share for compiled programs; empty: none.
+      python: that hosts without containers run.
+      leader: host of process 0, where nothing else says so.
       keys: whether clients must present an API key.
     """
 
@@ -30,6 +40,8 @@ class Options(NamedTuple):
     model: str = ""
     models_claim: str = ""
     cache_claim: str = ""
+    python: str = "/opt/jaxserve/bin/python"
+    leader: str = ""
     keys: bool = True
 
 
@@ -56,3 +68,10 @@ def host_places(rendering: Rendering) -> Places:
     guarded = server.api_keys or server.tls_certificate or not options.keys
     loopback = server.host == Server().host
     return Places(model=options.model, host="0.0.0.0" if guarded and loopback else "")
+
+
+def files_of(deployment: Deployment, options: Options) -> dict[str, str]:
+    """Where the files of `server` are in a container."""
+    there = [key for key in SERVER_FILES if getattr(deployment.server, key)]
+    keys = ["api_keys"] if options.keys and "api_keys" not in there else []
+    return {key: f"{KEYS}/{SECRET_FILES[key]}" for key in [*keys, *there]}

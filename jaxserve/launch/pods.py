@@ -6,9 +6,8 @@ Called by `kubernetes.py` and `jobset.py`. Trees are what YAML takes; nothing he
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.sections import SERVER_FILES
 from jaxserve.launch.machines import gpu_product
-from jaxserve.launch.options import CACHE, KEYS, Options, Rendering
+from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
 from jaxserve.launch.settings import Places, deployment_text
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload
 
@@ -21,20 +20,6 @@ SPARE_SECONDS = 25
 START_SECONDS = 3600
 """For loading and compiling, after which a pod that does not answer is given up."""
 USER = 10001
-_FILES = {
-    "api_keys": "api-keys",
-    "tls_certificate": "tls.crt",
-    "tls_key": "tls.key",
-    "tls_client_ca": "ca.crt",
-}
-"""Keys of the Secret by those of `server`."""
-
-
-def files_of(deployment: Deployment, options: Options) -> dict[str, str]:
-    """Where the files of `server` are in a container."""
-    there = [key for key in SERVER_FILES if getattr(deployment.server, key)]
-    keys = ["api_keys"] if options.keys and "api_keys" not in there else []
-    return {key: f"{KEYS}/{_FILES[key]}" for key in [*keys, *there]}
 
 
 def container_places(rendering: Rendering, **addresses: Any) -> Places:
@@ -213,7 +198,7 @@ def _volumes(
     ]
     files = files_of(deployment, options)
     if files and (serves or work.processes > 1):
-        items = [{"key": _FILES[key], "path": _FILES[key]} for key in files]
+        items = [{"key": SECRET_FILES[key], "path": SECRET_FILES[key]} for key in files]
         secret = {"secretName": options.name, "items": items}
         found.append(("secrets", KEYS, True, {"secret": secret}))
     if options.models_claim:
@@ -311,7 +296,7 @@ def pod_monitor(deployment: Deployment, options: Options, selector: dict[str, st
     if "api_keys" in files_of(deployment, options):
         endpoint["authorization"] = {"credentials": {"name": options.name, "key": "metrics-key"}}
     if deployment.server.tls_certificate:
-        own = {"secret": {"name": options.name, "key": _FILES["tls_certificate"]}}
+        own = {"secret": {"name": options.name, "key": SECRET_FILES["tls_certificate"]}}
         trusted = {"ca": own, "serverName": f"{options.name}-api"}
         endpoint |= {"scheme": "https", "tlsConfig": trusted}
     return {

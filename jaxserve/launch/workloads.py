@@ -164,6 +164,11 @@ def processes_on_devices(devices: int, hardware: Hardware | None, name: str) -> 
     return devices
 
 
+def one_process(devices: int, hardware: Hardware | None, name: str) -> int:
+    """All devices of a worker in one process."""
+    return 1
+
+
 def _runtime(
     deployment: Deployment,
     hardware: str,

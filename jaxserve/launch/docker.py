@@ -1,0 +1,208 @@
+"""Containers: the image (`Dockerfile`), and a deployment on one host (`compose.yaml`).
+
+Called by `__main__.py`. A Dockerfile has no structure to write it from: it is text.
+"""
+
+from typing import Any
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.launch.options import CACHE, KEYS, Options, Rendering, files_of
+from jaxserve.launch.settings import Places, deployment_text, placed, to_yaml
+from jaxserve.launch.workloads import Workload
+
+Tree = dict[str, Any]
+
+DOCKERFILE = """\
+# {command}
+#
+#   docker build --tag {image} --build-arg EXTRA={extra} --file Dockerfile CHECKOUT
+#
+# EXTRA: tpu, cuda, or cpu. CUDA's libraries come with the packages; the host has the driver and the
+# NVIDIA Container Toolkit.
+FROM python:3.12-slim AS build
+ARG EXTRA={extra}
+WORKDIR /src
+COPY . .
+RUN python -m venv /opt/jaxserve && \\
+    if [ "$EXTRA" = cpu ]; then extra=""; else extra="[$EXTRA]"; fi && \\
+    /opt/jaxserve/bin/python -m pip install --no-cache-dir ".$extra"
+
+FROM python:3.12-slim
+RUN groupadd --gid {user} jaxserve && \\
+    useradd --uid {user} --gid {user} --no-create-home --home-dir /tmp jaxserve && \\
+    install --directory --owner={user} --group={user} {cache}
+COPY --from=build /opt/jaxserve /opt/jaxserve
+ENV PATH=/opt/jaxserve/bin:$PATH \\
+    PYTHONUNBUFFERED=1 \\
+    JAX_COMPILATION_CACHE_DIR={cache}
+USER {user}:{user}
+EXPOSE 8000 50051
+# SIGTERM drains.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-u", "-m", "jaxserve.serve"]
+CMD ["--help"]
+"""
+IGNORED = """\
+*
+!configs
+!jaxserve
+!pallas_kernels
+!LICENSE
+!MANIFEST.in
+!README.md
+!pyproject.toml
+!setup.py
+**/__pycache__
+"""
+USER = 10001
+SPARE_SECONDS = 25
+"""For a process to end after its drain."""
+
+
+def render(rendering: Rendering) -> dict[str, str]:
+    """The files by name.
+
+    Raises:
+      ConfigError: the deployment does not fit on one host.
+    """
+    options, works = rendering.options, rendering.works
+    fixed = [work for work in works if work.hardware is not None]
+    extras = {"tpu" if work.tpu else "cuda" for work in fixed}
+    devices = sum(work.workers * work.accelerators for work in fixed)
+    if fixed:
+        kind = fixed[0].hardware
+        assert kind is not None
+        if len({work.hardware_name for work in fixed}) > 1:
+            raise ConfigError("--target docker: one host has one kind of hardware")
+        host = kind.devices_per_host // kind.jax_devices
+        if devices > host:
+            raise ConfigError(
+                f"--target docker: starts one host; the deployment takes {devices} of "
+                f"{fixed[0].hardware_name}, a host has {host}"
+            )
+    if extras == {"tpu"} and sum(work.workers for work in fixed) > 1:
+        raise ConfigError("--target docker: one process of a host has its TPUs")
+    names = {work.kind: _services(work) for work in works}
+    addresses: dict[str, Any] = {
+        key: [f"{name}:{work.port}" for work in works if work.kind == kind for name in names[kind]]
+        for key, kind in (("prefill", "prefill"), ("domains", "domain"), ("ffn", "ffn"))
+    }
+    files = files_of(rendering.deployment, options)
+    places = Places(model=options.model, host="0.0.0.0", files=files, **addresses)
+    deployment = placed(rendering.deployment, places)
+    return {
+        "Dockerfile": DOCKERFILE.format(
+            command=rendering.command,
+            image=options.image,
+            extra=next(iter(extras), "cpu"),
+            user=USER,
+            cache=CACHE,
+        ),
+        "Dockerfile.dockerignore": IGNORED,
+        "compose.yaml": _head(rendering) + to_yaml(_compose(deployment, works, options)),
+        "deployment.yaml": deployment_text(deployment),
+    }
+
+
+def _head(rendering: Rendering) -> str:
+    lines = [
+        rendering.command,
+        "JAXSERVE_CLUSTER_TOKEN=$(openssl rand -hex 16) docker compose up --detach",
+    ]
+    files = files_of(rendering.deployment, rendering.options)
+    names = [path.rpartition("/")[2] for path in files.values()]
+    if names:
+        lines.append(f"needs secrets/{', secrets/'.join(names)} beside this file")
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _services(work: Workload) -> list[str]:
+    """A service a worker; the router needs no second one on one host."""
+    if work.faces:
+        return ["router" if work.kind == "router" else "jaxserve"]
+    return [f"{work.kind}-{number}" for number in range(work.workers)]
+
+
+def _compose(deployment: Deployment, works: list[Workload], options: Options) -> Tree:
+    services, first = {}, 0
+    for work in works:
+        for number, name in enumerate(_services(work)):
+            gpus = [f"{first + gpu}" for gpu in range(0 if work.tpu else work.accelerators)]
+            first += len(gpus)
+            services[name] = _service(deployment, work, number, name, gpus, options)
+    volumes: Tree = {f"cache-{name}": {} for name in services}
+    return {"name": options.name, "services": services, "volumes": volumes}
+
+
+def _service(
+    deployment: Deployment,
+    work: Workload,
+    number: int,
+    name: str,
+    gpus: list[str],
+    options: Options,
+) -> Tree:
+    server = deployment.server
+    given = ["--config=/etc/jaxserve/deployment.yaml", "--log-format=json"]
+    if work.role:
+        given.append(f"--role={work.role}")
+    if work.kind in ("prefill", "domain"):
+        given.append(f"--worker={number}")
+    if work.kind == "ffn":
+        given.append(f"--listen={name}:{work.port}")
+    files = files_of(deployment, options)
+    if work.faces and not files:
+        given.append("--insecure-bind")
+    mounts = ["./deployment.yaml:/etc/jaxserve/deployment.yaml:ro", f"cache-{name}:{CACHE}"]
+    if files and work.faces:
+        mounts.append(f"./secrets:{KEYS}:ro")
+    mounts.append("${MODELS:-./models}:/models:ro")
+    made: Tree = {
+        "image": options.image,
+        "command": given,
+        "restart": "unless-stopped",
+        "stop_grace_period": f"{int(server.drain_seconds) + SPARE_SECONDS}s",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "volumes": mounts,
+        "healthcheck": {
+            "test": ["CMD", "python", "-c", _health(deployment, work, name)],
+            "interval": "10s",
+            "timeout": "8s",
+            "start_period": "1h" if not work.faces else "1m",
+        },
+    }
+    if work.kind != "whole":
+        made["environment"] = {"JAXSERVE_CLUSTER_TOKEN": "${JAXSERVE_CLUSTER_TOKEN:?}"}
+    if work.faces:
+        ports = [port for port in (server.http_port, server.grpc_port) if port > 0]
+        made["ports"] = [f"{port}:{port}" for port in ports]
+    if gpus:
+        device = {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
+        made["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        made["shm_size"] = "8gb"
+    if work.tpu:
+        made["devices"] = ["/dev/vfio:/dev/vfio"]
+        made["ulimits"] = {"memlock": -1}
+    return made
+
+
+def _health(deployment: Deployment, work: Workload, name: str) -> str:
+    """A program that fails where the process is not alive; workers have no HTTP, but a port."""
+    server = deployment.server
+    if not work.faces or server.tls_client_ca:
+        port = work.port or server.http_port
+        return f"import socket; socket.create_connection(('{name}', {port}), 5)"
+    if server.tls_certificate:
+        return (
+            "import ssl, urllib.request as r; r.urlopen("
+            f"'https://127.0.0.1:{server.http_port}/health', timeout=5, "
+            "context=ssl._create_unverified_context())"
+        )
+    return (
+        "import urllib.request as r; "
+        f"r.urlopen('http://127.0.0.1:{server.http_port}/health', timeout=5)"
+    )

@@ -1,0 +1,153 @@
+"""systemd: a unit a workload, for hosts that people keep.
+
+Called by `__main__.py`, and by `cloud_tpu.py` for the hosts of a slice. Workers keep the addresses
+that the deployment file gives them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import SERVER_FILES
+from jaxserve.errors import ConfigError
+from jaxserve.launch.options import Options, Rendering, host_places
+from jaxserve.launch.settings import deployment_text, placed
+from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload
+
+SPARE_SECONDS = 25
+"""For a process to end after its drain."""
+HEAD = """\
+# {command}
+#
+#   install -D -m 0644 deployment.yaml /etc/{name}/deployment.yaml
+#   install -D -m 0600 {name}.env /etc/{name}/{name}.env     # the cluster's token and addresses
+#   systemctl enable --now {instance}
+"""
+
+
+def render(rendering: Rendering) -> dict[str, str]:
+    """The files by name.
+
+    Raises:
+      ConfigError: the deployment has no addresses for its workers, or one has several hosts.
+    """
+    options, works = rendering.options, rendering.works
+    fleet, link = rendering.deployment.fleet, rendering.deployment.link
+    if len(works) > 1 and fleet.registry != "static":
+        raise ConfigError(f"--target systemd: fleet.registry = {fleet.registry}: give addresses")
+    for work in works:
+        if work.processes > 1 and len(works) > 1:
+            raise ConfigError(
+                f"--target systemd: a {work.kind} worker of {work.processes} processes; take "
+                "slurm or kubernetes, which start them together"
+            )
+        if work.kind in ("prefill", "domain") and not fleet.domains:
+            raise ConfigError("fleet.domains: empty; systemd needs the addresses of all workers")
+    deployment = placed(rendering.deployment, host_places(rendering))
+    environment = ["# openssl rand -hex 16; the same on all hosts", "JAXSERVE_CLUSTER_TOKEN="]
+    units = {}
+    for work in works:
+        own = options.name if work.kind == "whole" else f"{options.name}-{work.kind}"
+        given, instances = [], [""]
+        if work.kind in ("prefill", "domain"):
+            instances = [f"{number}" for number in range(work.workers)]
+            given = ["--worker=%i"]
+        elif work.kind == "ffn":
+            instances, given = list(link.addresses), ["--listen=%i"]
+        elif work.processes > 1:
+            instances = [f"{number}" for number in range(work.processes)]
+            given = ["--process-id=%i", f"--processes={work.processes}"]
+            if not options.leader:
+                raise ConfigError(
+                    f"--target systemd: {work.processes} hosts; say --leader HOST, that of "
+                    "process 0"
+                )
+            environment += [
+                f"JAXSERVE_COORDINATOR={options.leader}:{COORDINATOR_PORT}",
+                f"JAXSERVE_CONTROL={options.leader}:{CONTROL_PORT}",
+            ]
+        suffix = "@" if instances != [""] else ""
+        names = [f"{own}{suffix}{instance}.service" for instance in instances]
+        units[f"{own}{suffix}.service"] = HEAD.format(
+            command=rendering.command, name=options.name, instance=" ".join(names)
+        ) + unit(deployment, work, options, given)
+    return {
+        **units,
+        "deployment.yaml": deployment_text(without_files(deployment)),
+        f"{options.name}.env": "".join(f"{line}\n" for line in environment),
+    }
+
+
+def unit(deployment: Deployment, work: Workload, options: Options, given: Sequence[str]) -> str:
+    """The unit of a workload's processes.
+
+    Args:
+      given: arguments beside those of the workload.
+    """
+    server, name = deployment.server, options.name
+    words = [f"--config=/etc/{name}/deployment.yaml", "--log-format=json"]
+    if work.role:
+        words.append(f"--role={work.role}")
+    words += given
+    credentials = []
+    if work.faces:
+        for key in SERVER_FILES:
+            if source := getattr(server, key):
+                credential = Path(source).name
+                credentials.append(("LoadCredential", f"{credential}:{source}"))
+                words.append(f"--set=server.{key}=%d/{credential}")
+        if not options.keys:
+            words.append("--insecure-bind")
+    sections: dict[str, list[tuple[str, str]]] = {
+        "Unit": [
+            ("Description", f"jaxserve, {work.kind}"),
+            ("Wants", "network-online.target"),
+            ("After", "network-online.target"),
+            ("StartLimitIntervalSec", "0"),
+        ],
+        "Service": [
+            ("Type", "exec"),
+            ("ExecStart", " ".join([options.python, "-u", "-m", "jaxserve.serve", *words])),
+            ("EnvironmentFile", f"/etc/{name}/{name}.env"),
+            ("Environment", f"JAX_COMPILATION_CACHE_DIR=%C/{name}"),
+            *credentials,
+            # All units of the host are one user, whose files are the compiled programs.
+            ("User", name),
+            ("DynamicUser", "yes"),
+            ("CacheDirectory", name),
+            ("CacheDirectoryMode", "0700"),
+            # A process that has drained ends with 0.
+            ("Restart", "on-failure"),
+            ("RestartSec", "1"),
+            # A wrong configuration stays wrong.
+            ("RestartPreventExitStatus", "2"),
+            # SIGTERM drains; whoever is left afterwards is killed.
+            ("KillMode", "mixed"),
+            ("TimeoutStopSec", f"{int(server.drain_seconds) + SPARE_SECONDS}"),
+            ("LimitNOFILE", "1048576"),
+            ("LimitMEMLOCK", "infinity"),
+            ("NoNewPrivileges", "yes"),
+            ("CapabilityBoundingSet", ""),
+            ("ProtectSystem", "strict"),
+            ("ProtectHome", "read-only"),
+            ("PrivateTmp", "yes"),
+            ("ProtectKernelTunables", "yes"),
+            ("ProtectKernelModules", "yes"),
+            ("ProtectControlGroups", "yes"),
+            ("RestrictSUIDSGID", "yes"),
+        ],
+        "Install": [("WantedBy", "multi-user.target")],
+    }
+    return "\n".join(
+        "".join([f"[{section}]\n", *(f"{key}={value}\n" for key, value in entries)])
+        for section, entries in sections.items()
+    )
+
+
+def without_files(deployment: Deployment) -> Deployment:
+    """The same; the paths of keys and certificates are those of credentials, in the unit."""
+    none = dict.fromkeys(SERVER_FILES, "")
+    server = msgspec.structs.replace(deployment.server, **none)
+    return msgspec.structs.replace(deployment, server=server)

@@ -1,0 +1,77 @@
+"""The script runs with a stand-in for `gcloud`, and its unit with the metadata of a slice."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxserve.launch.__main__ import main
+from tests.jaxserve.launch.rendered import files_of
+from tests.jaxserve.launch.test_systemd import started
+from tests.jaxserve.launch.tools import judge
+
+ONE = "--config step3-v6e --hardware v6e --target cloud-tpu --model-path /mnt/step3"
+TWO = f"{ONE} --slices 2 --set server.api_keys=keys"
+GCLOUD = '#!/usr/bin/env bash\necho "$*" >> calls\n[[ "$*" != *"${FAILS:-never}"* ]]\n'
+
+
+def run(files: dict[str, str], folder: Path, step: str, fails: str = "never") -> list[str]:
+    """The calls of `gcloud`."""
+    for name, text in {**files, "gcloud": GCLOUD, "keys": "k", "calls": ""}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    more = {"PATH": path, "ZONE": "z", "WHEEL": "j.whl", "FAILS": fails}
+    command = ["bash", folder / "tpu.sh", step]
+    done = subprocess.run(command, env={**os.environ, **more}, timeout=60)
+    assert bool(done.returncode) == (fails != "never")
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_one_slice_and_two(tmp_path: Path) -> None:
+    (create,) = run(files_of(ONE), tmp_path, "create")
+    assert "--accelerator-type=v6e-64 --runtime-version=v2-alpha-tpuv6e" in create
+    assert "--node-id=jaxserve" in create
+    files = files_of(TWO)
+    (create,) = run(files, tmp_path, "create")
+    assert "--accelerator-type=v6e-32" in create
+    assert "--node-count=2 --node-prefix=jaxserve" in create
+    starts = run(files, tmp_path, "start")
+    assert sorted(call.split()[4] for call in starts) == ["jaxserve-0", "jaxserve-1"]
+    assert all("--worker=all --command=sudo systemctl start jaxserve" in call for call in starts)
+    copy = run(files, tmp_path, "install")[0]
+    assert "j.whl deployment.yaml jaxserve.env jaxserve.service" in copy
+    secret = (tmp_path / "jaxserve.env").read_text()
+    assert secret.startswith("JAXSERVE_CLUSTER_TOKEN=")
+    assert len(secret.strip().partition("=")[2]) == 32
+    run(files, tmp_path, "start", fails="jaxserve-1")
+
+
+def test_every_host_runs_the_same_command() -> None:
+    options = started(files_of(ONE)["jaxserve.service"])
+    assert (options.distributed, options.set) == (True, [])
+    unit = files_of(TWO)["jaxserve.service"]
+    assert "LoadCredential=keys:/etc/jaxserve/keys\n" in unit
+    assert started(unit).set == ["server.api_keys=%d/keys"]
+
+
+def test_the_script_is_clean(tmp_path: Path) -> None:
+    for command in (ONE, TWO):
+        (tmp_path / "tpu.sh").write_text(files_of(command)["tpu.sh"])
+        judge("shellcheck", tmp_path / "tpu.sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("--config step3-v6e --hardware v6e --target cloud-tpu", "say --model-path"),
+        (ONE.replace("v6e", "v7x"), "v7x is rented on GKE"),
+        ("--config demo-fleet --hardware v6e --target cloud-tpu", "take gke-lws"),
+    ],
+)
+def test_what_is_no_runtime_on_slices_is_refused(
+    command: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""The image is clean, and the containers of a host find each other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from jaxserve import serve
+from jaxserve.launch.__main__ import main
+from tests.jaxserve.launch.rendered import deployment_in, files_of
+from tests.jaxserve.launch.schemas import FOLDER
+from tests.jaxserve.launch.tools import judge
+
+ONE = "--config qwen3-30b-a3b --hardware v6e --target docker"
+GPUS = "--config qwen3-30b-a3b --hardware h100 --target docker"
+FLEET = "--config demo-fleet-afd --hardware h100 --target docker --without-keys"
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [(ONE, "tpu"), (GPUS, "cuda"), ("--config demo --target docker", "cpu")]
+)
+def test_the_image_is_clean(command: str, extra: str, tmp_path: Path) -> None:
+    file = tmp_path / "Dockerfile"
+    file.write_text(files_of(command)["Dockerfile"])
+    assert f"ARG EXTRA={extra}\n" in file.read_text()
+    judge("hadolint", "--no-color", file)
+
+
+@pytest.mark.parametrize("command", [ONE, GPUS, FLEET])
+def test_the_compose_file_is_what_its_schema_says(command: str) -> None:
+    path = FOLDER / "compose-spec.json"
+    if not path.exists():
+        pytest.skip("schema was not fetched (`make prepare`: Go)")
+    validator = jsonschema_rs.validator_for(json.loads(path.read_text()))
+    tree = yaml.safe_load(files_of(command)["compose.yaml"])
+    assert [error.message for error in validator.iter_errors(tree)] == []
+    next(iter(tree["services"].values()))["comand"] = []
+    assert not validator.is_valid(tree)
+
+
+def services(files: dict[str, str]) -> dict[str, Any]:
+    return dict(yaml.safe_load(files["compose.yaml"])["services"])
+
+
+def test_one_container_has_the_devices_of_the_host(tmp_path: Path) -> None:
+    files = files_of(GPUS)
+    ((name, service),) = services(files).items()
+    options = serve._parse(service["command"])
+    assert (name, options.role, options.insecure_bind) == ("jaxserve", "", False)
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["device_ids"] == [f"{gpu}" for gpu in range(8)]
+    read = deployment_in(files["deployment.yaml"], tmp_path)
+    assert read.server.api_keys == "/run/secrets/jaxserve/api-keys"
+    assert "./secrets:/run/secrets/jaxserve:ro" in service["volumes"]
+    (tpu,) = services(files_of(ONE)).values()
+    assert tpu["devices"] == ["/dev/vfio:/dev/vfio"]
+
+
+def test_a_fleet_divides_the_gpus(tmp_path: Path) -> None:
+    files = files_of(FLEET)
+    made = services(files)
+    read = deployment_in(files["deployment.yaml"], tmp_path)
+    assert read.fleet.prefill == ["prefill-0:9100"]
+    assert read.fleet.domains == ["domain-0:9100", "domain-1:9100"]
+    assert read.link.addresses == ["ffn-0:9000"]
+    assert set(made) == {"router", "prefill-0", "domain-0", "domain-1", "ffn-0"}
+    given = {name: serve._parse(service["command"]) for name, service in made.items()}
+    roles = {name: options.role for name, options in given.items()}
+    assert roles == {
+        "router": "router",
+        "prefill-0": "prefill",
+        "domain-0": "attention",
+        "domain-1": "attention",
+        "ffn-0": "ffn",
+    }
+    assert (given["domain-1"].worker, given["ffn-0"].listen) == (1, "ffn-0:9000")
+    gpus = [
+        gpu
+        for service in made.values()
+        for device in service.get("deploy", {"resources": {"reservations": {"devices": []}}})[
+            "resources"
+        ]["reservations"]["devices"]
+        for gpu in device["device_ids"]
+    ]
+    assert sorted(gpus) == ["0", "1", "2", "3"]
+    for name, service in made.items():
+        compile(service["healthcheck"]["test"][-1], name, "exec")
+    assert list(made["router"]["ports"]) == ["8000:8000", "50051:50051"]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("--config step3 --hardware h100 --target docker", "takes 32 of h100, a host has 8"),
+        ("--config demo-fleet --hardware v6e --target docker", "one process of a host has its"),
+    ],
+)
+def test_what_is_no_single_host_is_refused(
+    command: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert expected in capsys.readouterr().err
