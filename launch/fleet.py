@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
 
 def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) -> list[Member]:
     """The processes of a deployment, the router first, on addresses that are free now; so many of
-    each prefill worker and domain.
+    each prefill worker and, but for `link.transport: pull`, of each domain.
 
     Args:
       apart: every worker listens on another address than the one that is dialled, and so does the
@@ -65,9 +65,10 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
                 "prefill.mode: over link.transport = pull prefill workers would need ffn workers "
                 "of their own; this launcher starts colocated ones"
             )
-        if processes > 1:
+        if processes > 1 and not prefill.workers:
             raise ConfigError(
-                f"--processes {processes}: over link.transport = pull a worker has one process"
+                f"--processes {processes}: over link.transport = pull a domain has one process, "
+                "and there are no prefill workers"
             )
         settings.append(f"link.addresses={rest[domains:]}")
     shared = [word for setting in settings for word in ("--set", setting)]
@@ -84,7 +85,7 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
             worker = worker._replace(pages=(listens, dialled))
         members += _worker(
             worker,
-            processes,
+            1 if role == "attention" else processes,
             listening[runtime - 1],
             addresses[runtime - 1],
         )

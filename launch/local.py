@@ -69,7 +69,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=int, help="how many (2); with --fleet: of each worker (1)"
+        "--processes",
+        type=int,
+        help="how many (2); with --fleet: of each worker (1), over link.transport pull of prefill "
+        "workers alone",
     )
     parser.add_argument("--module", default="jaxserve.serve", help="what each runs (%(default)s)")
     parser.add_argument(

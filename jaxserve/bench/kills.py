@@ -7,14 +7,12 @@ time without a token on any stream from the kill until the worker's successor ha
 """
 
 import asyncio
+import functools
 import itertools
 import os
-import re
 import signal
 import statistics
-import subprocess
-import sys
-import threading
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.bench.client import Client
+from jaxserve.bench.launched import Launched, Process
 from jaxserve.bench.report import (
     Measure,
     Part,
@@ -33,7 +32,6 @@ from jaxserve.bench.report import (
     this_machine,
     write_json,
 )
-from jaxserve.bench.workers import LAUNCHER, BenchError
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -51,55 +49,6 @@ RESTART_LIMIT, STANDBY_LIMIT = 3.0, 0.3
 """Of the longest gap, seconds."""
 PAUSE = 1.0
 """Of undisturbed running between a successor's readiness and the next kill."""
-
-
-class Deployment:
-    """The launcher and what it prints."""
-
-    def __init__(self, config: Path, standbys: int, overrides: Sequence[str]):
-        command = [sys.executable, str(LAUNCHER), "--runtimes", "--standbys", str(standbys)]
-        command += ["--config", str(config)]
-        for setting in (*overrides, "server.grpc_port=0", "server.http_port=0"):
-            command += ["--set", setting]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.output = ""
-        self._more = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._more:
-                self.output += line
-                self._more.notify_all()
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
-        """What a pattern matched, once it has matched so often.
-
-        Raises:
-          BenchError: it has not within `START_SECONDS`.
-        """
-        matches = re.compile(pattern, re.MULTILINE).findall
-        with self._more:
-            if not self._more.wait_for(lambda: len(matches(self.output)) >= count, START_SECONDS):
-                raise BenchError(f"kills: no {pattern!r}; printed last:\n{self.output[-2000:]}")
-            return matches(self.output)
-
-    def kill(self, worker: int) -> None:
-        """SIGKILL for the process that is an ffn worker now."""
-        started = self.wait_for(rf"process {worker}: role ffn, runtime ffn, pid (\d+)")
-        os.kill(int(started[-1]), signal.SIGKILL)
-
-    def end(self) -> None:
-        """Ends everything."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class Stream:
@@ -138,8 +87,9 @@ class Stream:
             self.wrong += text != self.expected
 
 
-async def storm(deployment: Deployment, url: str, kills: int, standbys: int) -> dict[str, Any]:
+async def storm(deployment: Launched, kills: int, standbys: int) -> dict[str, Any]:
     """Runs the clients through all kills."""
+    url = f"http://{deployment.addresses()['http']}"
     streams = [Stream(url, prompt) for prompt in PROMPTS]
     for stream in streams:
         stream.expected = await stream.once()
@@ -150,10 +100,11 @@ async def storm(deployment: Deployment, url: str, kills: int, standbys: int) -> 
         for number in range(kills):
             await asyncio.sleep(PAUSE)
             # With a standby the two take turns: the one in use is killed.
-            deployment.kill(1 + number % (1 + standbys))
+            worker = deployment.processes[1 + number % (1 + standbys)]
+            again = functools.partial(_was_ready, worker, worker.starts + 1)
+            os.kill(worker.pid, signal.SIGKILL)
             killed.append(time.perf_counter())
-            started = 1 + standbys + number + 1
-            await asyncio.to_thread(deployment.wait_for, r"^\[\d+\] ready  role=ffn", started)
+            await asyncio.to_thread(deployment.wait, again, START_SECONDS, "a successor's start")
         await asyncio.sleep(PAUSE)
     finally:
         over.set()
@@ -165,6 +116,10 @@ async def storm(deployment: Deployment, url: str, kills: int, standbys: int) -> 
         "errors": [error for stream in streams for error in stream.errors],
         "hung": len(hung),
     }
+
+
+def _was_ready(worker: Process, times: int) -> bool:
+    return worker.ready >= times
 
 
 def gaps(killed: Sequence[float], arrivals: Sequence[float]) -> list[float]:
@@ -181,13 +136,21 @@ def run(config: Path, kills: int, standbys: int, sets: Sequence[str], file: Path
     """Measures and prints; 1 if a target is missed."""
     machine = this_machine()
     print(describe_machine(machine), flush=True)
-    deployment = Deployment(config, standbys, sets)
-    try:
-        (http,) = deployment.wait_for(r"^\[0\] ready .*http=(\S+)")
-        deployment.wait_for(r"^\[\d+\] ready  role=ffn", 1 + standbys)
-        found = asyncio.run(storm(deployment, f"http://{http}", kills, standbys))
-    finally:
-        deployment.end()
+    command = ["--runtimes", "--standbys", f"{standbys}", "--config", str(config)]
+    for setting in (*sets, "server.grpc_port=0", "server.http_port=0"):
+        command += ["--set", setting]
+    with tempfile.TemporaryDirectory(prefix="jaxserve-kills-") as folder:
+        deployment = Launched(command, Path(folder))
+        try:
+            there = 2 + standbys
+            deployment.wait(
+                lambda: len(deployment.processes) == there and deployment.whole(),
+                START_SECONDS,
+                "the start of all processes",
+            )
+            found = asyncio.run(storm(deployment, kills, standbys))
+        finally:
+            deployment.end()
     ordered = sorted(found["gaps"])
     limit = STANDBY_LIMIT if standbys else RESTART_LIMIT
     measures = [

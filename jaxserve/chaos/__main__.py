@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench.report import Report, conclude, describe_machine, table, this_machine
-from jaxserve.bench.workers import LAUNCHER
-from jaxserve.chaos.deployment import ChaosError, Deployment
+from jaxserve.bench.workers import LAUNCHER, BenchError
+from jaxserve.chaos.deployment import Deployment
 from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
 from jaxserve.chaos.schedule import KINDS
@@ -24,7 +24,7 @@ from jaxserve.config.command_line import add_deployment_arguments, read_deployme
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.addresses import free_port
 
-ROLES = ("router", "prefill", "domain", "ffn", "follower", "face", "pages")
+ROLES = ("router", "prefill", "domain", "attention", "ffn", "follower", "face", "pages")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +121,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
         finally:
             code = running.end()
         if code:
-            raise ChaosError(f"the launcher ended with {code}\n{running.last_words()}")
+            raise BenchError(f"the launcher ended with {code}\n{running.last_words()}")
         return found
 
 

@@ -5,19 +5,16 @@ Used by `storm.py` and `__main__.py`. Pure: takes records and times, gives measu
 
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.chaos.load import Record
+from jaxserve.chaos.resources import Life, held
 
 NOTICE_SECONDS, BACK_SECONDS, P99_RATIO = 2.0, 10.0, 2.0
-GROWTH = 0.2
-"""Part by which the memory of a survivor may grow."""
-MORE_FILES = 32
-"""File descriptors that a survivor may have more of: requests that run have some."""
 NOTICED = frozenset({"kill", "stop", "drop"})
 """Kinds of faults that somebody has to notice; the others only have to be borne."""
 RECONNECT_SECONDS = 5.0
@@ -69,20 +66,6 @@ class Event(msgspec.Struct, kw_only=True):
         return self.kind in NOTICED and (self.kind == "kill" or self.seconds > NOTICE_SECONDS)
 
 
-class Survivor(msgspec.Struct, kw_only=True):
-    """A process that lived from before the first fault to after the last one.
-
-    Attributes:
-      name: of the process.
-      memory: MB, before and after.
-      files: file descriptors, before and after.
-    """
-
-    name: str
-    memory: tuple[float, float]
-    files: tuple[int, int]
-
-
 class Found(msgspec.Struct, kw_only=True):
     """Everything that a storm has found out.
 
@@ -90,7 +73,9 @@ class Found(msgspec.Struct, kw_only=True):
       events: faults, in their order.
       records: requests.
       calm: from when to when nothing was wrong, at the beginning.
-      survivors: processes.
+      before, after: what processes held without load, before the first fault, after the last one.
+      lives: what they held in between.
+      loads: load averages of the machine.
       left: what the deployment says it still has after the last request has ended; empty: nothing.
       late: processes that did not come back, in words.
     """
@@ -98,7 +83,10 @@ class Found(msgspec.Struct, kw_only=True):
     events: list[Event]
     records: list[Record]
     calm: tuple[float, float]
-    survivors: list[Survivor] = []
+    before: list[Life] = []
+    after: list[Life] = []
+    lives: list[Life] = []
+    loads: list[float] = []
     left: str = ""
     late: str = ""
 
@@ -121,16 +109,37 @@ def waits(record: Record) -> Iterator[tuple[float, float]]:
     return itertools.pairwise([record.wanted, *record.arrivals])
 
 
-def p99(records: Sequence[Record], begin: float, end: float, without: set[int]) -> float | None:
-    """Of the seconds between tokens in that time, of all requests but some; None: too few."""
-    gaps = [
+def gaps(
+    records: Sequence[Record], begin: float, end: float, without: Collection[int] = ()
+) -> list[float]:
+    """Seconds between tokens in that time, of all requests but some and those that were cut."""
+    return [
         later - earlier
         for record in records
-        if record.number not in without
+        if record.start < end
+        and record.finish > begin
+        and record.number not in without
+        and not (record.resumed or record.end in ("absent", "cut"))
         for earlier, later in itertools.pairwise(record.arrivals)
         if begin < later < end
     ]
-    return statistics.quantiles(gaps, n=100)[98] if len(gaps) >= FEW else None
+
+
+def undisturbed(found: Found) -> list[float]:
+    """Seconds between tokens while nothing was wrong: at the beginning, and before each fault."""
+    pauses = [(event.until, later.at) for event, later in itertools.pairwise(found.events)]
+    return [gap for begin, end in [found.calm, *pauses] for gap in gaps(found.records, begin, end)]
+
+
+def _p99(found: Sequence[float]) -> float | None:
+    return statistics.quantiles(found, n=100)[98] if len(found) >= FEW else None
+
+
+def trouble(record: Record) -> float:
+    """When a request that did not end well met what it met."""
+    if record.end in ("hung", ""):
+        return max([record.start, *record.arrivals]) + 1.0  # a fault breaks off what goes on
+    return record.finish
 
 
 def lost(record: Record, events: Sequence[Event]) -> bool:
@@ -147,15 +156,21 @@ def lost(record: Record, events: Sequence[Event]) -> bool:
 
 
 def parts(found: Found) -> list[Part]:
-    """A part for all faults of a kind and a role, and one for everything."""
+    """A part for all faults of a kind and a role, one for everything, one for what is held."""
     groups: dict[tuple[str, str], list[int]] = {}
     for number, event in enumerate(found.events):
         groups.setdefault((event.kind, event.role), []).append(number)
-    result = [_part(found, kind, role, numbers) for (kind, role), numbers in sorted(groups.items())]
-    return [*result, _everything(found)]
+    calm = _p99(undisturbed(found))
+    result = [
+        _part(found, kind, role, numbers, calm) for (kind, role), numbers in sorted(groups.items())
+    ]
+    result.append(_everything(found))
+    if found.before:
+        result.append(held(found.before, found.after, found.lives))
+    return result
 
 
-def _part(found: Found, kind: str, role: str, numbers: Sequence[int]) -> Part:
+def _part(found: Found, kind: str, role: str, numbers: Sequence[int], calm: float | None) -> Part:
     events = found.events
     ends = [*(event.at for event in events[1:]), float("inf")]
     own = [(events[n], ends[n]) for n in numbers]
@@ -174,17 +189,20 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int]) -> Part:
         Measure("longest wait for a token, longest", max(backs), "s", BACK_SECONDS),
         Measure("all processes ready again, longest", max(whole), "s"),
     ]
-    calm = p99(found.records, *found.calm, set())
-    ratios = []
-    for event, _ in own:
-        during = p99(found.records, event.at, event.until, set(event.touched))
-        if during is not None and calm:
-            ratios.append(during / calm)
-    if ratios and kind == "kill" and role in ("domain", "prefill"):
-        limit = P99_RATIO
-        measures.append(
-            Measure("p99 of other requests, median ratio", statistics.median(ratios), "x", limit)
-        )
+    others = [
+        gap
+        for event, _ in own
+        if event.to_be_noticed or kind not in NOTICED
+        for gap in gaps(found.records, event.at, event.until, set(event.touched))
+    ]
+    during = _p99(others)
+    if during is not None and calm:
+        limit = P99_RATIO if has_others(kind, role) else None
+        title = "p99 between tokens of other requests ÷ undisturbed"
+        measures.append(Measure(title, during / calm, "x", limit))
+    for name, bad in _bad(found).items():
+        here = sum(any(event.at <= trouble(one) < end for event, end in own) for one in bad)
+        measures.append(Measure(name, here, "", 0))
     words: dict[str, int] = {}
     for event in seen:
         words[event.by or "nobody"] = words.get(event.by or "nobody", 0) + 1
@@ -192,18 +210,29 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int]) -> Part:
     return Part(f"{kind} {role}", f"{kind}, {role}", measures, notes, {"back": backs})
 
 
+def has_others(kind: str, role: str) -> bool:
+    """Whether there are requests that such a fault must not touch, and that are told apart."""
+    if kind in NOTICED:
+        return role not in ("router", "ffn")  # all requests need them
+    return kind in ("disk", "clock")
+
+
+def _bad(found: Found) -> dict[str, list[Record]]:
+    """Requests of which there must be none."""
+    ends = {"wrong": ("wrong",), "hung": ("hung", ""), "failed, with a reason": ("failed",)}
+    bad = {name: [r for r in found.records if r.end in of] for name, of in ends.items()}
+    bad["lost without a word"] = [record for record in found.records if lost(record, found.events)]
+    return bad
+
+
 def _everything(found: Found) -> Part:
     ends = [record.end for record in found.records]
-    cut = [record for record in found.records if record.end in ("absent", "cut")]
-    gone = [record for record in cut if lost(record, found.events)]
+    bad = _bad(found)
     measures = [
         Measure("requests", len(ends)),
         Measure("right", ends.count("right")),
         Measure("cancelled by the client", ends.count("cancelled")),
-        Measure("wrong", ends.count("wrong"), "", 0),
-        Measure("hung", ends.count("hung") + ends.count(""), "", 0),
-        Measure("lost without a word", len(gone), "", 0),
-        Measure("failed, with a reason", ends.count("failed"), "", 0),
+        *(Measure(name, len(records), "", 0) for name, records in bad.items()),
         Measure("refused, with a reason, and sent again", ends.count("refused")),
         Measure("cut with the process they came through, and sent again", ends.count("cut")),
         Measure("came back with their key", sum(r.resumed > 0 for r in found.records)),
@@ -211,12 +240,10 @@ def _everything(found: Found) -> Part:
         Measure("processes that did not come back", len(found.late.splitlines()), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),
     ]
-    for survivor in found.survivors:
-        (before, after), (had, has) = survivor.memory, survivor.files
-        limit = round(before * (1 + GROWTH), 1)
-        measures.append(Measure(f"{survivor.name}: MB after ({before:.0f})", after, "MB", limit))
-        measures.append(Measure(f"{survivor.name}: files after ({had})", has, "", had + MORE_FILES))
-    worst = [record for record in found.records if record.end in ("wrong", "hung", "failed")] + gone
+    if found.loads:
+        measures.append(Measure("load of the machine, median", statistics.median(found.loads)))
+        measures.append(Measure("load of the machine, most", max(found.loads)))
+    worst = [record for records in bad.values() for record in records]
     notes = [f"request {r.number} over {r.face}: {r.end}: {r.why[:300]}" for r in worst[:5]]
     notes += [f"left: {found.left}"] if found.left else []
     notes += [f"late: {line}" for line in found.late.splitlines()]
@@ -224,4 +251,5 @@ def _everything(found: Found) -> Part:
 
 
 def _details(found: Found) -> dict[str, Any]:
-    return {"events": msgspec.to_builtins(found.events)}
+    names = ("events", "before", "after", "lives", "loads")
+    return {name: msgspec.to_builtins(getattr(found, name)) for name in names}

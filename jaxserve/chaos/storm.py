@@ -6,20 +6,23 @@ compares, `figures.py` judges.
 
 import asyncio
 import contextlib
+import itertools
 import re
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxserve.chaos.deployment import ChaosError, Deployment, Line, Process
+from jaxserve.bench.launched import Line, Process
+from jaxserve.bench.workers import BenchError
+from jaxserve.chaos.deployment import Deployment
 from jaxserve.chaos.faults import happening
-from jaxserve.chaos.figures import Event, Found, Survivor
+from jaxserve.chaos.figures import Event, Found
 from jaxserve.chaos.load import Load
 from jaxserve.chaos.questions import Question
+from jaxserve.chaos.resources import Census
 from jaxserve.chaos.schedule import Fault, draw
 
 START_SECONDS = 600.0
@@ -73,11 +76,9 @@ class Storm:
         answers: Sequence[Sequence[int]],
     ):
         self._deployment, self._plan = deployment, plan
-        ready = deployment.line(r"^ready  .*http=")
-        assert ready is not None
-        fields = dict(word.split("=", 1) for word in ready.text.split() if "=" in word)
-        self._http = fields["http"]
-        self._load = Load(asked, answers, self._http, fields["grpc"], plan.seed)
+        addresses = deployment.addresses()
+        self._http = addresses["http"]
+        self._load = Load(asked, answers, self._http, addresses["grpc"], plan.seed)
         self.events: list[Event] = []
         self._late: list[str] = []
         self._faces = 0
@@ -86,31 +87,46 @@ class Storm:
         """Everything, from the first question to what is left."""
         await self._load.every_question()
         if bad := [record for record in self._load.records if record.end != "right"]:
-            raise ChaosError(
+            raise BenchError(
                 f"before any fault, {len(bad)} of {len(self._load.records)} answers are not those "
                 f"of a colocated engine; the first: {bad[0].end}: {bad[0].why}"
             )
-        before = resources(self._deployment)
-        clients = asyncio.create_task(self._load.run(self._plan.clients))
         begin = time.perf_counter()
-        await asyncio.sleep(self._plan.calm)
-        calm = begin, time.perf_counter()
-        try:
-            await self._faults(begin)
-        finally:
-            self._load.stopping = True
-            await clients
+        async with self._loaded():
+            await asyncio.sleep(self._plan.calm)
+            calm = begin, time.perf_counter()
+        await asyncio.sleep(SETTLE_SECONDS)
+        census = Census(lambda: itertools.chain.from_iterable(self._deployment.roles().values()))
+        before = census.now()
+        census.start()
+        async with self._loaded():
+            await self._faults()
+        census.end()
         await asyncio.sleep(SETTLE_SECONDS)
         return Found(
             events=self.events,
             records=self._load.records,
             calm=calm,
-            survivors=survivors(before, resources(self._deployment)),
+            before=before,
+            after=census.now(),
+            lives=census.lives,
+            loads=census.loads,
             left=await asyncio.to_thread(what_is_left, self._http),
             late="\n".join(self._late),
         )
 
-    async def _faults(self, begin: float) -> None:
+    @contextlib.asynccontextmanager
+    async def _loaded(self) -> AsyncIterator[None]:
+        """Clients ask for as long as the block takes, and have their answers when it is left."""
+        clients = asyncio.create_task(self._load.run(self._plan.clients))
+        try:
+            yield
+        finally:
+            self._load.stopping = True
+            await clients
+
+    async def _faults(self) -> None:
+        begin = time.perf_counter()
         roles = self._deployment.roles()
         self._faces = len(roles.get("face", []))
         victims = {
@@ -155,11 +171,16 @@ class Storm:
                 self._late.append(f"{victim.name} after {fault.kind}: {self._absent()}")
                 break
             if not self._deployment.alive:
-                raise ChaosError(f"the deployment has ended\n{self._deployment.last_words()}")
+                raise BenchError(f"the deployment has ended\n{self._deployment.last_words()}")
             await asyncio.sleep(LOOK_SECONDS)
         event.until = time.perf_counter()
         await watching
         self._read_lines(event, victim, since)
+        seen = "nobody" if event.noticed is None else f"{event.by} after {event.noticed:.2f} s"
+        whole = event.until - event.at - event.seconds
+        what = " ".join([event.kind, *event.how.split(), event.name])
+        clock = time.strftime("%H:%M:%S")
+        print(f"{clock} {what}: noticed by {seen}, whole {whole:.1f} s after its end", flush=True)
 
     def _absent(self) -> str:
         absent = [each.name for each in self._deployment.processes.values() if not each.whole]
@@ -180,7 +201,7 @@ class Storm:
         if told is not None and (event.noticed is None or told.at - since < event.noticed):
             event.noticed, event.by = told.at - since, self._who(told)
         for line in lines:
-            if "go on elsewhere" in line.text:
+            if "go on elsewhere" in line.text or "is suspect" in line.text:
                 event.touched += [int(number) for number in _TOUCHED.findall(line.text)]
 
     def _tells(self, line: Line, victim: Process) -> bool:
@@ -215,29 +236,3 @@ def _get(http: str, path: str) -> Any:
         with urllib.request.urlopen(f"http://{http}{path}", timeout=HEALTH_SECONDS) as answer:
             return msgspec.json.decode(answer.read())
     return None
-
-
-def resources(deployment: Deployment) -> Mapping[int, tuple[str, float, int]]:
-    """pid → name, MB of memory, file descriptors."""
-    return {process.pid: entry for process, entry in _resources(deployment)}
-
-
-def _resources(deployment: Deployment) -> Iterator[tuple[Process, tuple[str, float, int]]]:
-    for process in deployment.processes.values():
-        folder = Path("/proc", f"{process.pid}")
-        with contextlib.suppress(OSError, StopIteration):
-            lines = (folder / "status").read_text().splitlines()
-            kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-            files = len(list((folder / "fd").iterdir()))
-            yield process, (process.name, kilobytes / 1024, files)
-
-
-def survivors(
-    before: Mapping[int, tuple[str, float, int]], after: Mapping[int, tuple[str, float, int]]
-) -> list[Survivor]:
-    """Processes that are in both."""
-    return [
-        Survivor(name=name, memory=(memory, after[pid][1]), files=(files, after[pid][2]))
-        for pid, (name, memory, files) in before.items()
-        if pid in after
-    ]

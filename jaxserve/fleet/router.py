@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -246,9 +246,8 @@ class RouterEngine:
             self._note_limits()
         if replays:
             logger.warning(
-                "%d requests of %s go on elsewhere: %s%s",
-                *(replays, place.address, ", ".join(sorted(affected)[:MOST_NAMED])),
-                ", …" if len(affected) > MOST_NAMED else "",
+                "%d requests of %s go on elsewhere: %s",
+                *(replays, place.address, _named(affected)),
             )
         self._deliver(ended)
 
@@ -280,7 +279,7 @@ class RouterEngine:
                     worker = coordinator.placement.workers[place.address]
                     before = worker.why
                     actions = coordinator.state(place.address, frame)
-                    _say(place, before, worker.why)
+                    self._say(place, before, worker.why)
                 case frames.Held(request_id=attempt, source=source) if source is not None:
                     actions = coordinator.held(attempt, source)
                 case frames.Held(request_id=attempt, refusal=refusal) if refusal is not None:
@@ -303,7 +302,18 @@ class RouterEngine:
             if worker is not None:
                 before = worker.why
                 self._coordinator.silent(place.address, seconds)
-                _say(place, before, worker.why)
+                self._say(place, before, worker.why)
+
+    def _say(self, place: Place, before: str, now: str) -> None:
+        """Tells when a worker becomes suspect, with its requests, and when it is not any more."""
+        if now and not before:
+            requests = _named(self._coordinator.requests_of(place.address))
+            logger.warning(
+                "%s worker %s is suspect: %s; its requests: %s",
+                *(place.role, place.address, now, requests),
+            )
+        elif before and not now:
+            logger.info("%s worker %s is well again", place.role, place.address)
 
     def _outputs(self, outputs: list[TokenOutput]) -> None:
         """Logs tokens, and passes them on."""
@@ -434,9 +444,6 @@ def _seconds(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _say(place: Place, before: str, now: str) -> None:
-    """Tells when a worker becomes suspect, and when it is not any more."""
-    if now and not before:
-        logger.warning("%s worker %s is suspect: %s", place.role, place.address, now)
-    elif before and not now:
-        logger.info("%s worker %s is well again", place.role, place.address)
+def _named(requests: Sequence[str]) -> str:
+    more = ", …" if len(requests) > MOST_NAMED else ""
+    return (", ".join(sorted(requests)[:MOST_NAMED]) or "none") + more

@@ -49,8 +49,13 @@ def test_attention_workers_and_their_ffn_worker(fleet):
     ]
     address = members[4].arguments[-1]
     assert f"link.addresses=['{address}']" in members[2].arguments
+    assert [member.name for member in fleet.fleet_of(deployment, 2)][1:4] == [
+        *(f"prefill worker 0, process {number}" for number in range(2)),
+        "domain 0, role attention",
+    ]
+    alone = fleet._deployment([*forwarded, "--set", "prefill.workers=0"])
     with pytest.raises(ConfigError, match=r"--processes 2: over link\.transport = pull"):
-        fleet.fleet_of(deployment, 2)
+        fleet.fleet_of(alone, 2)
 
 
 def test_workers_of_several_processes(fleet):

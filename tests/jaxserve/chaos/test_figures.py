@@ -1,7 +1,7 @@
 """The arithmetic of a storm, on requests and faults that are written down here."""
 
 from jaxserve.bench.report import missed
-from jaxserve.chaos.figures import Event, Found, Survivor, back, lost, p99, parts
+from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, undisturbed
 from jaxserve.chaos.load import Record, how_it_failed
 
 
@@ -31,11 +31,63 @@ def test_back_is_the_longest_wait_from_the_fault_on():
 
 
 def test_gaps_of_those_that_lost_their_worker_are_not_others():
-    steady = record(0, 0.0, [n / 100 for n in range(200)])
-    touched = record(1, 0.0, [n / 2 for n in range(8)])
-    assert round(p99([steady, touched], 0.0, 3.0, set()), 3) == 0.5
-    assert round(p99([steady, touched], 0.0, 3.0, {1}), 3) == 0.01
-    assert p99([touched], 0.0, 3.0, set()) is None, "too few"
+    steady = record(0, 0.0, [1.0, 1.25, 1.5, 3.0])
+    touched = record(1, 0.0, [0.5, 2.5])
+    cut = record(2, 0.0, [0.5, 2.5], resumed=1)
+    assert gaps([steady, touched, cut], 1.2, 4.0) == [0.25, 0.25, 1.5, 2.0]
+    assert gaps([steady, touched, cut], 1.2, 4.0, {1}) == [0.25, 0.25, 1.5]
+    assert gaps([steady], 1.2, 3.0, {1}) == [0.25, 0.25], "those that end in that time"
+
+
+def test_undisturbed_is_the_beginning_and_before_each_fault():
+    found = Found(
+        events=[event(at=10.0, until=14.0), event(at=15.0, until=16.0)],
+        records=[record(0, 0.0, [1.0, 1.5, 9.0, 13.0, 14.5, 17.0])],
+        calm=(0.0, 2.0),
+    )
+    assert undisturbed(found) == [0.5, 1.5]
+
+
+def steps(number, begin, end, step):
+    count = round((end - begin) / step)
+    return record(number, begin, [begin + n * step for n in range(count)])
+
+
+def test_p99_of_other_requests():
+    def ratio(kind, role):
+        found = Found(
+            events=[event(kind=kind, role=role, at=10.0, until=14.0, seconds=4.0, touched=[2])],
+            records=[
+                steps(0, 0.0, 4.0, 0.01),
+                steps(1, 10.1, 13.9, 0.03),
+                record(2, 9.0, [9.5, 13.5]),
+            ],
+            calm=(0.0, 5.0),
+        )
+        measures = {measure.name: measure for measure in parts(found)[0].measures}
+        return measures["p99 between tokens of other requests ÷ undisturbed"]
+
+    assert round(ratio("kill", "domain").value, 2) == 3.0
+    judged = [("kill", "domain"), ("stop", "follower"), ("drop", "prefill"), ("clock", "router")]
+    assert [ratio(*each).met for each in judged] == [False] * 4
+    assert [ratio(*each).met for each in [("kill", "ffn"), ("slow", "domain")]] == [None] * 2
+
+
+def test_bad_ends_belong_to_the_fault_that_they_met():
+    found = Found(
+        events=[event(at=10.0, until=14.0), event(role="ffn", at=20.0, until=21.0)],
+        records=[
+            record(0, 9.0, [19.5], "hung", finish=79.5),  # its last token came before the second
+            record(1, 9.0, [12.0], "wrong"),
+            record(2, 9.0, [25.0]),
+        ],
+        calm=(0.0, 5.0),
+    )
+    domain, ffn = (
+        {measure.name: measure.value for measure in part.measures} for part in parts(found)[:2]
+    )
+    assert (domain["hung"], domain["wrong"]) == (0, 1)
+    assert (ffn["hung"], ffn["wrong"]) == (1, 0)
 
 
 def test_a_request_is_lost_unless_its_own_connection_was_killed():
@@ -51,7 +103,6 @@ def test_limits():
         events=[event(), event(at=20.0, until=21.0, noticed=1.9)],
         records=[record(0, 9.0, [9.5, 11.0])],
         calm=(0.0, 5.0),
-        survivors=[Survivor(name="router", memory=(100.0, 110.0), files=(20, 25))],
     )
     assert missed(parts(good)) == []
     bad = Found(
@@ -64,21 +115,19 @@ def test_limits():
             record(4, 9.0, [], "failed"),
         ],
         calm=(0.0, 5.0),
-        survivors=[Survivor(name="router", memory=(100.0, 130.0), files=(20, 60))],
         left="held=1",
         late="domain 0 after kill",
     )
     assert missed(parts(bad)) == [
         "kill domain: noticed, longest",
         "kill domain: longest wait for a token, longest",
+        "kill domain: hung",
         "all: wrong",
         "all: hung",
-        "all: lost without a word",
         "all: failed, with a reason",
+        "all: lost without a word",
         "all: processes that did not come back",
         "all: kinds of state left at the end",
-        "all: router: MB after (100)",
-        "all: router: files after (20)",
     ]
 
 

@@ -1,0 +1,189 @@
+"""What the processes of a deployment hold: memory, file descriptors, threads; read from `/proc`
+while a storm goes on, and judged at its end.
+
+Used by `storm.py`, which takes samples, and `figures.py`, which judges them.
+"""
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.bench.launched import Process
+from jaxserve.bench.report import Measure, Part
+
+EVERY_SECONDS = 5.0
+MATURE_SECONDS = 20.0
+"""Age under which a process still loads; those of less are not compared."""
+NEAR_SECONDS = 15.0
+"""Samples of these last seconds up to an age stand for it."""
+MORE_MEMORY, MORE_MEGABYTES = 0.05, 10.0
+"""What a process may have more of: this part and these MB, apart from what allocators keep."""
+MORE_FILES, MORE_THREADS = 4, 8
+"""Connections that are just being made or ended; threads of pools that grow with use."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What a process holds at a moment.
+
+    Attributes:
+      age: of the process, seconds.
+      memory: MB, its share of shared pages (PSS).
+      resident: MB, with all shared pages (RSS).
+      files: file descriptors.
+      threads: of it.
+    """
+
+    age: float
+    memory: float
+    resident: float
+    files: int
+    threads: int
+
+
+class Life(msgspec.Struct):
+    """A process from its start to its end, whoever has its place afterwards.
+
+    Attributes:
+      pid: of the process.
+      role, name: of `launched.Process`.
+      samples: in their order, while there was load.
+    """
+
+    pid: int
+    role: str
+    name: str
+    samples: list[Sample] = []
+
+
+class Census(threading.Thread):
+    """Takes samples of all processes until it is ended.
+
+    Args:
+      processes: gives those of now.
+    """
+
+    def __init__(self, processes: Callable[[], Iterable[Process]]):
+        super().__init__(name="census", daemon=True)
+        self._processes = processes
+        self._over = threading.Event()
+        self._lives: dict[int, Life] = {}
+        self.loads: list[float] = []
+        """Load averages of the machine."""
+
+    @property
+    def lives(self) -> list[Life]:
+        """In the order of their starts."""
+        return list(self._lives.values())
+
+    def run(self) -> None:
+        """See `Thread`."""
+        while not self._over.wait(EVERY_SECONDS):
+            self.loads.append(os.getloadavg()[0])
+            for life in self.now():
+                known = self._lives.setdefault(life.pid, Life(life.pid, life.role, life.name))
+                known.samples += life.samples
+
+    def now(self) -> list[Life]:
+        """One sample of each process."""
+        found = []
+        for process in self._processes():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                taken = sample(process.pid)
+                found.append(Life(process.pid, process.role, process.name, [taken]))
+        return found
+
+    def end(self) -> None:
+        """Takes no more samples."""
+        self._over.set()
+        self.join()
+
+
+def sample(pid: int) -> Sample:
+    """Of a process.
+
+    Raises:
+      OSError, ValueError, KeyError: it has ended.
+    """
+    folder = Path("/proc", f"{pid}")
+    started = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+    shares = _kilobytes(folder / "smaps_rollup")
+    status = _kilobytes(folder / "status")
+    return Sample(
+        age=time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"),
+        memory=shares["Pss"] / 1024,
+        resident=shares["Rss"] / 1024,
+        files=len(list((folder / "fd").iterdir())),
+        threads=status["Threads"],
+    )
+
+
+def _kilobytes(file: Path) -> dict[str, int]:
+    """Name → number, of a file of lines `Name: number kB`."""
+    words = (line.split() for line in file.read_text().splitlines())
+    return {each[0].rstrip(":"): int(each[1]) for each in words if each[1:2] and each[1].isdigit()}
+
+
+def held(before: Sequence[Life], after: Sequence[Life], lives: Sequence[Life]) -> Part:
+    """What is held at rest before the first fault and after the last one, by processes that lived
+    on and summed up by role; and by the last process in a place and the first one at the same age,
+    under load."""
+    measures = []
+    for one in before:
+        later = [life for life in after if life.pid == one.pid]
+        if later:
+            measures += _compared(
+                f"{one.name}, lived on", [one.samples[-1]], [later[0].samples[-1]]
+            )
+    for role in sorted({life.role for life in before}):
+        first, last = ([e.samples[-1] for e in all_ if e.role == role] for all_ in (before, after))
+        measures += _compared(f"all of role {role}", first, last)
+    for name in sorted({life.name for life in lives}):
+        grown = [life for life in lives if life.name == name and _age(life) >= MATURE_SECONDS]
+        if len(grown) > 1:
+            age = min(_age(grown[0]), _age(grown[-1]))
+            title = f"{name}, {len(grown)}th at {age:.0f} s"
+            measures += _compared(title, [at_age(grown[0], age)], [at_age(grown[-1], age)])
+    return Part("held", "what processes hold, afterwards (before)", measures)
+
+
+def at_age(life: Life, age: float) -> Sample:
+    """Medians of what a process held shortly before that age."""
+    near = [taken for taken in life.samples if age - NEAR_SECONDS <= taken.age <= age]
+    near = near or [min(life.samples, key=lambda taken: abs(taken.age - age))]
+    return Sample(
+        age=age,
+        memory=statistics.median(taken.memory for taken in near),
+        resident=statistics.median(taken.resident for taken in near),
+        files=statistics.median_low(taken.files for taken in near),
+        threads=statistics.median_low(taken.threads for taken in near),
+    )
+
+
+def _age(life: Life) -> float:
+    return max((taken.age for taken in life.samples), default=0.0)
+
+
+def _compared(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> list[Measure]:
+    count = max(1, len(before))
+    memory, resident = (sum(getattr(e, f) for e in before) for f in ("memory", "resident"))
+    files, threads = sum(e.files for e in before), sum(e.threads for e in before)
+    limit = round(memory * (1 + MORE_MEMORY) + MORE_MEGABYTES * count, 1)
+    return [
+        Measure(f"{name}: PSS ({memory:.0f})", sum(e.memory for e in after), "MB", limit),
+        Measure(f"{name}: RSS ({resident:.0f})", sum(e.resident for e in after), "MB"),
+        Measure(
+            f"{name}: files ({files})", sum(e.files for e in after), "", files + MORE_FILES * count
+        ),
+        Measure(
+            f"{name}: threads ({threads})",
+            sum(e.threads for e in after),
+            "",
+            threads + MORE_THREADS * count,
+        ),
+    ]

@@ -1,0 +1,62 @@
+"""What processes hold, read and compared."""
+
+import os
+import threading
+
+from jaxserve.bench.launched import Process
+from jaxserve.bench.report import missed
+from jaxserve.chaos.resources import Census, Life, Sample, at_age, held, sample
+
+
+def one(age, memory=100.0, files=20, threads=10):
+    return Sample(age, memory, memory + 50.0, files, threads)
+
+
+def life(pid, *samples, role="domain"):
+    return Life(pid, role, f"{role} 0", list(samples))
+
+
+def test_a_process_is_read():
+    before = sample(os.getpid())
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    with open(os.devnull):
+        after = sample(os.getpid())
+    over.set()
+    thread.join()
+    assert (after.files, after.threads) == (before.files + 1, before.threads + 1)
+    assert 0.0 < before.memory <= before.resident
+    assert 0.0 < before.age <= after.age
+
+
+def test_processes_that_have_ended_are_left_out():
+    there = Process(0, "router", "router", os.getpid())
+    gone = Process(1, "domain", "domain 0", 2**22 + 1)
+    (found,) = Census(lambda: [there, gone]).now()
+    assert (found.pid, found.role, len(found.samples)) == (os.getpid(), "router", 1)
+
+
+def test_a_survivor_may_not_grow():
+    before = [life(1, one(30))]
+    assert missed([held(before, [life(1, one(90, 114, 24, 18))], [])]) == []
+    assert missed([held(before, [life(1, one(90, 116, 25, 19))], [])]) == [
+        "held: domain 0, lived on: PSS (100)",
+        "held: domain 0, lived on: files (20)",
+        "held: domain 0, lived on: threads (10)",
+        "held: all of role domain: PSS (100)",
+        "held: all of role domain: files (20)",
+        "held: all of role domain: threads (10)",
+    ]
+
+
+def test_successors_are_compared_at_the_same_age():
+    first = life(1, one(5, 10), one(30, 100), one(60, 200))
+    young = life(2, one(10, 900))  # did not live long enough
+    last = life(3, one(30, 110), one(35, 140))
+    assert at_age(first, 35).memory == 100
+    found = held([life(1, one(20))], [life(3, one(36))], [first, young, last])
+    values = {measure.name: measure.value for measure in found.measures}
+    assert values["domain 0, 2th at 35 s: PSS (100)"] == 125.0, "the median of its last samples"
+    assert "domain 0, lived on: PSS (100)" not in values
+    assert missed([found]) == ["held: domain 0, 2th at 35 s: PSS (100)"]
