@@ -28,6 +28,7 @@ _STARTED = re.compile(
     r"(, pages on (?P<pages>\S+) for (?P<pages_dialled>\S+))?$"
 )
 
+
 class Line(NamedTuple):
     """A line that a process has printed; process -1 is the launcher."""
 

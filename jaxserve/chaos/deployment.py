@@ -44,6 +44,10 @@ class Deployment(Launched):
                         found.append(Process(number, "face", "face process", int(pid)))
         return sorted(found, key=lambda face: face.pid)
 
+    def all(self) -> list[Process]:
+        """Every process, faces, too."""
+        return [*self.processes.values(), *self.faces()]
+
     def roles(self) -> Mapping[str, list[Process]]:
         """Role → processes of it."""
         found: dict[str, list[Process]] = {}

@@ -6,7 +6,6 @@ compares, `figures.py` judges.
 
 import asyncio
 import contextlib
-import itertools
 import re
 import time
 import urllib.request
@@ -26,7 +25,7 @@ from jaxserve.chaos.resources import Census
 from jaxserve.chaos.schedule import Fault, draw
 
 START_SECONDS = 600.0
-COME_BACK_SECONDS = 120.0
+COME_BACK_SECONDS = 300.0
 """After which a process that was to be started again counts as one that did not come back."""
 SETTLE_SECONDS = 2.0
 """After the last request, before what is left is counted."""
@@ -96,7 +95,7 @@ class Storm:
             await asyncio.sleep(self._plan.calm)
             calm = begin, time.perf_counter()
         await asyncio.sleep(SETTLE_SECONDS)
-        census = Census(lambda: itertools.chain.from_iterable(self._deployment.roles().values()))
+        census = Census(self._deployment.all)
         before = census.now()
         census.start()
         async with self._loaded():

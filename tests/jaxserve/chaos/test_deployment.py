@@ -6,12 +6,8 @@ import sys
 
 import pytest
 
-<<<<<<< HEAD
-from jaxserve.chaos.deployment import _STARTED, SHIM, role_of
-=======
-from jaxserve.bench.launched import role_of
+from jaxserve.bench.launched import _STARTED, role_of
 from jaxserve.chaos.deployment import SHIM
->>>>>>> bec4cfa (Chaos judges what processes hold and other requests' p99, each fault has its own wrong, hung and lost ones; one class reads the launcher for kills and chaos)
 
 
 @pytest.mark.parametrize(
