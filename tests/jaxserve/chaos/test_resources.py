@@ -1,5 +1,6 @@
 """What processes hold, read and compared."""
 
+import gc
 import os
 import threading
 
@@ -17,6 +18,7 @@ def life(pid, *samples, role="domain"):
 
 
 def test_a_process_is_read():
+    gc.collect()  # else files of others may be closed in between
     before = sample(os.getpid())
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
