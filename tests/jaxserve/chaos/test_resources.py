@@ -1,8 +1,7 @@
 """What processes hold, read and compared."""
 
-import gc
 import os
-import threading
+import subprocess
 
 from jaxserve.bench.launched import Process
 from jaxserve.bench.report import missed
@@ -18,18 +17,13 @@ def life(pid, *samples, role="domain"):
 
 
 def test_a_process_is_read():
-    gc.collect()  # else files of others may be closed in between
-    before = sample(os.getpid())
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    thread.start()
-    with open(os.devnull):
-        after = sample(os.getpid())
-    over.set()
-    thread.join()
-    assert (after.files, after.threads) == (before.files + 1, before.threads + 1)
-    assert 0.0 < before.memory <= before.resident
-    assert 0.0 < before.age <= after.age
+    with open(os.devnull) as nothing:
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
+    with child:
+        found = sample(child.pid)
+        assert (found.files, found.threads) == (3, 1)
+        assert 0.0 < found.memory <= found.resident < 50.0
+        assert 0.0 <= found.age < 3600.0
 
 
 def test_processes_that_have_ended_are_left_out():
