@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,7 +45,7 @@ from jaxserve.planner.search_view import (
 )
 from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.skew import read_skew
-from jaxserve.planner.stages import Calculator, Format, Formats
+from jaxserve.planner.stages import FORMATS, Calculator, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
 from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text, json_text
 
@@ -109,7 +109,7 @@ def _search(options: argparse.Namespace) -> int:
         context,
         _formats(options, {**attention, **ffn}),
         assumptions(options.assume),
-        read_calibration(options.calibration, options.configs),
+        read_calibration(options.calibration, options.configs).of(Path(options.model).name),
     )
     target = Target(
         tpot=seconds(options.tpot),
@@ -319,7 +319,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--tpot", required=True, help="time per output token, as 50ms")
     add("--max-devices", type=_count, default=64, help="64")
     add("--modes", nargs="+", choices=list(MODES), help="all of them")
-    formats = get_args(Format)
+    formats = FORMATS
     for name in ("weights", "cache", "dispatch"):
         add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
     add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")

@@ -1,74 +1,164 @@
-"""Linear corrections from a stage's roofline prediction to its measured time.
+"""Corrections of a stage's roofline by measurements: a factor on its bytes, one on its FLOPs, and a
+constant.
 
 `measurements.py` fits them, `stages.py` applies them. Knows neither models nor files.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jaxserve.observe.timeline import AFDStage
 
-SPREAD = 1.2
-"""Predictions within this ratio of each other determine a factor only, not a constant."""
+MeasuredStage = AFDStage | Literal["leave"]
+"""The stages of AFD, and the end of a step: head and sampling."""
+
+APART = 1e-3
+"""Terms whose smallest singular value, of columns of length 1, is below this share of the largest
+cannot be told apart."""
+
+
+class Terms(NamedTuple):
+    """What a stage's time is made of; numbers, or arrays with an entry a DP group."""
+
+    memory: Any
+    """Seconds of the bytes that depend on the load, at the hardware's peak bandwidth; of a message,
+    at its link's."""
+    compute: Any
+    """Seconds of its FLOPs at the peak."""
+    fixed: float = 0.0
+    """Seconds of the bytes that are read whatever the load: weights that every row meets."""
 
 
 class Fit(NamedTuple):
-    """measured ≈ constant + scale × predicted."""
+    """measured ≈ constant + memory × `Terms.memory` + compute × `Terms.compute`."""
 
     constant: float
-    """Seconds, not below 0."""
-    scale: float
+    """Seconds, `fixed` bytes included; none of the three is below 0."""
+    memory: float
+    compute: float
     points: int
     error: float
     """Largest |fitted − measured| / measured."""
+    determined: bool
+    """Whether the points tell the three apart; if not, what lies beyond them is a guess."""
+    fixed: float = 0.0
+    """`Terms.fixed` of the points, on the mean: another sharding has more or less of it."""
+
+    def seconds(self, terms: Terms) -> Any:
+        """The time of such a stage."""
+        constant = max(0.0, self.constant + self.memory * (terms.fixed - self.fixed))
+        return constant + self.memory * terms.memory + self.compute * terms.compute
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """The line through (predicted, measured) seconds of least relative squared error.
+def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
+    """The non-negative constant and factors of least relative squared error.
 
-    A line that would fall, or start below 0, is replaced by the best one through 0.
+    With three unknowns, the best of all sets of them that may be above 0: that is what non-negative
+    least squares is. Of sets that are equally good, the smallest: then the others are not needed.
+
+    Args:
+      points: terms and measured seconds.
 
     Raises:
-      ValueError: there is no point, or a number is not above 0.
+      ValueError: there is no point, a term is below 0, or seconds are not above 0.
     """
-    if not points or min(min(point) for point in points) <= 0:
-        raise ValueError(f"points of {points}: all seconds must be above 0")
-    constant, scale = _line(points)
-    if constant < 0 or scale <= 0:
-        constant, scale = 0.0, _factor(points)
-    errors = [abs(constant + scale * x - y) / y for x, y in points]
-    return Fit(constant, scale, len(points), max(errors))
+    if not points or any(seconds <= 0 or min(terms) < 0 for terms, seconds in points):
+        raise ValueError(f"points of {points}: seconds must be above 0, and terms not below")
+    seconds = np.array([seconds for _, seconds in points])
+    columns = np.array([[1.0, *terms[:2]] for terms, _ in points]) / seconds[:, None]
+    lengths = np.linalg.norm(columns, axis=0)
+    used = [index for index in range(3) if lengths[index]]
+    columns[:, used] /= lengths[used]
+    best, least = np.zeros(3), np.inf
+    for count in range(1, len(used) + 1):
+        for chosen in map(list, itertools.combinations(used, count)):
+            found = np.linalg.lstsq(columns[:, chosen], np.ones(len(points)))[0]
+            rest = float(np.sum((columns[:, chosen] @ found - 1) ** 2))
+            if found.min() >= 0 and rest < least * (1 - 1e-6) - 1e-12:
+                best, least = np.zeros(3), rest
+                best[chosen] = found
+    error = float(np.max(np.abs(columns @ best - 1)))
+    values = np.linalg.svd(columns[:, used], compute_uv=False)
+    determined = len(points) >= len(used) and bool(values[-1] > APART * values[0])
+    constant, memory, compute = (
+        float(value / length) if length else 0.0
+        for value, length in zip(best, lengths, strict=True)
+    )
+    fixed = float(np.mean([terms.fixed for terms, _ in points]))
+    return Fit(constant, memory, compute, len(points), error, determined, fixed)
 
 
-def _factor(points: Sequence[tuple[float, float]]) -> float:
-    """Minimises Σ (s·x/y − 1)²."""
-    ratios = [x / y for x, y in points]
-    return sum(ratios) / sum(ratio * ratio for ratio in ratios)
+class FitKey(NamedTuple):
+    """What a fit is for."""
+
+    stage: MeasuredStage
+    hardware: str
+    """Its name; for the link, of the sending hardware."""
+    model: str
+    format: str
+    """The number formats that matter to the stage, as `Formats.of` names them."""
+    layers: int
+    """Which of the model's groups of equal layers; 0 where they are alike."""
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Minimises Σ ((c + s·x)/y − 1)²."""
-    xs = [x for x, _ in points]
-    if max(xs) < SPREAD * min(xs):
-        return 0.0, _factor(points)
-    one = sum(1 / y**2 for _, y in points)
-    x1 = sum(x / y**2 for x, y in points)
-    xx = sum(x * x / y**2 for x, y in points)
-    y1 = sum(1 / y for _, y in points)
-    xy = sum(x / y for x, y in points)
-    determinant = one * xx - x1 * x1
-    return (xx * y1 - x1 * xy) / determinant, (one * xy - x1 * y1) / determinant
+class Calibration:
+    """Fits, and the model that they are asked for.
 
+    Args:
+      fits: by what they are for.
+      model: its name; see `of`.
+    """
 
-class Calibration(NamedTuple):
-    """Fits by stage and hardware name; for the link, the name of the sending hardware."""
+    def __init__(self, fits: Mapping[FitKey, Fit], model: str = ""):
+        self.fits = fits
+        self._model = model
 
-    fits: Mapping[tuple[AFDStage, str], Fit]
+    def of(self, model: str) -> "Calibration":
+        """The same for a calculator of this model."""
+        return Calibration(self.fits, model) if self.fits else NOTHING
 
-    def correct(self, stage: AFDStage, hardware: str, seconds: Any) -> Any:
-        """Corrects predicted seconds, a number or an array; without a fit they are unchanged."""
-        found = self.fits.get((stage, hardware))
-        return seconds if found is None else found.constant + found.scale * seconds
+    def seconds(
+        self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any
+    ) -> Any:
+        """Seconds of a stage, a number or an array; `roof`, what rooflines say, without a fit.
+
+        Where other layers of the model were measured in this stage, and not these, their fit.
+        """
+        if not self.fits:
+            return roof
+        key = FitKey(stage, hardware, self._model, form, layers)
+        found = self.fits.get(key)
+        if found is None:
+            alike = (
+                one for other, one in self.fits.items() if other._replace(layers=layers) == key
+            )
+            found = next(alike, None)
+        return roof if found is None else found.seconds(terms)
 
 
 NOTHING = Calibration({})
+
+
+class Asked(Calibration):
+    """Corrects nothing, and keeps what it was asked for: what a fit of a measurement is made of.
+
+    Attributes:
+      terms: of each key that was asked for, terms and roofline seconds.
+    """
+
+    def __init__(self, model: str):
+        super().__init__({}, model)
+        self.terms: dict[FitKey, tuple[Terms, float]] = {}
+
+    def seconds(
+        self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any
+    ) -> Any:
+        """The roofline's."""
+        longest = float(np.max(roof))
+        key = FitKey(stage, hardware, self._model, form, layers)
+        memory, compute = float(np.max(terms.memory)), float(np.max(terms.compute))
+        self.terms[key] = Terms(memory, compute, terms.fixed), longest
+        return roof

@@ -55,7 +55,7 @@ def read_roles(options: argparse.Namespace) -> Roles:
         name = given or options.hardware
         if not name:
             raise ConfigError("--hardware is missing, or one of the roles has none")
-        names.append(name.lower())
+        names.append(name if name.endswith(".yaml") else name.lower())
     attention, ffn = (load_hardware(name, None, options.configs) for name in names)
     return Roles(attention, ffn, (names[0], names[1]))
 

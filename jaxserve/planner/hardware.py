@@ -51,10 +51,18 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def platform(self) -> str:
-        """`tpu`, `gpu`, or the name of an accelerator that JAX does not know."""
+        """`tpu`, `gpu`, `cpu`, or the name of an accelerator that JAX does not know."""
         if any(kind.startswith("TPU") for kind in self.device_kinds):
             return "tpu"
+        if "cpu" in self.device_kinds:
+            return "cpu"
         return "gpu" if self.device_kinds else self.name
+
+    @property
+    def pads(self) -> bool:
+        """Whether a stage takes the time of its bucket, however little is in it: there are no
+        kernels for CPUs."""
+        return self.platform == "cpu"
 
     def slice_of(self, devices: int) -> bool:
         """Whether so many JAX devices come together: TPUs are rented as slices of 1, 2, 4, 8, …

@@ -7,17 +7,26 @@ collects several into one.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import AFDStage, Span, steady_window
-from jaxserve.planner.calibration import NOTHING, Calibration, fit
+from jaxserve.planner.calibration import (
+    NOTHING,
+    Asked,
+    Calibration,
+    FitKey,
+    MeasuredStage,
+    Terms,
+    fit,
+)
 from jaxserve.planner.hardware import Hardware, known_hardware, load_hardware, unknown
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import load_model
-from jaxserve.planner.search import crossings
+from jaxserve.planner.models import CostModel, load_model
+from jaxserve.planner.stage_times import Rooflines, Rows
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
 
 
@@ -26,13 +35,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     device_kind: str
     """As JAX names it ("TPU v6 lite", "NVIDIA H200"), or a hardware file's name."""
-    op: AFDStage
+    op: MeasuredStage
     model: str
     """A known model, or a model folder."""
     batch: int
     """Sequences a DP group."""
     context: int
-    """Tokens of a sequence."""
+    """Tokens of a sequence, on the mean."""
     format: Format
     """Number format of weights and cache."""
     seconds: float
@@ -46,6 +55,18 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ep: int = 1
     ffn_tp: int = 1
     """DP groups × tp devices, ep × ffn_tp devices: ffn, dispatch and combine depend on all."""
+    rows: Literal["bfloat16", "float32"] = "bfloat16"
+    """The deployment's `dtype`."""
+    layers: int | None = None
+    """Which of the model's groups of equal layers; None: the largest."""
+    tokens: int = 0
+    """Of a DP group; 0: one a sequence."""
+    pairs: int = 0
+    """Of a DP group: of a token with a token that it attends to; 0: as follows from the others."""
+    padded: int = 0
+    """Tokens of a DP group with padding; 0: `tokens`."""
+    reach: int = 0
+    """Tokens that the bucket's pages of a sequence hold; 0: `context`."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -69,6 +90,9 @@ def read_measurements(path: Path) -> list[Measurement]:
         for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
             if not 0 < getattr(one, name) < 1e9:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is not above 0")
+        for name in ("tokens", "pairs", "padded", "reach"):
+            if not 0 <= getattr(one, name) < 1e12:
+                raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is below 0")
     return found
 
 
@@ -77,12 +101,20 @@ def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
     return list({one.key: one for found in lists for one in found}.values())
 
 
-def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, float]:
-    """The hardware of a measurement, and the seconds that rooflines alone predict. For an ffn stage
-    only its computation counts: a benchmark of one device has no collectives.
+class Expected(NamedTuple):
+    """What rooflines say of a measurement, and what a fit is made of."""
+
+    key: FitKey
+    terms: Terms
+    roofline: float
+    """Seconds of the stage's own work; without collectives, which a bench of one device has not."""
+
+
+def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
+    """What to compare a measurement with.
 
     Raises:
-      ConfigError: its hardware or model is unknown.
+      ConfigError: its hardware or model is unknown, or the model has no such layers.
     """
     hardware = hardware_of(one.device_kind, configs)
     formats = Formats(
@@ -90,12 +122,10 @@ def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, floa
         cache=one.cache or one.format,
         dispatch=one.dispatch,
         compute=one.compute,  # type: ignore[arg-type]
+        rows=one.rows,
     )
-    model = load_model(one.model, configs)
-    calculator = Calculator(model, one.context, formats, Assumptions())
-    if one.op == "attend":
-        group = max(model.attention, key=lambda group: group.layers)
-        return hardware, calculator.attend(group, hardware, one.batch, one.tp).seconds
+    model, asked = load_model(one.model, configs), Asked(Path(one.model).name)
+    calculator = Calculator(model, one.context, formats, Assumptions(), asked)
     layout = Layout(
         mode="afd",
         attention=one.device_kind,
@@ -106,22 +136,49 @@ def predicted(one: Measurement, configs: Path = CONFIGS) -> tuple[Hardware, floa
         ffn_tp=one.ffn_tp,
         lanes=1,
     )
-    if one.op == "ffn":
-        group_of_ffn = max(model.ffn, key=lambda group: group.layers)
-        parts = calculator.ffn(group_of_ffn, hardware, one.dp * one.batch, layout.ffn_mesh)
-        return hardware, parts.work.seconds
-    there, back = crossings(calculator, layout, hardware, hardware, one.batch)
-    return hardware, (there if one.op == "dispatch" else back).seconds
+    Rooflines(layout, calculator, calculator, (hardware, hardware)).step(_rows(one))
+    layers = one.layers
+    if layers is None:
+        layers = most_layers(model, one.op)
+    for key, (terms, roofline) in asked.terms.items():
+        if (key.stage, key.layers) == (one.op, layers):
+            return Expected(key, terms, roofline)
+    raise ConfigError(f"{one.model} has no layers {layers} with {one.op}")
+
+
+def most_layers(model: CostModel, stage: MeasuredStage) -> int:
+    """Which group of equal layers is the largest; 0 where a stage's are all alike."""
+    sizes = [0]
+    if stage == "attend":
+        sizes = [group.layers for group in model.attention]
+    elif stage == "ffn":
+        sizes = [group.layers for group in model.ffn]
+    return sizes.index(max(sizes))
+
+
+def _rows(one: Measurement) -> Rows:
+    """The step that it was measured in, with sequences all alike."""
+    count, tokens = one.dp * one.batch, one.tokens or one.batch
+    pairs = np.full(count, one.pairs / one.batch) if one.pairs else None
+    return Rows(
+        one.dp,
+        np.arange(count) % one.dp,
+        np.full(count, tokens / one.batch),
+        np.full(count, float(one.context)),
+        one.padded or tokens,
+        one.reach,
+        pairs,
+    )
 
 
 def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
-    """The hardware with this name or with this JAX device kind.
+    """The hardware with this name, of this file, or with this JAX device kind.
 
     Raises:
       ConfigError: it is unknown; the message lists the known ones.
     """
     names = known_hardware(configs)
-    if device_kind.lower() in names:
+    if device_kind.lower() in names or device_kind.endswith(".yaml"):
         return load_hardware(device_kind, None, configs)
     for name in names:
         hardware = load_hardware(name, None, configs)
@@ -131,11 +188,11 @@ def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
 
 
 def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
-    """A fit for each stage and hardware that was measured."""
-    points: dict[tuple[AFDStage, str], list[tuple[float, float]]] = {}
+    """A fit for each stage, hardware, model and format that was measured."""
+    points: dict[FitKey, list[tuple[Terms, float]]] = {}
     for one in found:
-        hardware, seconds = predicted(one, configs)
-        points.setdefault((one.op, hardware.name), []).append((seconds, one.seconds))
+        key, terms, _ = expected(one, configs)
+        points.setdefault(key, []).append((terms, one.seconds))
     return Calibration({key: fit(values) for key, values in points.items()})
 
 
@@ -143,37 +200,6 @@ def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
     """The calibration from a file of measurements; without a file, no correction.
 
     Raises:
-      ConfigError: see `read_measurements` and `predicted`.
+      ConfigError: see `read_measurements` and `expected`.
     """
     return NOTHING if path is None else calibration(read_measurements(path), configs)
-
-
-class _Trace(msgspec.Struct):
-    """The part of timeline.json that is used here."""
-
-    spans: list[Span]
-
-
-def read_spans(path: Path) -> list[Span]:
-    """The spans of a `--timeline` folder, or of its timeline.json.
-
-    Raises:
-      ConfigError: there are none.
-    """
-    file = path / "timeline.json" if path.is_dir() else path
-    try:
-        spans = msgspec.json.decode(file.read_bytes(), type=_Trace).spans
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    if not spans:
-        raise ConfigError(f"{file}: no spans")
-    return spans
-
-
-def steady_spans(spans: Sequence[Span]) -> list[Span]:
-    """The spans that end in a typical window of steps, without compilations and pauses."""
-    steps = len({span.step for span in spans})
-    begin, end = steady_window(spans, max(1, steps // 4))
-    return [span for span in spans if begin < span.end_ns <= end]

@@ -5,7 +5,7 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -88,12 +88,15 @@ def scenario(
     exchange = "gather" if gather else deployment.ffn.exchange
 
     def calculator(weights: str) -> Calculator:
+        rows: Literal["bfloat16", "float32"] = deployment.dtype
         formats = Formats(
             weights=_format("weights", _weights(weights, stored, deployment)),
             cache=_format("cache.format", deployment.cache_format),
             dispatch=_format("link.dispatch", deployment.dispatch_format),
+            rows=rows,
         )
-        return Calculator(model, context, formats, assumed, measured, exchange)
+        own = measured.of(Path(deployment.model).name)
+        return Calculator(model, context, formats, assumed, own, exchange)
 
     return Scenario(
         deployment,
@@ -140,7 +143,7 @@ def _weights(wanted: str, stored: str, deployment: Deployment) -> str:
 
 
 def _format(key: str, name: str) -> Format:
-    formats: dict[str, Format] = {"bfloat16": "bfloat16", "fp8": "fp8", "int8": "int8"}
+    formats: dict[str, Format] = {name: name for name in get_args(Format)}
     if name not in formats:
         raise ConfigError(f"{key}: the planner knows {', '.join(formats)}, not {name}")
     return formats[name]

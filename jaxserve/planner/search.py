@@ -6,10 +6,11 @@ sharded over the devices of one fast link. Plain arithmetic by `stages.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.planner.calibration import Terms
 from jaxserve.planner.drafts import (
     NO_DRAFTS,
     Acceptance,
@@ -288,11 +289,16 @@ def crossings(
     rows = copies * sent, copies * received
     there = calculator.cross(bandwidth, *rows, calculator.dispatch_bytes())
     back = calculator.cross(bandwidth, *rows, calculator.combine_bytes())
-    correct = calculator.measured.correct
-    return (
-        StageTime(correct("dispatch", attention.name, there.seconds), there.bound),
-        StageTime(correct("combine", ffn.name, back.seconds), back.bound),
-    )
+    latency, share = calculator.assumed.crossing_seconds, calculator.assumed.network
+    formats, measured = calculator.formats, calculator.measured
+
+    def corrected(stage: Literal["dispatch", "combine"], sender: Hardware, roof: StageTime) -> Any:
+        terms = Terms((roof.seconds - latency) * share, 0.0)
+        form = formats.of(stage)
+        seconds = measured.seconds(stage, sender.name, form, 0, terms, roof.seconds)
+        return StageTime(seconds, roof.bound)
+
+    return corrected("dispatch", attention, there), corrected("combine", ffn, back)
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:

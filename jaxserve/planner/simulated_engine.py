@@ -60,7 +60,8 @@ def rows_of(deployment: Deployment, plan: StepPlan, *, elsewhere: bool) -> Rows:
         most = np.bincount(group).max()
         sizes = deployment.scheduler.token_buckets
         padded = next((size for size in sizes if size >= most), int(most))
-    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded)
+    reach = plan.bucket.pages * deployment.cache.page_size
+    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded, reach)
 
 
 class News(NamedTuple):

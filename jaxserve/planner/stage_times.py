@@ -11,10 +11,11 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel, FFNLayers
+from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import crossings
 from jaxserve.planner.stages import Calculator, FFNStage
+from jaxserve.roles.layout import StepLoad
 
 
 class Rows(NamedTuple):
@@ -29,6 +30,30 @@ class Rows(NamedTuple):
     """Tokens in the cache after it."""
     padded: int
     """Tokens of every DP group's message."""
+    reach: int = 0
+    """Tokens that the bucket's pages of a sequence hold; 0: as many as there are. Matters where
+    there are no kernels (`Hardware.pads`)."""
+    pairs: np.ndarray | None = None
+    """Of a token of the step with a token that it attends to, without a window; None: as follows
+    from tokens and lengths."""
+
+
+def rows_of_load(load: StepLoad, groups: int, page_size: int) -> Rows:
+    """A measured step, as if its sequences were all alike and spread evenly over the DP groups."""
+    count = max(1, load.sequences)
+
+    def each(total: int) -> np.ndarray:
+        return np.full(count, total / count)
+
+    return Rows(
+        groups,
+        np.arange(count) % groups,
+        each(load.tokens),
+        each(load.context),
+        load.bucket_tokens,
+        load.bucket_pages * page_size,
+        each(load.pairs),
+    )
 
 
 class StepTimes(NamedTuple):
@@ -116,16 +141,15 @@ class Rooflines:
             self._attend(index, rows, tokens)
             for index in range(len(self._attention.model.attention))
         ]
-        total = int(tokens.sum())
+        total = round(tokens.sum())
         busiest = None
         if self._experts is not None:
             busiest = [self._experts.busiest(layer, total) for layer in range(self.layers)]
         ffn, spread, gather = [], 0.0, 0.0
         for layer, (_, f) in enumerate(self._kinds):
             group = self._ffn.model.ffn[f]
-            parts = self._ffn_parts(
-                group, total, busiest[layer] if busiest and group.experts else None
-            )
+            most = busiest[layer] if busiest and group.experts else None
+            parts = self._ffn_parts(group, total, most, rows.groups * rows.padded)
             if self._layout.mode == "afd":
                 ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
             else:
@@ -151,19 +175,27 @@ class Rooflines:
                 else rows.length
             )
             pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
+            if rows.pairs is not None:
+                pairs = rows.pairs
             if group.window:
                 pairs = np.minimum(pairs, rows.tokens * group.window)
+            if self._on_attention.pads and rows.reach:
+                tokens = np.full(rows.groups, float(rows.padded))
+                seen = tokens * min(rows.reach, group.window or rows.reach)
+                return self._of_attention(group, tokens, seen, seen)
         sums = [np.bincount(rows.group, values, rows.groups) for values in (read, pairs)]
-        return np.asarray(
-            self._attention.attend_seconds(
-                group, self._on_attention, self._layout.tp, tokens, *sums
-            )
-        )
+        return self._of_attention(group, tokens, *sums)
 
-    def _ffn_parts(self, group: FFNLayers, tokens: int, busiest: float | None) -> FFNStage:
-        layout = self._layout
-        redundant = layout.redundant_slots
-        return self._ffn.ffn(group, self._on_ffn, tokens, layout.ffn_mesh, busiest, redundant)
+    def _of_attention(self, group: AttentionLayers, *batch: np.ndarray) -> np.ndarray:
+        """Of `batch`: tokens, cached tokens that are read, pairs."""
+        on, tp = self._on_attention, self._layout.tp
+        return np.asarray(self._attention.attend_seconds(group, on, tp, *batch))
+
+    def _ffn_parts(
+        self, group: FFNLayers, tokens: int, busiest: float | None, padded: int
+    ) -> FFNStage:
+        mesh, more = self._layout.ffn_mesh, self._layout.redundant_slots
+        return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ time of its bytes or of its FLOPs, whichever is longer, at the shares of the pea
 a stage adds a constant. Nothing here knows of instances, prices or targets.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,14 +25,16 @@ from jaxserve.model.ffn.traffic import (
     reach,
     row_bytes,
 )
-from jaxserve.planner.calibration import NOTHING, Calibration
+from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
 from jaxserve.planner.cost import attention_flops
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
-Format = Literal["bfloat16", "fp8", "int8"]
+Format = Literal["bfloat16", "fp8", "int8", "float32"]
+FORMATS: tuple[Format, ...] = ("bfloat16", "fp8", "int8")
+"""Those that are planned for; FP32 is what simulated devices compute in."""
 
-SIZE: dict[str, int] = {"bfloat16": 2, "fp8": 1, "int8": 1}
+SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 SCALE = 4
 """Bytes of a scale."""
 
@@ -43,19 +47,33 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: Format = "fp8"
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
-    others and for attention. Otherwise all products use this format, as in the paper's FP8."""
+    others and for attention (FP32, where that is the dtype). Otherwise all products use this
+    format, as in the paper's FP8."""
+    rows: Literal["bfloat16", "float32"] = "bfloat16"
+    """The deployment's `dtype`: of rows, embedding and head."""
 
     @property
     def linear(self) -> str:
         """Format of products with weights."""
         if self.compute != "auto":
             return self.compute
-        return "int8" if self.weights == "int8" else "bfloat16"
+        return "int8" if self.weights == "int8" else self.rows
 
     @property
     def attention(self) -> str:
         """Format of attention's products."""
-        return "bfloat16" if self.compute == "auto" else self.compute
+        return self.rows if self.compute == "auto" else self.compute
+
+    def of(self, stage: MeasuredStage) -> str:
+        """What matters to a stage, as the name of a fit."""
+        match stage:
+            case "attend":
+                return f"{self.weights}, cache {self.cache}, products {self.attention}"
+            case "ffn":
+                return f"{self.weights}, products {self.linear}"
+            case "dispatch":
+                return self.dispatch
+        return self.rows
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,12 +165,15 @@ class Calculator(NamedTuple):
         """
         seen, tokens = self._cached_tokens(group), batch * rows
         read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
-        stage = self._work(hardware, self._attend_kernels(group, tp, tokens, read, tokens * seen))
-        seconds, bound = stage
+        kernels = self._attend_kernels(group, tp, tokens, read, tokens * seen)
+        seconds, bound = self._work(hardware, kernels)
+        layers = _place(self.model.attention, group)
+        fixed = kernels[1][0]
+        seconds = self._corrected("attend", hardware, layers, kernels, fixed, seconds)
         if tp > 1:
             moving = self._sum_over(hardware, tp, tokens)
             seconds, bound = seconds + moving, "network" if moving > seconds else bound
-        return StageTime(self.measured.correct("attend", hardware.name, seconds), bound)
+        return StageTime(seconds, bound)
 
     def attend_seconds(
         self,
@@ -171,13 +192,41 @@ class Calculator(NamedTuple):
           pairs: a query's token with a token that it attends to, all of them.
         """
         seconds = self.assumed.stage_seconds
-        for size, flops, number_format in self._attend_kernels(group, tp, tokens, read, pairs):
+        kernels = self._attend_kernels(group, tp, tokens, read, pairs)
+        for size, flops, number_format in kernels:
             reading = size / hardware.bandwidth / self.assumed.memory
             computing = flops / hardware.flops(number_format) / self.assumed.compute
             seconds = seconds + np.maximum(reading, computing)
+        layers, fixed = _place(self.model.attention, group), kernels[1][0]
+        seconds = self._corrected("attend", hardware, layers, kernels, fixed, seconds)
         if tp > 1:
             seconds = seconds + self._sum_over(hardware, tp, tokens)
-        return self.measured.correct("attend", hardware.name, seconds)
+        return seconds
+
+    def _corrected(
+        self,
+        stage: MeasuredStage,
+        hardware: Hardware,
+        layers: int,
+        kernels: Sequence[tuple[Any, Any, str]],
+        fixed: float,
+        roof: Any,
+    ) -> Any:
+        """Seconds of a stage of these kernels, as measured of such stages; else the roofline's.
+
+        Args:
+          fixed: of the bytes, those that are read whatever the load.
+        """
+        if self.measured is NOTHING:
+            return roof
+        size = sum(size for size, _, _ in kernels) - fixed
+        terms = Terms(
+            size / hardware.bandwidth,
+            sum(flops / hardware.flops(number_format) for _, flops, number_format in kernels),
+            fixed / hardware.bandwidth,
+        )
+        form = self.formats.of(stage)
+        return self.measured.seconds(stage, hardware.name, form, layers, terms, roof)
 
     def _attend_kernels(
         self, group: AttentionLayers, tp: int, tokens: Any, read: Any, pairs: Any
@@ -197,7 +246,7 @@ class Calculator(NamedTuple):
 
     def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
         """Seconds to sum the output's rows over the devices of a DP group."""
-        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * 2
+        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * SIZE[self.formats.rows]
         return self.assumed.collective_seconds + self._over(rows, hardware.link)
 
     def cross(
@@ -224,6 +273,7 @@ class Calculator(NamedTuple):
         mesh: ExchangeMesh,
         busiest: float | None = None,
         redundant: int = 0,
+        padded: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
         expert only over those of a rank, for the rank's own rows. Where it has ranks of its own,
@@ -234,6 +284,7 @@ class Calculator(NamedTuple):
             `Assumptions.imbalance` times those that its share of the experts gets, if they are all
             alike.
           redundant: slots of a rank beyond its share of the experts, with replicas.
+          padded: rows that products of all rows see; 0: `tokens`.
         """
         d_model, size = self.model.d_model, SIZE[self.formats.weights]
         apart = group.experts and mesh.shared
@@ -246,9 +297,13 @@ class Calculator(NamedTuple):
             if busiest is None:
                 busiest = self.assumed.imbalance * held * ep / group.experts if ep > 1 else 1.0
             rows = busiest * tokens * group.top_k / ep
+            if hardware.pads:  # a block of rows of one expert at a time
+                met = held * blocks_met(tokens, group.top_k / group.experts)
+                rows = met * BLOCK_ROWS
             read += met * expert * size
             flops += 2 * rows * expert
-        parts, seen = ep * tp, float(tokens)
+        padded = (padded or tokens) if hardware.pads else tokens
+        parts, seen = ep * tp, float(padded)
         if apart:
             parts, seen = tp, tokens / mesh.shared
         elif self.exchange_kind(group, mesh) == "alltoall":
@@ -261,7 +316,10 @@ class Calculator(NamedTuple):
         else:
             both = read + beside[0], flops + beside[1], self.formats.linear
             work = self._work(hardware, [both])
-        work = StageTime(self.measured.correct("ffn", hardware.name, work.seconds), work.bound)
+        kernels = [(read, flops, self.formats.linear), beside]
+        layers = _place(self.model.ffn, group)
+        seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], work.seconds)
+        work = StageTime(seconds, work.bound)
         there, back = self._collectives(group, hardware, tokens, mesh)
         return FFNStage(there, work, back)
 
@@ -279,7 +337,7 @@ class Calculator(NamedTuple):
         return 1 / mesh.peers if self.assumed.broadcast else mesh.own
 
     def _row_bytes(self, group: FFNLayers) -> RowBytes:
-        return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, "bfloat16")
+        return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, self.formats.rows)
 
     def _collectives(
         self, group: FFNLayers, hardware: Hardware, tokens: int, mesh: ExchangeMesh
@@ -323,17 +381,20 @@ class Calculator(NamedTuple):
     def head(self, hardware: Hardware, batch: int, tp: int) -> float:
         """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""
         parameters = self.model.vocab * self.model.d_model / tp
-        return self._work(hardware, [(2 * parameters, 2 * batch * parameters, "bfloat16")]).seconds
+        rows = self.formats.rows
+        kernels = [(SIZE[rows] * parameters, 2 * batch * parameters, rows)]
+        roof = self._work(hardware, kernels).seconds
+        return float(self._corrected("leave", hardware, 0, kernels, kernels[0][0], roof))
 
     def dispatch_bytes(self) -> int:
         """Bytes of a row on its way to the ffn role, as the engine packs it."""
         moe = self.model.moe
         top_k = moe.top_k if moe else 0
-        return row_bytes(self.model.d_model, top_k, self.formats.dispatch, "bfloat16").packed
+        return row_bytes(self.model.d_model, top_k, self.formats.dispatch, self.formats.rows).packed
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
-        return self.model.d_model * 2
+        return self.model.d_model * SIZE[self.formats.rows]
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
@@ -341,7 +402,7 @@ class Calculator(NamedTuple):
         if group.kind == "lightning":
             return size * group.q_heads * group.head_dim**2 / tp
         heads = max(1.0, group.kv_heads / tp)
-        scale = 0 if group.cache_bytes or self.formats.cache == "bfloat16" else SCALE
+        scale = SCALE if self.formats.cache in ("fp8", "int8") and not group.cache_bytes else 0
         return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
 
     def _cached_tokens(self, group: AttentionLayers) -> int:
@@ -361,7 +422,7 @@ class Calculator(NamedTuple):
         maps = sum(group.layers * self._linear_bytes(group, tp) for group in self.model.attention)
         routers = sum(group.layers * group.experts for group in self.model.ffn)
         tables = 2 * self.model.vocab / tp
-        return maps + 2 * self.model.d_model * (routers + tables)
+        return maps + SIZE[self.formats.rows] * self.model.d_model * (routers + tables)
 
     def _linear_bytes(self, group: AttentionLayers, tp: int) -> float:
         """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
@@ -371,7 +432,7 @@ class Calculator(NamedTuple):
         total = (split / tp + whole) * size
         if group.kind == "mla":
             per_head = group.kv_latent * group.q_heads * (group.nope_dim + group.v_dim)
-            total += per_head / tp * (2 - size)
+            total += per_head / tp * (SIZE[self.formats.rows] - size)
         return total
 
     def ffn_weights(self, mesh: ExchangeMesh, redundant: int = 0) -> float:
@@ -392,3 +453,27 @@ class Calculator(NamedTuple):
 
     def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network
+
+
+BLOCK_ROWS = 8
+"""Rows of one expert that hardware without kernels multiplies at a time
+(`pallas_kernels/grouped_matmul/reference.py`)."""
+
+
+@functools.lru_cache(4096)
+def blocks_met(tokens: int, share: float) -> float:
+    """Mean number of blocks of `BLOCK_ROWS` rows that an expert has of so many tokens, each of
+    which chooses it with this probability: Σ P(rows > 8 j)."""
+    if share >= 1:
+        return float(-(-tokens // BLOCK_ROWS))
+    rows = np.arange(tokens + 1)
+    steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1)) + math.log(share / (1 - share))
+    logs = tokens * math.log1p(-share) + np.concatenate([[0.0], np.cumsum(steps)])
+    above = 1 - np.cumsum(np.exp(logs))
+    return float(np.sum(above[:tokens:BLOCK_ROWS]))
+
+
+def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:
+    """Where a group of equal layers is among the model's; a prediction module counts as the
+    first."""
+    return groups.index(group) if group in groups else 0

@@ -1,50 +1,96 @@
+import itertools
+
 import numpy as np
 import pytest
 
-from jaxserve.planner.calibration import NOTHING, SPREAD, Calibration, Fit, fit
+from jaxserve.planner.calibration import NOTHING, Asked, Calibration, Fit, FitKey, Terms, fit
+
+KEY = FitKey("ffn", "A", "step3", "fp8", 1)
+POINTS = [Terms(1.0, 4.0), Terms(2.0, 1.0), Terms(10.0, 3.0), Terms(4.0, 9.0)]
 
 
-def test_a_line_through_points_on_a_line():
-    found = fit([(1.0, 5.0), (2.0, 7.0), (10.0, 23.0)])
-    assert found.constant == pytest.approx(3.0)
-    assert found.scale == pytest.approx(2.0)
-    assert (found.points, found.error) == (3, pytest.approx(0.0, abs=1e-9))
+def of(constant, memory, compute, terms=POINTS):
+    return [(one, constant + memory * one.memory + compute * one.compute) for one in terms]
 
 
-def test_one_point_is_a_factor():
-    assert fit([(2.0, 3.0)])[:3] == (0.0, pytest.approx(1.5), 1)
+@pytest.mark.parametrize("true", [(3.0, 2.0, 1.5), (0.0, 2.0, 1.0), (1.0, 0.0, 2.0), (2, 1, 0)])
+def test_what_the_points_were_made_from(true):
+    found = fit(of(*true))
+    assert found[:3] == pytest.approx(true, abs=1e-9)
+    assert (found.points, found.error) == (4, pytest.approx(0.0, abs=1e-9))
+    assert found.determined
+    assert found.seconds(Terms(7.0, 5.0)) == pytest.approx(true[0] + 7 * true[1] + 5 * true[2])
 
 
-def test_points_too_close_together_say_nothing_of_a_constant():
-    found = fit([(1.0, 2.0), (SPREAD * 0.99, 4.0)])
-    assert found.constant == 0.0
-    assert found.error > 0.1
+def test_another_sharding_reads_other_weights():
+    """Half of the points' fixed bytes, at the factor of the others; never less than none."""
+    found = fit([(one._replace(fixed=2.0), seconds) for one, seconds in of(3.0, 2.0, 1.5)])
+    assert found.seconds(Terms(7.0, 5.0, 2.0)) == pytest.approx(3 + 14 + 7.5)
+    assert found.seconds(Terms(7.0, 5.0, 1.0)) == pytest.approx(3 - 2 + 14 + 7.5)
+    assert found.seconds(Terms(7.0, 5.0, 0.0)) == pytest.approx(14 + 7.5)
 
 
-@pytest.mark.parametrize("points", [[(1.0, 1.0), (10.0, 100.0)], [(1.0, 10.0), (10.0, 1.0)]])
-def test_a_line_that_starts_below_0_or_falls_is_replaced(points):
+def test_nothing_is_below_0():
+    """Where the best line would start below 0 or fall, the best of the others is taken."""
+    points = [(Terms(1.0, 1.0), 1.0), (Terms(2.0, 5.0), 4.0), (Terms(3.0, 2.0), 9.0)]
     found = fit(points)
-    assert found.constant == 0.0
-    assert found.scale > 0
+    assert min(found[:3]) >= 0
+    grid = itertools.product(np.linspace(0, 3, 31), repeat=3)
+    errors = [
+        sum(((c + m * x + k * y) / seconds - 1) ** 2 for (x, y, _), seconds in points)
+        for c, m, k in grid
+    ]
+    assert sum((found.seconds(terms) / s - 1) ** 2 for terms, s in points) <= min(errors)
 
 
 def test_relative_errors_are_weighed_alike():
     """The same relative scatter at both ends, so that small times are not ignored."""
-    found = fit([(1.0, 1.1), (1.0, 0.9), (100.0, 110.0), (100.0, 90.0)])
+    ends = [(1.0, 1.1), (1.0, 0.9), (100.0, 110.0), (100.0, 90.0)]
+    found = fit([(Terms(x, 0.0), seconds) for x, seconds in ends])
     assert found.constant == pytest.approx(0.0, abs=0.05)
     assert found.error == pytest.approx(0.1, abs=0.03)
 
 
-@pytest.mark.parametrize("points", [[], [(0.0, 1.0)], [(1.0, -1.0)]])
+@pytest.mark.parametrize(
+    ("terms", "determined"),
+    [
+        ([Terms(1.0, 2.0)], False),
+        ([Terms(1.0, 2.0), Terms(2.0, 4.0), Terms(3.0, 6.0)], False),  # one is twice the other
+        ([Terms(1.0, 0.0), Terms(2.0, 0.0)], True),  # a message has no FLOPs
+        (POINTS, True),
+    ],
+)
+def test_whether_the_terms_can_be_told_apart(terms, determined):
+    found = fit(of(1.0, 2.0, 3.0, terms))
+    assert found.determined == determined
+    assert found.error == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(Terms(1.0, 1.0), 0.0)], [(Terms(1.0, 1.0), -1.0)], [(Terms(-1.0, 1.0), 1.0)]]
+)
 def test_no_such_points(points):
     with pytest.raises(ValueError, match="must be above 0"):
         fit(points)
 
 
-def test_correction():
-    found = Calibration({("ffn", "A"): Fit(1.0, 2.0, 2, 0.0)})
-    assert found.correct("ffn", "A", 5.0) == 11.0
-    assert found.correct("attend", "A", 5.0) == 5.0
-    assert found.correct("ffn", "B", 5.0) == 5.0
-    assert NOTHING.correct("ffn", "A", 5.0) == 5.0
-    assert list(found.correct("ffn", "A", np.array([1.0, 2.0]))) == [3.0, 5.0]
+def test_a_fit_is_for_a_stage_of_a_model_on_hardware_in_a_format():
+    found = Calibration({KEY: Fit(1.0, 2.0, 3.0, 3, 0.0, True)}).of("step3")
+    terms, roof = Terms(5.0, 7.0), 4.0
+    assert found.seconds("ffn", "A", "fp8", 1, terms, roof) == 32.0
+    assert found.seconds("ffn", "A", "fp8", 0, terms, roof) == 32.0  # other layers of the model
+    assert found.seconds("attend", "A", "fp8", 1, terms, roof) == roof
+    assert found.seconds("ffn", "B", "fp8", 1, terms, roof) == roof
+    assert found.seconds("ffn", "A", "int8", 1, terms, roof) == roof
+    assert found.of("qwen3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
+    assert NOTHING.of("step3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
+    several = Terms(np.array([1.0, 2.0]), np.array([0.0, 1.0]))
+    assert found.seconds("ffn", "A", "fp8", 1, several, roof).tolist() == [3.0, 8.0]
+
+
+def test_what_was_asked_for():
+    asked = Asked("step3")
+    several = Terms(np.array([1.0, 2.0]), 3.0)
+    roof = np.array([4.0, 5.0])
+    assert asked.seconds("ffn", "A", "fp8", 1, several, roof) is roof
+    assert asked.terms == {KEY: (Terms(2.0, 3.0), 5.0)}

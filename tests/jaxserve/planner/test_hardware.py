@@ -9,6 +9,7 @@ KNOWN = [
     "910b",
     "a800",
     "b200",
+    "cpu",
     "h100",
     "h200",
     "h20",
@@ -59,7 +60,7 @@ def test_unknown_hardware_lists_the_known():
         ConfigError, match=r"'h8000' is not known; did you mean 'h800'\? Known: 910b"
     ):
         load_hardware("h8000")
-    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, a800, b200"):
+    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, a800, b200, cpu"):
         load_hardware("abacus")
 
 

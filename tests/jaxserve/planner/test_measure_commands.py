@@ -6,6 +6,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Span
 from jaxserve.plan import main
+from jaxserve.roles.layout import StepLoad
 
 DEPLOYMENT = """
 model: {model}
@@ -46,6 +47,65 @@ def trace(tmp_path):
     return tmp_path / "trace"
 
 
+BLOCKS = {4: 9, 8: 13, 16: 16}
+"""Of 8 rows of one expert, about: 4, 8 and 16 tokens with 3 of 16 experts each."""
+
+
+def timed_step(number, load, kinds, clock, spans):
+    """A step of one lane whose stages take what a formula says."""
+    for layer, (_, moe) in enumerate(kinds):
+        for stage in ("attend", "dispatch", "ffn", "combine"):
+            duration = {
+                "attend": 50 + 2 * load.bucket_tokens * load.bucket_pages,
+                "dispatch": 20 + load.bucket_tokens,
+                "ffn": 80 + 3 * load.bucket_tokens + moe * 20 * BLOCKS[load.sequences],
+                "combine": 25 + load.bucket_tokens,
+            }[stage]
+            end = clock + duration * 1000
+            spans.append(Span(stage, 0, layer, number, clock, end, 0, clock, load))
+            clock = end
+    end = clock + 400_000
+    spans.append(Span("attend", 0, len(kinds), number, clock, end, 0, clock, load))
+    return end
+
+
+def demo_trace(folder, loads):
+    """The demo's layers: the first and the last are dense."""
+    kinds = [(0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
+    spans, clock = [], 1_000_000
+    for number in range(4 * len(loads)):
+        tokens, pages, sequences, context = loads[number // 4]
+        load = StepLoad(tokens, pages, sequences, sequences, sequences * context, 0)
+        clock = timed_step(number, load, kinds, clock, spans)
+    timeline_view.write(folder, spans)
+    return str(folder)
+
+
+def test_calibrated_at_some_loads_and_judged_at_others(capsys, tmp_path):
+    """Stages that are sums of what fits know are predicted exactly where nothing was measured."""
+    on_cpu = ["--config", "demo", "--set", "lanes=1", "--hardware", "cpu"]
+    measured = [(16, 16, 4, 100), (64, 16, 16, 100), (16, 64, 4, 900), (64, 64, 16, 900)]
+    held_out = [(32, 32, 8, 400), (16, 16, 4, 100)]
+    asked = ["--timeline", demo_trace(tmp_path / "a", measured), "--write", str(tmp_path / "c")]
+    assert main(["calibrate", *on_cpu, *asked, "--json"]) == 0
+    fits = json.loads(capsys.readouterr().out)
+    assert {(one["stage"], one["layers"]) for one in fits} == {
+        *(("attend", 0), ("dispatch", 0), ("ffn", 0), ("ffn", 1), ("combine", 0), ("leave", 0))
+    }
+    asked = ["--timeline", demo_trace(tmp_path / "b", held_out)]
+    asked += ["--calibration", str(tmp_path / "c")]
+    assert main(["verify", *on_cpu, *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(one["held_out"] for one in found) == len(found) / 2 == 7
+    for one in found:
+        assert one["error"] == pytest.approx(0.0, abs=0.04), one
+    assert main(["verify", *on_cpu, *asked]) == 0
+    printed = capsys.readouterr().out
+    assert "stages within 15%: 12 of 12" in printed
+    assert "steps within 10%: 2 of 2" in printed
+    assert "loads that were not calibrated with: 1 of 2" in printed
+
+
 class TestVerify:
     def test_predicted_beside_measured(self, capsys, deployment, trace):
         asked = ["verify", "--config", str(deployment), "--timeline", str(trace)]
@@ -56,7 +116,7 @@ class TestVerify:
             error = stages[name]["predicted"] / stages[name]["measured"] - 1
             assert stages[name]["error"] == pytest.approx(error)
         assert main([*asked, "--hardware", "v6e"]) == 0
-        assert "measured µs" in capsys.readouterr().out
+        assert "median µs" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("asked", "message"),
@@ -92,7 +152,8 @@ class TestCalibrate:
         assert "worst error" in capsys.readouterr().out
         assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0
         for one in json.loads(capsys.readouterr().out):
-            assert one["error"] == pytest.approx(0.0, abs=1e-3), one
+            if one["name"] != "step":  # its lanes take turns, instead of hiding each other
+                assert one["error"] == pytest.approx(0.0, abs=1e-3), one
 
     def test_measurements_are_collected(self, capsys, tmp_path):
         point = {
@@ -132,7 +193,7 @@ def test_a_calibration_changes_a_search(capsys, tmp_path):
         "model": "qwen3-30b-a3b",
         "batch": 64,
         "context": 4096,
-        "format": "fp8",
+        "format": "int8",
         "seconds": 1.0,
     }
     bench = tmp_path / "slow.json"

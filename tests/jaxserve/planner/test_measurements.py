@@ -3,18 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import Span
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
     calibration,
+    expected,
     hardware_of,
     joined,
-    predicted,
     read_calibration,
     read_measurements,
-    read_spans,
-    steady_spans,
 )
 from jaxserve.planner.models import load_model
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
@@ -39,8 +37,9 @@ def test_the_form_that_a_bench_writes(tmp_path):
     (found,) = read_measurements(write(tmp_path / "bench.json", ATTEND))
     assert (found.op, found.batch, found.seconds) == ("attend", 64, 150e-6)
     assert (found.dp, found.tp, found.ep, found.ffn_tp) == (1, 1, 1, 1)
-    hardware, seconds = predicted(found)
-    assert hardware == load_hardware("h200")
+    key, _, seconds = expected(found)
+    hardware = load_hardware("h200")
+    assert key[:3] == ("attend", hardware.name, "step3")
     step3 = Calculator(load_model("step3"), 8192, Formats(), Assumptions())
     assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
 
@@ -50,17 +49,19 @@ def test_the_cache_may_have_another_format(tmp_path):
     path = write(tmp_path / "bench.json", ATTEND, {**ATTEND, "cache": "bfloat16"})
     of_fp8, of_bfloat16 = read_measurements(path)
     assert of_fp8.key != of_bfloat16.key
-    hardware, seconds = predicted(of_bfloat16)
+    key, _, seconds = expected(of_bfloat16)
+    assert key.format == "fp8, cache bfloat16, products bfloat16"
+    hardware = load_hardware("h200")
     formats = Formats(cache="bfloat16")
     step3 = Calculator(load_model("step3"), 8192, formats, Assumptions())
     assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
-    assert seconds - predicted(of_fp8)[1] > 64 * 8192 * 512 / hardware.bandwidth
+    assert seconds - expected(of_fp8).roofline > 64 * 8192 * 512 / hardware.bandwidth
 
 
-@pytest.mark.parametrize("op", ["attend", "dispatch", "ffn", "combine"])
+@pytest.mark.parametrize("op", ["attend", "dispatch", "ffn", "combine", "leave"])
 def test_every_stage_can_be_predicted(tmp_path, op):
     (found,) = read_measurements(write(tmp_path / "a.json", {**ATTEND, "op": op, "dp": 2, "ep": 2}))
-    assert predicted(found)[1] > 0
+    assert expected(found).roofline > 0
 
 
 def test_later_measurements_of_the_same_replace_earlier_ones(tmp_path):
@@ -72,9 +73,9 @@ def test_later_measurements_of_the_same_replace_earlier_ones(tmp_path):
 def test_a_calibrated_prediction_is_the_measurement(tmp_path):
     points = [ATTEND, {**ATTEND, "context": 32768, "seconds": 300e-6}]
     path = write(tmp_path / "bench.json", *points)
-    found = read_calibration(path)
+    found = read_calibration(path).of("step3")
+    hardware = load_hardware("h200")
     for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
-        hardware, _ = predicted(point)
         model = load_model("step3")
         formats = Formats(dispatch="bfloat16")
         corrected = Calculator(model, point.context, formats, Assumptions(), found)
@@ -106,11 +107,6 @@ def test_what_is_wrong_is_named(tmp_path, point, message):
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_measurements(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match=r"timeline.json: No such file"):
-        read_spans(tmp_path)
-    (tmp_path / "timeline.json").write_text('{"spans": []}')
-    with pytest.raises(ConfigError, match="no spans"):
-        read_spans(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +122,36 @@ def test_hardware_that_nobody_knows():
         hardware_of("TPU v9")
 
 
-def test_the_first_and_the_last_step_are_not_typical():
-    spans = [
-        Span("attend", 0, 0, step, at, at + 10, 0, at)
-        for step, at in enumerate((0, 1000, 1020, 1040, 1060, 5000))
-    ]
-    assert {span.step for span in steady_spans(spans)} <= {1, 2, 3, 4}
+def test_hardware_of_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text((CONFIGS / "hardware" / "h20.yaml").read_text(encoding="utf-8"))
+    assert hardware_of(str(path)) == load_hardware("h20")
+
+
+def test_layers_of_a_kind_have_a_fit_of_their_own(tmp_path):
+    """Step-3's dense layers are its first group, its MoE layers the larger second one."""
+    ffn = {**ATTEND, "op": "ffn"}
+    points = [ffn, {**ffn, "layers": 0, "seconds": 1.0}, {**ffn, "layers": 1, "batch": 8}]
+    found = read_calibration(write(tmp_path / "a.json", *points))
+    assert {key.layers: one.points for key, one in found.fits.items()} == {0: 1, 1: 2}
+    wrong = read_measurements(write(tmp_path / "b.json", {**ffn, "layers": 2}))
+    with pytest.raises(ConfigError, match="step3 has no layers 2 with ffn"):
+        calibration(wrong)
+
+
+def test_without_kernels_a_stage_takes_the_time_of_its_bucket(tmp_path):
+    one = {**ATTEND, "device_kind": "cpu", "format": "float32", "rows": "float32", "batch": 4}
+    small, large, held = read_measurements(
+        write(
+            tmp_path / "a.json",
+            {**one, "context": 100, "padded": 16, "reach": 256},
+            {**one, "context": 200, "padded": 16, "reach": 256},
+            {**one, "context": 200, "padded": 16, "reach": 512},
+        )
+    )
+    assert expected(small).terms == expected(large).terms
+    more = expected(held).terms.memory - expected(large).terms.memory
+    assert more * load_hardware("cpu").bandwidth == pytest.approx(16 * 256 * 2 * 256 * 4)
+    on_gpu = [{**one, "device_kind": "h20", "context": size, "reach": 512} for size in (100, 200)]
+    first, second = read_measurements(write(tmp_path / "b.json", *on_gpu))
+    assert expected(first).terms.memory < expected(second).terms.memory

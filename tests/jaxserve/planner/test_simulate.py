@@ -11,8 +11,8 @@ from jaxserve.config.deployment import (
 from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
-from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.observed import read_spans
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import Given
 

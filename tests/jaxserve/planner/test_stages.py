@@ -6,7 +6,7 @@ from jaxserve.link.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import load_model
-from jaxserve.planner.stages import Assumptions, Calculator, Formats, StageTime
+from jaxserve.planner.stages import Assumptions, Calculator, Formats, StageTime, blocks_met
 
 IDEAL = Assumptions(
     compute=1,
@@ -223,3 +223,34 @@ def test_messages():
     assert step3.combine_bytes() == 14336
     stage = step3.cross((50e9, 25e9), 100, 100, 7168)
     assert stage == StageTime(100 * 7168 / 25e9, "network")
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.3), (7, 0.3), (20, 0.9), (40, 0.25), (9, 1.0)])
+def test_blocks_of_rows_of_an_expert(tokens, share):
+    """Against the binomial distribution written out."""
+    expected = sum(
+        math.comb(tokens, rows) * share**rows * (1 - share) ** (tokens - rows) * -(-rows // 8)
+        for rows in range(tokens + 1)
+    )
+    assert blocks_met(tokens, share) == pytest.approx(expected)
+
+
+def test_float32_rows_and_weights():
+    """The demo as it is served on CPUs: everything is twice BF16."""
+    model = load_model("qwen3-30b-a3b")
+    sizes = []
+    for name in ("bfloat16", "float32"):
+        formats = Formats(weights=name, cache=name, dispatch=name, rows=name)
+        one = Calculator(model, 2048, formats, Assumptions())
+        group = one.model.attention[0]
+        sizes.append(
+            [
+                one.cache_row(group, 1),
+                one.combine_bytes(),
+                one.attention_weights(1),
+                one.ffn_weights(ONE),
+            ]
+        )
+        assert (one.formats.linear, one.formats.attention) == (name, name)
+    assert sizes[1] == [2 * size for size in sizes[0]]
+    assert Formats(weights="int8", rows="float32").linear == "int8"

@@ -1,0 +1,77 @@
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.observe.timeline import Span
+from jaxserve.planner.models import cost_model, load_model, model_config, model_folder
+from jaxserve.planner.observed import Timed, kinds_of, observe, read_spans, with_load
+from jaxserve.roles.layout import StepLoad
+
+SMALL, LARGE = StepLoad(16, 4, 2, 2, 100, 100), StepLoad(64, 4, 20, 20, 1000, 1000)
+
+
+def stages(step, at, load, attend=10, ffn=5, lane=0):
+    """Two layers and the leave, times in µs."""
+    spans = []
+    for layer in range(2):
+        for stage, duration in (("attend", attend), ("dispatch", 1), ("ffn", ffn), ("combine", 2)):
+            spans.append(span(stage, layer, step, at, at + duration, load, lane))
+            at += duration
+    return [*spans, span("attend", 2, step, at, at + 3, load, lane)]
+
+
+def span(stage, layer, step, start, end, load, lane=0):
+    return Span(stage, lane, layer, step, start * 1000, end * 1000, 0, start * 1000, load)
+
+
+def test_medians_of_steps_that_are_alike():
+    spans = []
+    for step, (at, load, attend) in enumerate(
+        [(0, SMALL, 10), (50, SMALL, 12), (100, SMALL, 90), (300, LARGE, 40), (400, LARGE, 40)]
+    ):
+        spans += stages(step, at, load, attend)
+    small, large = observe(spans, [(0, 0), (0, 1)])
+    assert (small.load, large.load) == (SMALL, LARGE)
+    assert small.stages[("attend", 0)] == Timed(3, pytest.approx(12e-6))  # the first embeds, too
+    assert small.stages[("ffn", 0)] == small.stages[("ffn", 1)] == Timed(3, pytest.approx(5e-6))
+    assert small.stages[("dispatch", 0)].number == 6
+    assert small.stages[("leave", 0)] == Timed(3, pytest.approx(3e-6))
+    assert small.step == Timed(2, pytest.approx((54 + 206) / 2 * 1e-6))
+    assert large.step == Timed(1, pytest.approx(100e-6))
+
+
+def test_contexts_that_are_close_are_alike():
+    spans = []
+    for step, context in enumerate((1000, 1001, 1002, 2000)):
+        spans += stages(step, 100 * step, StepLoad(16, 4, 1, 1, context, context))
+    assert [one.load.context for one in observe(spans, [(0, 0)] * 2)] == [1001, 2000]
+
+
+def test_steps_that_say_nothing_are_judged_by_what_was_said_of_all():
+    spans = [one for step in range(6) for one in stages(step, 100 * step, None)]
+    (only,) = observe(with_load(spans, SMALL), [(0, 0)] * 2)
+    assert (only.load, only.stages[("ffn", 0)].seconds) == (SMALL, pytest.approx(5e-6))
+    said = stages(0, 0, LARGE)
+    assert with_load(said, SMALL) == said
+
+
+def test_traces_that_cannot_be_judged(tmp_path):
+    with pytest.raises(ConfigError, match="the trace has 2 layers, the model 3"):
+        observe(stages(0, 0, SMALL), [(0, 0)] * 3)
+    with pytest.raises(ConfigError, match="no stage that can be measured"):
+        observe(stages(0, 0, StepLoad(16, 4, 0, 0, 0, 0)), [(0, 0)] * 2)
+    with pytest.raises(ConfigError, match=r"timeline.json: No such file"):
+        read_spans(tmp_path)
+    (tmp_path / "timeline.json").write_text('{"spans": []}')
+    with pytest.raises(ConfigError, match="no spans"):
+        read_spans(tmp_path)
+
+
+def test_the_kinds_of_layers():
+    """Step-3 begins and ends with dense layers; without a config.json nobody says."""
+    config = model_config(model_folder("step3"))
+    kinds = kinds_of(config, cost_model(config))
+    dense = [layer for layer, (_, f) in enumerate(kinds) if f == 0]
+    assert dense == [layer for layer in range(config.layers) if layer not in config.moe_layers]
+    assert len(kinds_of(None, load_model("minimax-m1"))) == 80
+    qwen = model_config(model_folder("qwen3-30b-a3b"))
+    assert set(kinds_of(qwen, cost_model(qwen))) == {(0, 0)}
