@@ -20,6 +20,8 @@ from jaxserve.errors import ConfigError
 
 Axes = str | tuple[str, ...] | None
 Rules = Mapping[str, Axes]
+AnyMesh = Mesh | AbstractMesh
+"""With devices, or for shapes alone."""
 
 ATTENTION_AXES = ("dp", "tp")
 FFN_AXES = ("ep", "tp")
@@ -187,7 +189,7 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
 
 
 @functools.lru_cache(maxsize=4096)
-def cached_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+def cached_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
     """The one `NamedSharding` object of a (mesh, spec); a new object every step would miss JAX's
     fast dispatch path."""
     return NamedSharding(mesh, spec)

@@ -4,13 +4,18 @@ import sys
 
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.model import ModelConfig
+from jaxserve.config.sections import AttentionRole, FFNRole
+from jaxserve.config.shipped import device_kind
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import describe_roles
+from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, describe, memory_of
+from jaxserve.roles.kernel_coverage import kernel_gaps
 
 
 def check(deployment: Deployment) -> int:
-    """Prints it; returns the exit code, 1 if it does not fit."""
+    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names."""
     config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     workers = {"": deployment}
     if deployment.prefill.workers:
@@ -25,4 +30,26 @@ def check(deployment: Deployment) -> int:
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
-    return 0
+    return _check_kernels(config, workers)
+
+
+def _check_kernels(config: ModelConfig, workers: dict[str, Deployment]) -> int:
+    """Prints what has no kernel on hardware that is named; returns the exit code."""
+    code = 0
+    for title, worker in workers.items():
+        roles: dict[Role, AttentionRole | FFNRole] = {"attention": worker.attention}
+        if worker.mode == "afd":
+            roles["ffn"] = worker.ffn
+        kinds = {role: device_kind(section.hardware) for role, section in roles.items()}
+        known: dict[Role, str] = {role: kind for role, kind in kinds.items() if kind}
+        if not known:
+            continue
+        slow, impossible = kernel_gaps(config, worker, known)
+        names = ", ".join(f"{role} on {kind}" for role, kind in known.items())
+        lines = [f"kernels ({names}): {'' if slow or impossible else 'all there'}", *slow]
+        print(f"\n{title}" + "\n  ".join(lines))
+        refused = impossible + (slow if worker.strict_kernels else [])
+        for text in refused:
+            print(f"jaxserve: {text}", file=sys.stderr)
+        code = code or int(bool(refused))
+    return code

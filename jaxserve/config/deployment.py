@@ -51,6 +51,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sizes, one program per step."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations: `bfloat16` or `float32`."""
+    strict_kernels: bool = False
+    """Whether a worker on a TPU or a GPU refuses to start where a program has no kernel for the
+    model's sizes or formats, and plain XLA would run far more slowly; false: it logs a warning.
+    `serve --check` says both where the roles name their `hardware`."""
     lanes: Annotated[int, Meta(ge=1, le=4)] = 1
     """Microbatches in flight at the same time."""
     attention: AttentionRole = AttentionRole()

@@ -6,12 +6,23 @@ the deployment reader, the planner and the benches.
 
 from pathlib import Path
 
+import yaml
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 CONFIGS = next(
     folder for folder in (_PACKAGE.parent / "configs", _PACKAGE / "configs") if folder.is_dir()
 )
 """The folder with `*.yaml` deployments, `models/`, `hardware/` and `demo/`."""
+
+
+def device_kind(hardware: str) -> str:
+    """The first device kind, as JAX names it, of a file of `hardware/`; empty: there is none."""
+    path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
+    if not hardware or not path.is_file():
+        return ""
+    kinds = yaml.safe_load(path.read_text(encoding="utf-8")).get("device_kinds", [])
+    return str(kinds[0]) if kinds else ""
 
 
 def deployment_names() -> list[str]:

@@ -41,6 +41,7 @@ from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPlan, plan_of_rows
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer
+from pallas_kernels.coverage import refuse_fallbacks
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def build_runtime(
       ConfigError, CheckpointError: before anything large is allocated.
     """
     use_compilation_cache()
+    refuse_fallbacks(deployment.strict_kernels)
     if config is None or names is None:
         config, names = read_config(
             deployment.model, deployment.ignored_model_keys, deployment.modules

@@ -21,6 +21,7 @@ from jaxserve.mesh import AbstractSubmeshes, Role, memory_limit, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.program_cache import use_compilation_cache
+from pallas_kernels.coverage import refuse_fallbacks
 
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
@@ -54,6 +55,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
       ConfigError, CheckpointError: it does not, or is not readable.
     """
     use_compilation_cache()
+    refuse_fallbacks(deployment.strict_kernels)
     config, names = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     runtime = RoleRuntime.of(config, names, deployment, role)
     reported = min(map(memory_limit, runtime.mesh.devices.flat), key=lambda size: size or 1 << 62)

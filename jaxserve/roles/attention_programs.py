@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import message_formats
-from jaxserve.mesh import ATTENTION_RULES
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
 from jaxserve.model.blocks import ModelTemplates
@@ -35,7 +35,7 @@ from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenProgr
 class AttentionPrograms(TokenPrograms):
     """What runs on the attention mesh of a deployment with a separate ffn role."""
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
         self.contract = Contract.of(templates.config, deployment)
         self.formats = message_formats(self.contract)

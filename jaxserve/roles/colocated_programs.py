@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, message_formats
-from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
@@ -35,7 +35,7 @@ from jaxserve.roles.program import REPLICATED, ROWS, Program, TokenPrograms, cut
 class ColocatedPrograms(TokenPrograms):
     """The whole step in one program: the oracle of every AFD layout, and a product."""
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
         self.formats = message_formats(Contract.of(templates.config, deployment))
         axes = Axes(*ATTENTION_AXES, rows=("dp",))
@@ -55,7 +55,7 @@ class ColocatedPrograms(TokenPrograms):
             self.experts = ExpertPrograms(
                 templates.ffn["moe"],
                 templates.slots,
-                mesh,
+                self.mesh,
                 COLOCATED_FFN_RULES,
                 ATTENTION_AXES[0],
                 stacked=True,

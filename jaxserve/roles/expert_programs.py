@@ -9,7 +9,7 @@ expert goes where is data, so one program a bank does for every move.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
 from jaxserve.config.sections import Experts
-from jaxserve.mesh import Rules
+from jaxserve.mesh import AnyMesh, Rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import ragged_all_to_all
 from jaxserve.model.ffn.placement import SlotSizes
@@ -94,14 +94,15 @@ class ExpertPrograms:
         self,
         template: Template,
         sizes: SlotSizes,
-        mesh: Mesh,
+        mesh: AnyMesh,
         rules: Rules,
         axis: str,
         *,
         stacked: bool,
         pieces: int,
     ):
-        self.template, self.sizes, self.mesh, self.axis = template, sizes, mesh, axis
+        self.template, self.sizes, self.axis = template, sizes, axis
+        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self._rules, self._stacked, self.pieces = rules, stacked, pieces
         self.places = tuple(
             place for place, names in enumerate(template.dimensions) if names[0] == "slots"

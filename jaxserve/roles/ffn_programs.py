@@ -5,6 +5,8 @@ padding. The exchange brings the rows to the devices that need them and the resu
 the rows came from.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -14,7 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, message_formats
-from jaxserve.mesh import FFN_AXES, FFN_RULES
+from jaxserve.mesh import FFN_AXES, FFN_RULES, AnyMesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, Blocks, make_exchanges
 from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
@@ -33,10 +35,11 @@ class FFNPrograms:
         self,
         templates: ModelTemplates,
         deployment: Deployment,
-        mesh: Mesh,
+        mesh: AnyMesh,
         contract: Contract | None = None,
     ):
-        self.templates, self.mesh = templates, mesh
+        self.templates = templates
+        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self.config, self.dtype = templates.config, templates.dtype
         self.contract = contract or Contract.of(templates.config, deployment)
         self.formats = message_formats(self.contract)
@@ -55,7 +58,7 @@ class FFNPrograms:
             self.experts = ExpertPrograms(
                 templates.ffn["moe"],
                 self.slots,
-                mesh,
+                self.mesh,
                 FFN_RULES,
                 axis,
                 stacked=False,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import cached_sharding
+from jaxserve.mesh import AnyMesh, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch, ragged_batch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
@@ -64,12 +64,12 @@ class StepContext(NamedTuple):
 class TokenPrograms:
     """What the roles that hold embedding and head share: shapes, a step's entrance and its exit."""
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: Mesh):
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         self.templates = templates
         self.config = templates.config
         self.dtype = templates.dtype
         self.deployment = deployment
-        self.mesh = mesh
+        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts

@@ -19,8 +19,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
+from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
-from pallas_kernels.target import current_target
+from pallas_kernels.target import Target, current_target
+
+_COST = (
+    "copies every page of a token's table to FP32 first, at least 5 times the bytes of a cache in "
+    "16 bits and 9 times those in 8"
+)
+_CHUNK_COST = "keeps the scores of 128 queries at a time in memory"
 
 
 def write_rows(
@@ -82,6 +89,7 @@ def paged_attention(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     with_lse: Literal[False] = False,
+    implementation: Implementation = "auto",
 ) -> Array: ...
 
 
@@ -100,6 +108,7 @@ def paged_attention(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     with_lse: Literal[True],
+    implementation: Implementation = "auto",
 ) -> tuple[Array, Array]: ...
 
 
@@ -117,6 +126,7 @@ def paged_attention(
     k_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     with_lse: bool = False,
+    implementation: Implementation = "auto",
 ) -> (
     Float[Array, "tokens q_heads v_head_dim"]
     | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
@@ -139,14 +149,15 @@ def paged_attention(
         bits as uint8, which are much cheaper on CPU (`pallas_kernels/quantize/bits.py`).
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
+      implementation: see `coverage.Implementation`.
 
     Returns:
       one row per token and query head, in the dtype of `queries`; with_lse: also the log-sum-exps.
 
     Raises:
       ValueError: the shapes, dtypes or options do not fit together.
-      NotImplementedError: the kernels of this device do not support the pages' format or page size;
-        the message names an alternative.
+      NotImplementedError: the kernels of this TPU do not support the pages' format or page size;
+        the message names an alternative. Elsewhere as `coverage.kernel_target`.
     """
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
@@ -167,10 +178,14 @@ def paged_attention(
     _check_tokens(tokens, page_table, sequence_of_token, position)
     width = v_width if v_pages is None else v_pages.shape[3]
     where = (page_table, sequence_of_token, position)
-    target = current_target()
     lse: Array | None
     cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
-    if target.backend == "mosaic_tpu":
+    target = kernel_target(
+        "paged_attention", implementation, lambda target: _gap(target, queries, cache), _COST
+    )
+    if target is None:
+        output, lse = reference.paged_attention(queries, cache, *where, scale=scale, window=window)
+    elif target.backend == "mosaic_tpu":
         from pallas_kernels.attention import mosaic_tpu
 
         output, lse = mosaic_tpu.paged_attention(
@@ -186,14 +201,12 @@ def paged_attention(
             with_lse=with_lse,
             target=target,
         )
-    elif target.backend == "mosaic_gpu" and _hopper_covers(queries, cache):
+    else:
         from pallas_kernels.attention import mosaic_gpu
 
         output, lse = mosaic_gpu.paged_attention(
             queries, cache, *where, scale=scale, window=window, target=target
         )
-    else:
-        output, lse = reference.paged_attention(queries, cache, *where, scale=scale, window=window)
     return (output, lse) if lse is not None and with_lse else output
 
 
@@ -205,13 +218,17 @@ def chunk_attention(
     position: Int32[Array, " tokens"],
     *,
     scale: float,
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
     """Attend from every token to the batch's tokens of its own sequence up to and including itself.
 
     No cache is read: this is for layers that do not cache expanded keys and values (latent
     attention). The contribution of earlier tokens comes from `paged_attention` and is added by
     `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens give
-    zeros and have no effect on others, even if they are NaN. On GPUs the reference runs.
+    zeros and have no effect on others, even if they are NaN. Only TPUs have a kernel.
+
+    Args:
+      implementation: see `coverage.Implementation`.
 
     Returns:
       the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
@@ -219,6 +236,7 @@ def chunk_attention(
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
+      NotImplementedError: as `coverage.kernel_target`.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if array.ndim != 3 or not jnp.issubdtype(array.dtype, jnp.floating):
@@ -232,8 +250,13 @@ def chunk_attention(
         )
     _check_places(queries.shape[0], sequence_of_token, position)
     inputs = (queries, keys, values, sequence_of_token, position)
-    target = current_target()
-    if target.backend == "mosaic_tpu":
+    target = kernel_target(
+        "chunk_attention",
+        implementation,
+        lambda target: "" if target.backend == "mosaic_tpu" else "prompts of latent attention",
+        _CHUNK_COST,
+    )
+    if target is not None:
         from pallas_kernels.attention import mosaic_tpu_chunk
 
         return mosaic_tpu_chunk.chunk_attention(*inputs, scale=scale, target=target)
@@ -267,10 +290,13 @@ def merge(
     return reference.merge(outputs, lses)
 
 
-def _hopper_covers(queries: Array, cache: reference.Cache) -> bool:
+def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:
+    """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
+    if target.backend == "mosaic_tpu":
+        return ""
     from pallas_kernels.attention import mosaic_gpu
 
-    return mosaic_gpu.covers(queries, cache)
+    return mosaic_gpu.gap(queries, cache)
 
 
 def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:

@@ -24,19 +24,25 @@ MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
 
 
-def covers(queries: Array, cache: Cache) -> bool:
-    """Whether the kernels can do this; `reference.py` can do everything."""
+def gap(queries: Array, cache: Cache) -> str:
+    """What of a call the kernels cannot do; empty: nothing. `reference.py` can do everything."""
     page_size, head_dim = cache.k_pages.shape[2:]
+    dtype, width = cache.k_pages.dtype, cache.v_width
     plan = _plan(queries, cache, decode=False, scale=1.0, window=0, target=None)
-    return (
-        cache.k_pages.dtype in (jnp.bfloat16, jnp.float16, *EIGHT_BITS)
-        and (cache.v_pages is None or cache.v_pages.dtype == cache.k_pages.dtype)
-        and head_dim % 64 == 0
-        and cache.v_width % (64 * (2 if plan.split_values else 1)) == 0
-        and cache.v_width <= 2 * MOST_COLUMNS
-        and (page_size % BLOCK == 0 or (page_size % 8 == 0 and BLOCK % page_size == 0))
-        and stages(cache, plan) >= 2
-    )
+    multiple = 64 * (2 if plan.split_values else 1)
+    if dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
+        return f"a cache in {dtype} (there are some for 16 and 8 bits)"
+    if cache.v_pages is not None and cache.v_pages.dtype != dtype:
+        return f"keys in {dtype} with values in {cache.v_pages.dtype}"
+    if head_dim % 64:
+        return f"head_dim {head_dim} (multiples of 64)"
+    if width % multiple or width > 2 * MOST_COLUMNS:
+        return f"values of {width} (multiples of {multiple} up to {2 * MOST_COLUMNS})"
+    if page_size % BLOCK and (page_size % 8 or BLOCK % page_size):
+        return f"page_size {page_size} (8, 16, 32, or a multiple of {BLOCK})"
+    if stages(cache, plan) < 2:
+        return f"head_dim {head_dim} with values of {width} in {dtype}: too wide for shared memory"
+    return ""
 
 
 def paged_attention(
@@ -50,7 +56,7 @@ def paged_attention(
     window: int,
     target: Target,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """As `api.paged_attention` says, for what `covers` says."""
+    """As `api.paged_attention` says, for what `gap` leaves."""
     tokens = queries.shape[0]
     kv_heads, page_size = cache.k_pages.shape[1:3]
     sequences, columns = page_table.shape

@@ -20,8 +20,9 @@ multiplied by both scales and accumulated in FP32. `grouped_swiglu` quantises th
 likewise, from FP32, in the epilogue of the product that makes them, where a kernel's tile holds 128
 columns but not the whole row. Of TPUs, only v7x supports it in FP8.
 
-On Hopper GPUs the reference, which is slow there, runs where the kernel has no support: FP32 rows,
-widths that are not a multiple of 64, and a few block sizes (`mosaic_gpu.py`).
+On Hopper GPUs the kernel has no support for FP32 rows, widths that are not a multiple of 64, and a
+few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, which is said or refused
+(`pallas_kernels/coverage.py`).
 """
 
 from typing import Literal, get_args
@@ -30,12 +31,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import ROW_BLOCK
-from pallas_kernels.target import current_target
+from pallas_kernels.target import Target
 
 RowFormat = Literal["fp8", "int8", "float"]
+
+_COST = "multiplies 8 rows at a time, one block after the other"
 
 
 def grouped_matmul(
@@ -44,33 +48,35 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
+    implementation: Implementation = "auto",
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
     Args:
       row_format: "fp8" or "int8", as the weights: rows are quantised in blocks; "float": rows are
         not quantised; None: as the format of the weights requires.
+      implementation: see `coverage.Implementation`.
 
     Returns:
       the products in the dtype of `rows`, accumulated in FP32.
 
     Raises:
       ValueError: the shapes, dtypes or formats do not fit together.
-      NotImplementedError: the backend has no such `row_format`.
+      NotImplementedError: the backend has no such `row_format`; or as `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
     _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
     _check_row_format(row_format, weights=weights)
-    target = current_target()
+    target = _target("grouped_matmul", implementation, rows, (weights,), row_format)
+    if target is None:
+        return reference.grouped_matmul(rows, weights, group_sizes, row_format)
     if target.backend == "mosaic_tpu":
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
-    if target.backend == "mosaic_gpu":
-        from pallas_kernels.grouped_matmul import mosaic_gpu
+    from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
-    return reference.grouped_matmul(rows, weights, group_sizes, row_format)
+    return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
 
 
 def grouped_swiglu(
@@ -82,6 +88,7 @@ def grouped_swiglu(
     *,
     row_format: RowFormat | None = None,
     source: Int32[Array, " picked"] | None = None,
+    implementation: Implementation = "auto",
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
@@ -96,13 +103,14 @@ def grouped_swiglu(
       source: for each row of the groups, the index into `rows` (a token of several experts is
         several rows of the groups); None: `rows` in order. A row that is picked more than once is
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
+      implementation: see `coverage.Implementation`.
 
     Returns:
       the outputs in the dtype of `rows`, one for each row of the groups.
 
     Raises:
       ValueError: the shapes, dtypes or formats do not fit together.
-      NotImplementedError: the backend has no such `row_format`.
+      NotImplementedError: the backend has no such `row_format`; or as `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
     groups, d_model = group_sizes.shape[0], rows.shape[1]
@@ -115,17 +123,37 @@ def grouped_swiglu(
     )
     if source is not None and (source.ndim != 1 or source.dtype != jnp.int32):
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
-    target = current_target()
-    arrays = (rows, gate_weights, up_weights, down_weights, group_sizes)
+    weights = gate_weights, up_weights, down_weights
+    arrays = (rows, *weights, group_sizes)
+    target = _target("grouped_swiglu", implementation, rows, weights, row_format)
+    if target is None:
+        return reference.grouped_swiglu(*arrays, row_format, source)
     if target.backend == "mosaic_tpu":
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
         return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source)
-    if target.backend == "mosaic_gpu":
+    from pallas_kernels.grouped_matmul import mosaic_gpu
+
+    return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source)
+
+
+def _target(
+    op: str,
+    implementation: Implementation,
+    rows: Array,
+    weights: tuple[Array | QuantArray, ...],
+    row_format: RowFormat | None,
+) -> Target | None:
+    """The target whose kernel runs; None: plain XLA."""
+
+    def gap(target: Target) -> str:
+        if target.backend == "mosaic_tpu":
+            return ""  # which refuses what it cannot take
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source)
-    return reference.grouped_swiglu(*arrays, row_format, source)
+        return mosaic_gpu.gap(rows.dtype, weights, row_format)
+
+    return kernel_target(op, implementation, gap, _COST)
 
 
 def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:

@@ -19,10 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.product import product_of_rows, quant_product
 from pallas_kernels.target import current_target
+
+_COST = "multiplies one block of columns after the other, several launches each"
 
 
 def covers(rows: Array, *weights: Array | QuantArray) -> bool:
@@ -44,7 +47,11 @@ def _on_tpu(rows: Array, weights: QuantArray) -> bool:
 def _on_gpu(rows: Array, weights: QuantArray) -> bool:
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    return _in_blocks(weights) and mosaic_gpu.covers(rows.dtype, _stack(weights))
+    if not _in_blocks(weights):
+        return False
+    if reason := mosaic_gpu.gap(rows.dtype, (_stack(weights),)):
+        fall_back(Fallback("dense_matmul", current_target().device_kind, reason, _COST))
+    return not reason
 
 
 def _in_blocks(weights: QuantArray) -> bool:

@@ -13,6 +13,7 @@ What wgmma multiplies, by the format of the weights:
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     PART_COLUMNS,
@@ -71,13 +71,7 @@ def grouped_matmul(
     target: Target,
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """Multiply every row by the weights of its group.
-
-    FP32 rows, a d_in or d_out that is no multiple of 64 (d_in with rows in blocks: of 128), and
-    blocks of FP8 or INT8 weights that no tile lies in (see `covers`) are left to the reference.
-    """
-    if not covers(rows.dtype, weights, row_format):
-        return reference.grouped_matmul(rows, weights, group_sizes, row_format)
+    """Multiply every row by the weights of its group; for what `gap` leaves."""
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
     operand, _ = _whole_blocks(rows, row_format)
@@ -96,16 +90,8 @@ def grouped_swiglu(
     row_format: str | None = None,
     source: Int32[Array, " picked"] | None = None,
 ) -> Float[Array, "picked d_out"]:
-    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down.
-
-    What `grouped_matmul` leaves to the reference, for any of the weights, and gate and up in
-    different formats are left to it as a whole.
-    """
-    all_weights = gate_weights, up_weights, down_weights
-    same_format = _format(gate_weights) == _format(up_weights)
-    covered = all(covers(rows.dtype, weights, row_format) for weights in all_weights)
-    if not same_format or not covered:
-        return reference.grouped_swiglu(rows, *all_weights, group_sizes, row_format, source)
+    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down;
+    for what `gap` leaves."""
     count = (rows if source is None else source).shape[0]
     if 0 in (count, rows.shape[0]):
         return jnp.zeros((count, down_weights.shape[1]), rows.dtype)
@@ -150,17 +136,28 @@ def _format(weights: WeightArray) -> Any:
     return (weights.dtype, weights.block) if isinstance(weights, QuantArray) else weights.dtype
 
 
-def covers(row_dtype: DTypeLike, weights: WeightArray, row_format: str | None = None) -> bool:
-    """Whether the kernel covers these weights."""
+def gap(row_dtype: DTypeLike, weights: Sequence[WeightArray], row_format: str | None = None) -> str:
+    """What of a product, or of a SwiGLU network (gate, up, down), the kernels do not cover; empty:
+    nothing."""
+    if row_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"rows in {jnp.dtype(row_dtype)} (there are some for 16 bits)"
+    if len(weights) > 1 and _format(weights[0]) != _format(weights[1]):
+        return "gate and up in different formats"
+    return next(filter(None, (_gap(array, row_format) for array in weights)), "")
+
+
+def _gap(weights: WeightArray, row_format: str | None) -> str:
     d_out, d_in = weights.shape[1:]
-    if row_dtype not in (jnp.bfloat16, jnp.float16) or d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
-        return False
+    if d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
+        return f"weights [{d_out}, {d_in}] (multiples of {OUT_MULTIPLE})"
     if row_format in ("fp8", "int8") and d_in % ROW_BLOCK:
-        return False
+        return f"rows of {d_in} in blocks (multiples of {ROW_BLOCK})"
     if not isinstance(weights, QuantArray) or _is_per_channel(weights):
-        return True
+        return ""
     block_out, block_in = weights.block
-    return block_out % OUT_MULTIPLE == 0 and block_in % _inner(weights) == 0
+    if block_out % OUT_MULTIPLE or block_in % _inner(weights):
+        return f"scales of blocks of {block_out} x {block_in}"
+    return ""
 
 
 def _is_per_channel(weights: QuantArray) -> bool:

@@ -10,25 +10,37 @@ from typing import get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
+from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.quantize import Format
-from pallas_kernels.target import current_target
+from pallas_kernels.target import Target, current_target
+
+_COST = "reads the rows twice, in three launches"
 
 
 def rms_norm_quantize(
-    x: Float[Array, "tokens d"], weight: Float[Array, " d"], epsilon: float, format: Format
+    x: Float[Array, "tokens d"],
+    weight: Float[Array, " d"],
+    epsilon: float,
+    format: Format,
+    *,
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
     """RMSNorm of every row as in `rms_norm`, quantised as in `quantize_rows`.
 
     The kernel sums the squares of a row in a different order, so normed rows may differ by one step
     of their dtype. Values and scales are exactly those of `quantize_rows` on these rows. The kernel
-    supports d_model up to 8192 in multiples of 128; the reference runs for others.
+    supports d_model up to 8192 in multiples of 128; on TPUs and for others plain XLA runs.
+
+    Args:
+      implementation: see `coverage.Implementation`.
 
     Returns:
       the normed rows in x's dtype (for a router), their 8-bit values, and their FP32 scales.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the format is unknown.
+      NotImplementedError: as `coverage.kernel_target`.
     """
     if x.ndim != 2 or x.shape[1] == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{x.shape}, needs floats [tokens, d] with d > 0")
@@ -38,9 +50,21 @@ def rms_norm_quantize(
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
-    target = current_target()
-    if target.backend == "mosaic_gpu":
-        from pallas_kernels.norm_quantize import mosaic_gpu
+    if implementation == "auto" and current_target().backend == "mosaic_tpu":
+        return reference.rms_norm_quantize(x, weight, epsilon, format)
+    target = kernel_target(
+        "rms_norm_quantize", implementation, lambda target: _gap(target, x), _COST
+    )
+    if target is None:
+        return reference.rms_norm_quantize(x, weight, epsilon, format)
+    from pallas_kernels.norm_quantize import mosaic_gpu
 
-        return mosaic_gpu.rms_norm_quantize(x, weight, epsilon, format, target)
-    return reference.rms_norm_quantize(x, weight, epsilon, format)
+    return mosaic_gpu.rms_norm_quantize(x, weight, epsilon, format, target)
+
+
+def _gap(target: Target, x: Array) -> str:
+    if target.backend == "mosaic_tpu":
+        return "norms, which XLA fuses there"
+    from pallas_kernels.norm_quantize import mosaic_gpu
+
+    return mosaic_gpu.gap(x)

@@ -29,6 +29,14 @@ TYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 """Of values."""
 
 
+def gap(x: Array) -> str:
+    """What of a call the kernel does not cover; empty: nothing."""
+    d = x.shape[1]
+    if d % WARPGROUP or d > MOST_COLUMNS:
+        return f"rows of {d} (multiples of {WARPGROUP} up to {MOST_COLUMNS})"
+    return ""
+
+
 def rms_norm_quantize(
     x: Float[Array, "tokens d"],
     weight: Float[Array, " d"],
@@ -36,9 +44,9 @@ def rms_norm_quantize(
     format: Literal["fp8", "int8"],
     target: Target,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """One pass over x; a d that the kernel does not cover is left to the reference."""
-    tokens, d = x.shape
-    if tokens == 0 or d % WARPGROUP or d > MOST_COLUMNS:
+    """One pass over x; for what `gap` leaves."""
+    tokens = x.shape[0]
+    if tokens == 0:
         return reference.rms_norm_quantize(x, weight, epsilon, format)
     kernel = plgpu.kernel(
         functools.partial(_body, epsilon=epsilon),

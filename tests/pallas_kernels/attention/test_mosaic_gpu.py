@@ -43,7 +43,7 @@ class TestMosaicGpu(PagedAttentionSuite):
         queries, k_pages, v_pages, *_ = case.arguments
         width = case.options["v_width"] if v_pages is None else v_pages.shape[3]
         cache = reference.Cache(k_pages, v_pages, None, None, width)
-        assert mosaic_gpu.covers(queries, cache)
+        assert not mosaic_gpu.gap(queries, cache)
         super().check(case, tolerance)
 
     def test_chunk_that_sees_what_was_before_it(self):

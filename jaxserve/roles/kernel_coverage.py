@@ -1,0 +1,82 @@
+"""Which programs of a deployment have no kernel on the hardware that it names.
+
+Called by `serve --check`. Programs are traced for that hardware's kernels on meshes without
+devices; nothing is compiled, and no backend is started.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.mesh import AbstractSubmeshes, Role, cached_sharding
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.attention import attention_programs
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.colocated import colocated_programs
+from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.ffn import ffn_programs
+from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.program import Program
+from pallas_kernels.coverage import collect_fallbacks
+from pallas_kernels.target import target_of, use_target
+
+OPTIONS = ("choose", "logprobs", "score", "look_up", "resolve", "end")
+"""Programs in which no op has a kernel on any platform."""
+
+
+def platform_of(device_kind: str) -> str:
+    """JAX's name of the platform of a kind of device."""
+    return "tpu" if device_kind.startswith("TPU") else "gpu"
+
+
+def kernel_gaps(
+    config: ModelConfig, deployment: Deployment, device_kinds: Mapping[Role, str]
+) -> tuple[list[str], list[str]]:
+    """What of a deployment's programs no kernel covers, of its smallest and its largest step.
+
+    Args:
+      device_kinds: of the roles whose hardware is known, as JAX names them.
+
+    Returns:
+      what runs in plain XLA instead and what that costs, each once; and what does not run at all.
+    """
+    slow: list[str] = []
+    impossible: list[str] = []
+    for role, kind in device_kinds.items():
+        for program in _programs(config, deployment, role):
+            target = target_of(platform_of(kind), kind)
+            arguments = [
+                jax.ShapeDtypeStruct(
+                    given.shape, given.dtype, sharding=cached_sharding(program.mesh, spec)
+                )
+                for given, spec in zip(program.arguments, program.in_specs, strict=True)
+            ]
+            with use_target(target), collect_fallbacks() as found:
+                try:
+                    jax.eval_shape(program.mapped(), *arguments)
+                except NotImplementedError as error:
+                    impossible.append(f"{role}: {error}")
+            slow += [f"{role}: {fallback}" for fallback in found]
+    return list(dict.fromkeys(slow)), list(dict.fromkeys(impossible))
+
+
+def _programs(config: ModelConfig, deployment: Deployment, role: Role) -> Iterator[Program]:
+    """What a role runs in its smallest and its largest step."""
+    meshes = AbstractSubmeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes)
+    sizes = deployment_buckets(deployment)
+    buckets = list(dict.fromkeys([sizes[0], sizes[-1]]))
+    if role == "ffn":
+        programs = FFNPrograms(templates, deployment, meshes.ffn)
+        yield from ffn_programs(programs, [bucket.tokens for bucket in buckets]).values()
+        return
+    if deployment.mode == "colocated":
+        whole = ColocatedPrograms(templates, deployment, meshes.attention)
+        wanted = colocated_programs(whole, buckets)
+    else:
+        own = AttentionPrograms(templates, deployment, meshes.attention)
+        wanted = attention_programs(own, buckets)
+    yield from (program for key, program in wanted.items() if key.name not in OPTIONS)

@@ -1,0 +1,114 @@
+"""What runs where a device's kernels do not cover a call: said once, or refused; never silently.
+
+Every op's `api.py` asks here. Plain XLA gives the same result on every platform, and on a TPU or a
+GPU far more slowly. On CPUs it is what runs, and nothing is said.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Literal, NamedTuple, get_args
+
+from pallas_kernels.target import HOPPER, Target, current_target
+
+logger = logging.getLogger(__name__)
+
+Implementation = Literal["auto", "kernel", "reference"]
+"""Of an op: `auto`: a kernel where there is one, else plain XLA; `kernel`: that, or
+NotImplementedError; `reference`: plain XLA."""
+
+
+class Fallback(NamedTuple):
+    """A call that no kernel of the device covers."""
+
+    op: str
+    device_kind: str
+    reason: str
+    """What of the call is not covered."""
+    cost: str
+    """What runs instead, and what that costs."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}: no kernel on {self.device_kind} for {self.reason}; plain XLA {self.cost}"
+        )
+
+
+_lock = threading.Lock()
+_said: set[Fallback] = set()
+_refused = False
+_collected: ContextVar[list[Fallback] | None] = ContextVar("pallas_kernels fallbacks", default=None)
+
+
+def refuse_fallbacks(refuse: bool = True) -> None:
+    """From now on, in the whole process: calls that fall back raise NotImplementedError (True), or
+    log a warning, once each (False)."""
+    global _refused
+    _refused = refuse
+
+
+@contextlib.contextmanager
+def collect_fallbacks() -> Iterator[list[Fallback]]:
+    """Context in which fallbacks of what is traced here are collected and neither logged nor
+    refused; each once."""
+    found: list[Fallback] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def kernel_target(
+    op: str, implementation: Implementation, gap: Callable[[Target], str], cost: str
+) -> Target | None:
+    """The target whose kernel a call runs; None: plain XLA.
+
+    Args:
+      gap: what of the call the kernels of a target do not cover; empty: nothing.
+      cost: as of `Fallback`.
+
+    Raises:
+      ValueError: the implementation is unknown.
+      NotImplementedError: there is no kernel, and plain XLA is not allowed.
+    """
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
+        )
+    if implementation == "reference":
+        return None
+    target = current_target()
+    if target.backend != "reference":
+        reason = gap(target)
+        if not reason:
+            return target
+    else:
+        reason = f"this device: there are some for TPUs and for {', '.join(HOPPER)}"
+    fallback = Fallback(op, target.device_kind, reason, cost)
+    if implementation == "kernel":
+        raise NotImplementedError(str(fallback))
+    if target.backend != "reference" or target.device_kind != "cpu":
+        fall_back(fallback)
+    return None
+
+
+def fall_back(fallback: Fallback) -> None:
+    """Says that a call falls back.
+
+    Raises:
+      NotImplementedError: after `refuse_fallbacks`.
+    """
+    if (found := _collected.get()) is not None:
+        if fallback not in found:
+            found.append(fallback)
+        return
+    if _refused:
+        raise NotImplementedError(str(fallback))
+    with _lock:
+        first = fallback not in _said
+        _said.add(fallback)
+    if first:
+        logger.warning("%s", fallback)

@@ -1,0 +1,38 @@
+"""What of a deployment no kernel covers on the hardware that it names."""
+
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.shipped import device_kind
+from jaxserve.roles.kernel_coverage import kernel_gaps
+from tests.jaxserve import layouts
+
+
+def test_device_kinds():
+    names = {"h200": "NVIDIA H200", "v6e": "TPU v6 lite", "": "", "none": ""}
+    assert {name: device_kind(name) for name in names} == names
+
+
+def gaps(model, kinds, **overrides):
+    deployment = layouts.deployment(model, overrides)
+    config, _ = read_config(deployment.model, [], 0)
+    return kernel_gaps(config, deployment, kinds)
+
+
+@pytest.mark.parametrize("mode", ["afd", "colocated"])
+def test_a_tiny_model_has_no_kernels_on_a_gpu(tiny_model, mode):
+    kinds = {"attention": "NVIDIA H200"} | ({"ffn": "NVIDIA H200"} if mode == "afd" else {})
+    slow, impossible = gaps(tiny_model, kinds, mode=mode)
+    assert not impossible
+    roles = {text.split(":")[0] for text in slow}
+    assert roles == set(kinds)
+    assert any("a cache in float32 (there are some for 16 and 8 bits)" in text for text in slow)
+    assert any("grouped_swiglu" in text for text in slow)
+
+
+def test_a_tpu_refuses_pages_that_are_too_short(tiny_model):
+    _, impossible = gaps(tiny_model, {"attention": "TPU v6 lite"})
+    assert impossible == [
+        "attention: pages of 8 tokens, float32, width 32: on a TPU use a page_size that is a "
+        "multiple of 128 (and 128 or 256 for speed)"
+    ]

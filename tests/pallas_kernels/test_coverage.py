@@ -1,0 +1,143 @@
+"""No silent fallback: what has no kernel is said once, or refused."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import coverage
+from pallas_kernels.attention.api import chunk_attention, paged_attention
+from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.norm_quantize import rms_norm_quantize
+from pallas_kernels.quantize import QuantArray
+from pallas_kernels.target import Target, use_target
+
+H200, A100, V6E = (
+    Target("mosaic_gpu", "NVIDIA H200"),
+    Target("reference", "NVIDIA A100-SXM4-80GB"),
+    Target("mosaic_tpu", "TPU v6 lite"),
+)
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def attend(target, head_dim=128, page_size=64, cache=jnp.bfloat16, **options):
+    """Traces a decode step of eight query heads."""
+    pages = shape(16, 1, page_size, head_dim, dtype=cache)
+    places = shape(4, 4, dtype=jnp.int32), shape(4, dtype=jnp.int32), shape(4, dtype=jnp.int32)
+
+    def call(*arrays):
+        return paged_attention(*arrays, scale=1.0, **options)
+
+    with use_target(target), coverage.collect_fallbacks() as found:
+        jax.eval_shape(call, shape(4, 8, head_dim), pages, pages, *places)
+    return [str(fallback) for fallback in found]
+
+
+COST = (
+    "; plain XLA copies every page of a token's table to FP32 first, at least 5 times the bytes of "
+    "a cache in 16 bits and 9 times those in 8"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "reason"),
+    [
+        (H200, {"head_dim": 80}, "head_dim 80 (multiples of 64)"),
+        (H200, {"page_size": 48}, "page_size 48 (8, 16, 32, or a multiple of 64)"),
+        (H200, {"cache": jnp.float32}, "a cache in float32 (there are some for 16 and 8 bits)"),
+        (
+            A100,
+            {},
+            "this device: there are some for TPUs and for H100, H200, H800, H20, GH200",
+        ),
+    ],
+)
+def test_attention(target, options, reason):
+    said = f"paged_attention: no kernel on {target.device_kind} for {reason}{COST}"
+    assert attend(target, **options) == [said]
+    with pytest.raises(NotImplementedError) as error:
+        attend(target, **options, implementation="kernel")
+    assert str(error.value) == said
+    assert attend(target, **options, implementation="reference") == []
+
+
+def test_what_has_a_kernel_and_what_needs_none():
+    assert attend(H200) == attend(V6E) == attend(Target("reference", "cpu"), head_dim=80) == []
+
+
+def test_a_tpu_refuses_by_itself():
+    with pytest.raises(NotImplementedError, match=r"pages of 8 tokens.*multiple of 16"):
+        attend(V6E, page_size=8)
+
+
+def traced(call, *arrays, target=H200):
+    with use_target(target), coverage.collect_fallbacks() as found:
+        jax.eval_shape(functools.partial(call), *arrays)  # traced anew: JAX knows no target
+    return [(fallback.op, fallback.reason) for fallback in found]
+
+
+def quantised(*sizes, block):
+    blocks = [-(-size // (step or size)) for size, step in zip(sizes[1:], block, strict=True)]
+    return QuantArray(
+        shape(*sizes, dtype=jnp.float8_e4m3fn), shape(sizes[0], *blocks, dtype=jnp.float32), block
+    )
+
+
+def test_products():
+    sizes = shape(4, dtype=jnp.int32)
+    reason = "weights [256, 96] (multiples of 64)"
+    narrow = shape(4, 256, 96), sizes
+    assert traced(grouped_matmul, shape(32, 96), *narrow) == [("grouped_matmul", reason)]
+    assert traced(grouped_matmul, shape(32, 96), *narrow, target=A100)[0][0] == "grouped_matmul"
+    gate, down = shape(4, 96, 256), shape(4, 256, 96)
+    reason = "weights [96, 256] (multiples of 64)"
+    found = traced(grouped_swiglu, shape(32, 256), gate, gate, down, sizes)
+    assert found == [("grouped_swiglu", reason)]
+    wide = shape(32, 256, dtype=jnp.float32), shape(4, 256, 256, dtype=jnp.float32), sizes
+    reason = "rows in float32 (there are some for 16 bits)"
+    assert traced(grouped_matmul, *wide) == [("grouped_matmul", reason)]
+
+
+def test_the_rest():
+    chunk = shape(8, 4, 192), shape(8, 4, 192), shape(8, 4, 128)
+    places = shape(8, dtype=jnp.int32), shape(8, dtype=jnp.int32)
+
+    def prompts(*arrays):
+        return chunk_attention(*arrays, scale=1.0)
+
+    found = traced(prompts, *chunk, *places)
+    assert found == [("chunk_attention", "prompts of latent attention")]
+    assert traced(prompts, *chunk, *places, target=V6E) == []
+
+    def norm(x, weight):
+        return rms_norm_quantize(x, weight, 1e-5, "fp8")
+
+    reason = "rows of 192 (multiples of 128 up to 8192)"
+    assert traced(norm, shape(8, 192), shape(192)) == [("rms_norm_quantize", reason)]
+    assert traced(norm, shape(8, 192), shape(192), target=V6E) == []
+
+    whole = quantised(1, 192, 256, block=(96, 128))
+    weight = jax.tree.map(lambda array: shape(*array.shape[1:], dtype=array.dtype), whole)
+    found = traced(dense_matmul, shape(8, 256), weight)
+    assert found == [("dense_matmul", "scales of blocks of 96 x 128")]
+
+
+def test_it_is_said_once_and_can_be_refused(caplog, monkeypatch):
+    monkeypatch.setattr(coverage, "_said", set())
+    fallback = coverage.Fallback("op", "a device", "sizes", "takes longer")
+    with caplog.at_level(logging.WARNING):
+        coverage.fall_back(fallback)
+        coverage.fall_back(fallback)
+    assert caplog.messages == ["op: no kernel on a device for sizes; plain XLA takes longer"]
+    coverage.refuse_fallbacks()
+    try:
+        with pytest.raises(NotImplementedError, match="no kernel on a device"):
+            coverage.fall_back(fallback)
+    finally:
+        coverage.refuse_fallbacks(False)
