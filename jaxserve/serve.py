@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return follow(deployment, options, process, part)
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
-        return 2
+        # Whoever starts a stand-in again starts what it was before.
+        return 1 if options.stand_in else 2
     except EngineFailedError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1

@@ -3,10 +3,14 @@
 import argparse
 import functools
 import logging
+import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from jaxserve.checkpoint.peer import open_weights
 from jaxserve.commands.life import (
@@ -21,7 +25,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet import attention_runtime, bootstrap, worker
-from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.open import open_engine
 from jaxserve.link.pull import PullClient
@@ -29,6 +33,9 @@ from jaxserve.link.weights_server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Recorder, merge
 from jaxserve.roles.held_weights import serve_weights
+
+HURRY_SECONDS = 2.0
+"""For what a prefill worker has that is to become a domain."""
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -52,9 +59,13 @@ class Serving(Life):
             port = network_faces(deployment, options.insecure_bind, options.log_format)
             super().__init__(deployment, port, admin_face(deployment))
         else:
-            super().__init__(deployment, worker_port(deployment, part, process.token))
+            changes = process.processes == 1 and (part.role == "prefill" or part.stands_in)
+            on_become = self._become if changes else None
+            super().__init__(deployment, worker_port(deployment, part, process.token, on_become))
         self._process = process
         self._part = part
+        self._successor: list[str] = []
+        """The command that this process goes on as, once it has ended."""
         self._engine: Engine | None = None
         self._link: PullClient | None = None
         self._weights: WeightsServer | None = None
@@ -80,6 +91,20 @@ class Serving(Life):
                 self._weights.close()
             if self._link is not None:
                 self._link.close()
+            if self._successor and not self._signalled:
+                os.execv(sys.executable, self._successor)
+
+    def _become(self, domain: bool, why: str) -> None:
+        """Ends as on a signal, and goes on as a domain, or as what it was started as."""
+        assert self._part is not None
+        if domain == self._part.stands_in:
+            return
+        own = [word for word in sys.orig_argv[1:] if word != STAND_IN]
+        self._successor = [sys.executable, *own, *[STAND_IN] * domain]
+        if domain:  # nobody is there who could take what is held here
+            server = msgspec.structs.replace(self._deployment.server, drain_seconds=HURRY_SECONDS)
+            self._deployment = msgspec.structs.replace(self._deployment, server=server)
+        self._drain_reason = self._drain_reason or f"to become another role: {why}"
 
     def _open_engine(self, leader: Leader | None) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""

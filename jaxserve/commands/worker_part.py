@@ -14,7 +14,7 @@ from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.membership import model_digest
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
@@ -37,6 +37,8 @@ class WorkerPart(NamedTuple):
     """Where it listens for routers."""
     fleet: Deployment
     """Of the whole fleet."""
+    stands_in: bool = False
+    """Whether it is a prefill worker that plays a domain."""
 
 
 def part_of(
@@ -57,6 +59,8 @@ def part_of(
         addresses, key = fleet.domains, "fleet.domains"
     else:
         return deployment, process, None
+    if process.stand_in and role != "prefill":
+        raise ConfigError(f"{STAND_IN}: of a prefill worker, not of --role {role}")
     if role == "decode" and pull:
         raise ConfigError(
             "--role decode: over link.transport = pull a domain is an attention worker: --role "
@@ -72,18 +76,23 @@ def part_of(
                 "say another number, or --listen"
             )
         address = addresses[process.worker]
+    if process.stand_in:
+        role = "attention" if pull else "decode"
     part = WorkerPart(
-        "prefill" if role == "prefill" else "domain",
-        address,
-        deployment,
+        "prefill" if role == "prefill" else "domain", address, deployment, process.stand_in
     )
     own = deployment_of(deployment, role)
     inner = "attention" if own.link.transport == "pull" else ""
     return own, msgspec.structs.replace(process, role=inner), part
 
 
-def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerPort:
-    """The port of a worker; raises as `WorkerPort`."""
+def worker_port(
+    deployment: Deployment,
+    part: WorkerPart,
+    token: str,
+    on_become: Callable[[bool, str], None] | None,
+) -> WorkerPort:
+    """The port of a worker; arguments and errors as of `WorkerPort`."""
     model = deployment.model
 
     @functools.cache
@@ -96,9 +105,10 @@ def worker_port(deployment: Deployment, part: WorkerPart, token: str) -> WorkerP
     return WorkerPort(
         part.address,
         token,
-        functools.partial(worker_facts, deployment, part.role),
+        functools.partial(worker_facts, deployment, part, on_become is not None),
         restore,
         part.fleet.fleet.resume_seconds,
+        on_become,
     )
 
 
@@ -138,8 +148,11 @@ def pages_part(
     return pages
 
 
-def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine) -> WorkerFacts:
-    """What routers have to know of an engine."""
+def worker_facts(
+    deployment: Deployment, part: WorkerPart, can_become: bool, engine: WorkerEngine
+) -> WorkerFacts:
+    """What routers have to know of an engine, and whether its process can change its role."""
+    role = part.role
     info = dict(engine.model_info())
     inside = deployment.mode == "afd" and deployment.link.transport != "pull"
     domains = deployment.domains if inside else 1
@@ -160,4 +173,6 @@ def worker_facts(deployment: Deployment, role: WorkerRole, engine: WorkerEngine)
         instance=secrets.token_hex(4),
         weights=weights_digest(deployment.model),
         version=jaxserve.__version__,
+        can_stand_in=can_become and role == "prefill",
+        stands_in=part.stands_in,
     )

@@ -141,6 +141,13 @@ def _check_fleet(deployment: "Deployment") -> None:
             "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet.tpot_seconds = 0: there is "
             "no target that could be missed"
         )
+    if fleet.least_domains and not prefill.workers:
+        raise ConfigError(
+            f"fleet.least_domains = {fleet.least_domains}, but prefill.workers = 0: nobody could "
+            "stand in for a domain"
+        )
+    for key in ("listen", "address"):
+        check_addresses(f"pages.{key}", [getattr(pages, key) or "unused:1"])
     check_addresses("weights.peers", deployment.weights.peers)
     check_addresses("weights.address", [deployment.weights.address or "unused:1"])
     if deployment.experts.source == "peer" and not deployment.weights.peers:
@@ -157,6 +164,11 @@ def _check_fleet(deployment: "Deployment") -> None:
         )
     if fleet.registry == "kubernetes" or not fleet.domains:
         return
+    if fleet.least_domains > len(fleet.domains):
+        raise ConfigError(
+            f"fleet.least_domains = {fleet.least_domains}, but fleet.domains has "
+            f"{len(fleet.domains)} addresses"
+        )
     if len(fleet.prefill) != prefill.workers:
         raise ConfigError(
             f"fleet.prefill: {len(fleet.prefill)} addresses, but prefill.workers = "

@@ -168,7 +168,14 @@ def load_deployment(
         raise ConfigError(f"deployment: {error}") from None
     deployment = complete(deployment)
     if deployment.prefill.workers:
-        deployment_of(deployment, "prefill")  # refuses what does not fit
+        prefill = deployment_of(deployment, "prefill")  # refuses what does not fit
+        apart = deployment.mode != "colocated" and deployment.link.transport == "pull"
+        needed = deployment.attention.devices if apart else deployment.devices
+        if deployment.fleet.least_domains and prefill.devices < needed:
+            raise ConfigError(
+                f"fleet.least_domains = {deployment.fleet.least_domains}: a domain needs {needed} "
+                f"devices, a prefill worker that were to stand in for one has {prefill.devices}"
+            )
     return deployment
 
 

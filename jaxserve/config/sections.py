@@ -368,6 +368,12 @@ class Fleet(Section, frozen=True):
     """Target for the time to the first token; 0: none."""
     tpot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """Target for the time per output token; 0: none."""
+    least_domains: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """When fewer domains are there for `stand_in_seconds`, a prefill worker of one process starts
+    again as a domain, on its devices, until enough are there without it. One prefill worker is
+    left, unless no domain is and domains may compute prompts themselves. 0: none does."""
+    stand_in_seconds: Seconds = 10.0
+    """For which domains have to be missing: longer than a domain that is started again takes."""
     late: Literal["queue", "refuse"] = "queue"
     """What becomes of a request whose targets cannot be met, by estimate: it waits its turn, or is
     refused with the estimate."""

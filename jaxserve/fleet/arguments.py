@@ -13,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import split_address
 
 TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"
+STAND_IN = "--stand-in"
 _FLAGS = {
     "process_id": ("--process-id", "JAXSERVE_PROCESS_ID"),
     "processes": ("--processes", "JAXSERVE_PROCESSES"),
@@ -36,6 +37,8 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Which role this process is meant to play; empty: whatever the deployment gives it."""
     worker: int = 0
     """Number of this worker among those of its role in a fleet."""
+    stand_in: bool = False
+    """Whether this prefill worker plays a domain until a router says otherwise."""
     devices: int | None = None
     """The most devices that its role may have here; None: as many as the deployment says."""
     coordinator: str = ""
@@ -87,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the role to play here; needed where roles have runtimes of their own, and in a fleet",
     )
     group.add_argument(
+        STAND_IN,
+        action="store_true",
+        help="of a prefill worker: play a domain while one is lost (fleet.least_domains); routers "
+        "have it started again with this option, and without it",
+    )
+    group.add_argument(
         "--distributed",
         action="store_true",
         help="take the above from the cluster (Slurm, Open MPI, GKE, Cloud TPU), as JAX does",
@@ -136,6 +145,7 @@ def from_arguments(
         processes=processes,
         role=getattr(arguments, "role", ""),
         worker=worker,
+        stand_in=getattr(arguments, "stand_in", False),
         devices=int(values["devices"]) if values["devices"] else None,
         coordinator=values["coordinator"],
         control_address=values["control"],

@@ -51,7 +51,7 @@ def fleet_load(
         workers.append(
             WorkerLoad(
                 name=place.address,
-                role=place.role,
+                role=worker.facts.role,
                 status=worker_status(worker),
                 why=worker.why,
                 running=load.running,

@@ -20,7 +20,7 @@ from jaxserve.engine.loop import FetchPolicy
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
-from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines, split_address
+from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines
 from jaxserve.link.hello import Hello, make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_connection import Landing
@@ -55,8 +55,7 @@ def serve_pages(
       pieces: tokens that cross together, ascending; empty: `PIECE_TOKENS`.
 
     Raises:
-      ConfigError: no prefix cache, an address that cannot be listened on, or a `pages.address`
-        that is none.
+      ConfigError: no prefix cache, or an address that cannot be listened on.
     """
     deployment = engine.deployment
     _check(deployment)
@@ -80,9 +79,7 @@ def serve_pages(
     )
     engine.hand_offs.serve(PrefillEnd(server, access, limits))
     server.start()
-    if elsewhere := deployment.pages.address:
-        split_address(elsewhere)
-        server.address = elsewhere
+    server.address = deployment.pages.address or server.address
     return server
 
 

@@ -50,6 +50,7 @@ from jaxserve.fleet.routing_actions import (
     SendSubmit,
     SendWithdraw,
 )
+from jaxserve.fleet.stand_ins import StandIns
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.observe.view import PipelineView
 
@@ -110,6 +111,7 @@ class RouterEngine:
             silent=deployment.cluster.heartbeat_seconds,
             stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
         )
+        self._stand_ins = StandIns(deployment, time.monotonic)
         self.rolling = Rolling(self._registry, self.connections, self._workers)
         """Changes of the fleet, for operators."""
 
@@ -262,6 +264,12 @@ class RouterEngine:
         """See `Receiver`."""
         with self._lock:
             ended = self._send(self._coordinator.tick())
+            workers = self._coordinator.placement.workers
+            orders = self._stand_ins.decide(self._registry.places(), workers)
+        for worker, domain, why in orders:
+            role = "a domain" if domain else "a prefill worker again"
+            logger.warning("worker %s is to become %s: %s", worker, role, why)
+            self.connections.send(worker, frames.Become(domain, why))
         self._deliver(ended)
 
     def received(self, place: Place, frame: frames.FromWorker) -> None:

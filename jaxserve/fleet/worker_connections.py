@@ -386,7 +386,8 @@ class WorkerConnections:
                 raise ConfigError(answer.reason)
             if not isinstance(answer, frames.Welcome):
                 raise ConfigError(f"{type(answer).__name__} came before Welcome")
-            if answer.facts.role != place.role:
+            stands_in = answer.facts.stands_in and place.role == "prefill"
+            if answer.facts.role != place.role and not stands_in:
                 raise ConfigError(f"it is a {answer.facts.role}, not a {place.role}")
         except BaseException:
             channel.close()

@@ -1,7 +1,7 @@
 """What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
 
     router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
-                                | Drain | AskPipeline | Echo)*
+                                | Drain | Become | AskPipeline | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
 Every request has an id that its router made for this attempt to run it, different from all others'.
@@ -51,6 +51,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       instance: different after every start of the worker.
       weights: digest of the checkpoint's weights; a request never goes from one to another.
       version: of the software; for people.
+      can_stand_in: whether it can start again in another role; see `Become`.
+      stands_in: whether it is a domain that was started as a prefill worker.
     """
 
     name: str
@@ -67,6 +69,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     weights: str = ""
     version: str = ""
+    can_stand_in: bool = False
+    stands_in: bool = False
 
     @property
     def tokens(self) -> int:
@@ -147,6 +151,14 @@ class Drain(Frame):
     mode: DrainMode = ""
 
 
+class Become(Frame):
+    """Has a worker that can do so drain and start its process again: as a domain in a lost one's
+    place, or as the prefill worker that it was started as."""
+
+    domain: bool
+    why: str = ""
+
+
 class AskPipeline(Frame):
     """Asks for a view of the steps measured last; answered by `Pipeline`."""
 
@@ -220,6 +232,7 @@ FromRouter = (
     | Cancel
     | Withdraw
     | Drain
+    | Become
     | AskPipeline
     | Echo
 )

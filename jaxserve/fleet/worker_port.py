@@ -96,6 +96,7 @@ class WorkerPort:
       facts: of the worker, once there is an engine.
       restore: makes a grammar of how it travels; slow.
       resume_seconds: for which requests with keys are kept whose router is gone.
+      on_become: has this worker start again as a domain, or not as one; says why. None: it cannot.
 
     Attributes:
       address: where it listens, from `start` on.
@@ -111,7 +112,9 @@ class WorkerPort:
         facts: Callable[[WorkerEngine], frames.WorkerFacts],
         restore: Callable[[GrammarOf, int], Any],
         resume_seconds: float = 0.0,
+        on_become: Callable[[bool, str], None] | None = None,
     ):
+        self.on_become = on_become
         self._token, self._make_facts, self._restore = token, facts, restore
         self._listener = listen(address, token)
         self._listener.settimeout(LOOK_SECONDS)
@@ -150,6 +153,12 @@ class WorkerPort:
             logger.info("drain: %s", mode or "no more")
         self.drain = mode
         self._send_state()
+
+    def becomes(self, domain: bool, why: str) -> None:
+        """Starts again in another role; its requests go elsewhere first."""
+        if self.on_become is not None:
+            self.drains("move")
+            self.on_become(domain, why)
 
     def stop(self, grace: float) -> None:
         """Ends all connections, once their last outputs are sent or `grace` seconds are over."""
@@ -336,6 +345,8 @@ class RouterConnection:
                     self._engine.withdraw(request_id)
             case frames.Drain(mode=mode):
                 self._port.drains(mode)
+            case frames.Become(domain=domain, why=why):
+                self._port.becomes(domain, why)
             case frames.AskPipeline():
                 self.post(frames.Pipeline(self._engine.pipeline()))
             case frames.Echo():

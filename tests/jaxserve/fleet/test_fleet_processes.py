@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -155,6 +156,45 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
             tokens = [client.tokens(prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS[:6]]
             assert layouts.differences(greedy, tokens + greedy.tokens[6:]) == []
         assert client.pipeline()["load"]["replays"] >= 1
+
+
+@pytest.mark.slow
+def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, tmp_path):
+    """The domain is killed in the middle of a stream and comes back late: until then the last
+    prefill worker is one, on a page size and cache of its own before and after."""
+    greedy, drawn = reference
+    overrides = {
+        "mode": "colocated",
+        "prefill.workers": 2,
+        "prefill.cache": {"page_size": 16, "pages": 80},
+        "fleet.least_domains": 1,
+        "fleet.stand_in_seconds": 1,
+    }
+    late = ("--restart", "--restart-seconds", "30")
+    with fleet(tiny_model, tmp_path, range(1, 4), overrides, *late) as (run, client):
+        pid = run.wait_for(r"process 3: domain 0.*, pid (\d+)")[1]
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
+            assert begun.wait(SECONDS)
+            os.kill(int(pid), signal.SIGKILL)
+            run.wait_for(r"is to become a domain: 0 domains were there for", SECONDS)
+            assert stream.result(SECONDS) == drawn
+        assert layouts.differences(greedy, generate(client)) == []
+        assert run.output.count("process 3: domain") == 1, "it is not back yet"
+        roles = [worker["role"] for worker in client.pipeline()["load"]["workers"]]
+        assert roles == ["prefill", "domain", "domain"]
+
+        run.wait_for(r"is to become a prefill worker again: 1 domains are there", SECONDS)
+        run.wait_for(r"(?s)(^\[2\] ready .*?){3}", SECONDS)
+        deadline = time.monotonic() + SECONDS
+        while any(w["status"] != "ready" for w in client.pipeline()["load"]["workers"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert layouts.differences(greedy, generate(client)) == []
+        roles = [worker["role"] for worker in client.pipeline()["load"]["workers"]]
+        assert roles == ["prefill", "prefill", "domain"]
+        assert "process 2 (prefill worker 1) ended" not in run.output
 
 
 @pytest.mark.slow

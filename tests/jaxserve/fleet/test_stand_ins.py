@@ -1,0 +1,223 @@
+"""Which prefill worker stands in for a lost domain, and when it goes back: a fleet on a table."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.registry import Place
+from jaxserve.fleet.routed import Worker
+from jaxserve.fleet.stand_ins import StandIns
+from tests.conftest import REPOSITORY
+from tests.jaxserve.fleet.fake_worker import FakeWorker, expected
+from tests.jaxserve.fleet.test_router import LONG, rig, until
+
+VALUES: dict[str, Any] = {
+    "mode": "colocated",
+    "prefill.workers": 3,
+    "domains": 2,
+    "fleet.prefill": ["p0:1", "p1:1", "p2:1"],
+    "fleet.domains": ["d0:1", "d1:1"],
+    "fleet.least_domains": 2,
+    "fleet.stand_in_seconds": 5,
+    "cluster.start_seconds": 60,
+}
+FACTS = {
+    "name": "w",
+    "model": "m",
+    "slots": 4,
+    "groups": 1,
+    "pages": 10,
+    "page_size": 16,
+    "max_length": 100,
+    "vocab": 100,
+    "eos_token_ids": [],
+    "info": {},
+    "instance": "i",
+}
+
+
+class Fleet:
+    """Workers as a router sees them; p2 takes long prompts only."""
+
+    def __init__(self, *names: str, **overrides: Any):
+        values = VALUES | {key.replace("__", "."): value for key, value in overrides.items()}
+        self.now = 100.0
+        self.stand_ins = StandIns(load_deployment(REPOSITORY, values), lambda: self.now)
+        self.places = [Place(f"p{n}:1", "prefill", n == 2) for n in range(3)]
+        self.places += [Place(f"d{n}:1", "domain") for n in range(2)]
+        self.workers: dict[str, Worker] = {}
+        self.join(*names)
+
+    def join(self, *names: str, stands_in: bool = False, **options: Any) -> None:
+        for name in names:
+            role = "domain" if stands_in or name.startswith("d") else "prefill"
+            options = {"can_stand_in": role == "prefill"} | options
+            facts = frames.WorkerFacts(role=role, stands_in=stands_in, **FACTS, **options)
+            self.workers[f"{name}:1"] = Worker(f"{name}:1", facts, reserved=name == "p2")
+
+    def leave(self, *names: str) -> None:
+        for name in names:
+            del self.workers[f"{name}:1"]
+
+    def after(self, seconds: float) -> list[tuple[str, bool]]:
+        """Who is told to become a domain, or not, at that time; asked ten times a second."""
+        found = []
+        for _ in range(round(10 * seconds)):
+            self.now += 0.1
+            orders = self.stand_ins.decide(self.places, self.workers)
+            found += [(order.worker.partition(":")[0], order.domain) for order in orders]
+        return found
+
+    def becomes(self, name: str, stands_in: bool) -> None:
+        self.leave(name)
+        assert self.after(8) == []
+        self.join(name, stands_in=stands_in)
+
+
+def whole(**overrides: Any) -> Fleet:
+    fleet = Fleet("p0", "p1", "p2", "d0", "d1", **overrides)
+    assert fleet.after(1) == []
+    return fleet
+
+
+def test_there_and_back():
+    fleet = whole()
+    fleet.leave("d1")
+    assert fleet.after(4.9) == []
+    assert fleet.after(0.3) == [("p1", True)], "the last one that has short prompts"
+    fleet.workers["p1:1"].drain = "move"
+    assert fleet.after(3) == []
+    fleet.becomes("p1", stands_in=True)
+    assert fleet.after(100) == []
+    fleet.join("d1")
+    assert fleet.after(0.1) == [("p1", False)]
+    fleet.becomes("p1", stands_in=False)
+    assert fleet.after(100) == []
+    fleet.leave("d0")
+    assert fleet.after(5.2) == [("p1", True)], "and again"
+
+
+def test_a_domain_that_is_started_again_in_time():
+    fleet = whole()
+    for name in ("d0", "d1", "d0"):
+        fleet.leave(name)
+        assert fleet.after(4) == []
+        fleet.join(name)
+        assert fleet.after(1) == []
+
+
+def test_not_while_a_fleet_starts():
+    fleet = Fleet("p0", "p1", "p2", "d0")
+    assert fleet.after(100) == []
+    fleet.join("d1")
+    assert fleet.after(1) == []
+    fleet.leave("d1")
+    assert fleet.after(5.2) == [("p1", True)]
+
+
+def test_spare_domains_and_none_asked_for():
+    fleet = whole(fleet__least_domains=1)
+    fleet.leave("d1")
+    assert fleet.after(100) == []
+    fleet = whole(fleet__least_domains=0)
+    fleet.leave("d0", "d1")
+    assert fleet.after(100) == []
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_one_prefill_worker_is_left(fail):
+    """But for a fleet without any domain, where domains compute prompts themselves."""
+    fleet = whole(pages__on_failure="fail" if fail else "recompute")
+    fleet.leave("p2", "p0", "d1")
+    assert fleet.after(20) == []
+    fleet.leave("d0")
+    found = fleet.after(30)
+    assert found[:1] == ([] if fail else [("p1", True)])
+
+
+def test_two_at_once_and_one_that_does_not_come():
+    fleet = whole()
+    fleet.leave("d0", "d1")
+    assert sorted(fleet.after(5.2)) == [("p0", True), ("p1", True)]
+    for name in ("p0", "p1"):
+        fleet.leave(name)
+    assert fleet.after(50) == []
+    fleet.join("p1", stands_in=True)
+    fleet.join("p0")  # its start failed, and it is what it was
+    assert fleet.after(15) == [("p0", True)], "once fewer were there for long enough"
+
+
+def test_one_that_did_not_hear_it_is_told_again():
+    fleet = whole()
+    fleet.leave("d1")
+    assert fleet.after(5.2) == [("p1", True)]
+    assert fleet.after(9.7) == []
+    assert fleet.after(6) == [("p1", True)]
+
+
+def test_workers_that_cannot_or_are_not_well():
+    fleet = whole()
+    fleet.leave("p1", "d1")
+    fleet.join("p1", can_stand_in=False)
+    fleet.workers["p0:1"].why = "it is silent"
+    assert fleet.after(15) == [("p2", True)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prefill.workers": 0, "fleet.prefill": []}, "prefill.workers = 0: nobody could"),
+        ({"fleet.least_domains": 3}, "fleet.least_domains = 3, but fleet.domains has 2"),
+        ({"attention.tp": 2, "prefill.attention": {"tp": 1}}, "needs 2 devices, a prefill"),
+        ({"pages.address": "nowhere"}, r"pages.address\[0\] = 'nowhere': expected host:port"),
+    ],
+)
+def test_what_does_not_fit(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load_deployment(REPOSITORY, VALUES | values)
+
+
+def test_requests_go_on_with_a_stand_in():
+    """A router, two prefill workers and a domain, which dies in the middle of its requests."""
+    options = {"fleet__least_domains": 1, "fleet__stand_in_seconds": 0.3}
+    with rig(2, 1, **options) as fleet:
+        told: list[tuple[FakeWorker, bool]] = []
+        for worker in fleet.prefills:
+            facts = worker.port.facts
+            assert facts is not None
+            worker.port.facts = msgspec.structs.replace(facts, can_stand_in=True)
+            worker.port.on_become = lambda domain, why, worker=worker: told.append((worker, domain))
+        fleet.router.close()
+        fleet.router = fleet.replica()
+        until(lambda: fleet.router._stand_ins._complete)
+        (domain,) = fleet.domains
+        domain.engine.allowed = 7
+        for n in range(4):
+            fleet.submit([*LONG, n], 30, f"{n}")
+        begun = fleet.results.tokens
+        fleet.results.until(lambda: all(len(begun.get(f"{n}", [])) >= 7 for n in range(4)))
+        domain.kill()
+        until(lambda: told)
+        ((chosen, becomes),) = told
+        assert becomes
+        assert chosen.port.drain == "move"
+        chosen.kill()
+        stand_in = FakeWorker("domain", address=chosen.address)
+        fleet.domains.append(stand_in)
+        assert stand_in.port.facts is not None
+        stand_in.port.facts = msgspec.structs.replace(stand_in.port.facts, stands_in=True)
+        fleet.results.until(lambda: len(fleet.results.last) == 4)
+        for n in range(4):
+            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 30, 3)
+        roles = {one.worker: one.role for one in fleet.router.rolling.workers()}
+        assert roles[chosen.address] == "domain"
+
+        back = FakeWorker("domain", address=domain.address)
+        fleet.domains.append(back)
+        stand_in.port.on_become = lambda domain, why: told.append((stand_in, domain))
+        until(lambda: len(told) == 2)
+        assert told[1] == (stand_in, False)
