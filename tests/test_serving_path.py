@@ -20,7 +20,7 @@ LIMITS = {
     "jaxserve.fleet.attention_runtime": 15_000,
     "jaxserve.fleet.ffn_runtime": 11_500,
     "jaxserve.fleet.router": 5_000,
-    "jaxserve.serve": 24_500,
+    "jaxserve.serve": 24_800,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""
