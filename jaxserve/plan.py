@@ -1,6 +1,7 @@
 """`python -m jaxserve.plan`: cost and speed of a deployment, before any hardware is rented.
 
-`tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's.
+`tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's, or
+with `--world` what others measured, beside what we predict.
 `search` finds the cheapest layouts that meet a time per output token (TPOT). `simulate` runs a
 deployment in simulated time; `calibrate` and `verify` compare predictions with measurements;
 `compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
@@ -18,7 +19,7 @@ import msgspec
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.simulation_command import add_fleet
-from jaxserve.planner import report
+from jaxserve.planner import report, world
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
@@ -47,7 +48,14 @@ from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.skew import read_skew
 from jaxserve.planner.stages import FORMATS, Calculator, Formats
 from jaxserve.planner.tables import figures, load_sources, tables
-from jaxserve.planner.text import agreement, as_tree, compared_rows, compared_text, json_text
+from jaxserve.planner.text import (
+    agreement,
+    as_tree,
+    compared_rows,
+    compared_text,
+    grid,
+    json_text,
+)
 
 NOTHING = "nothing meets the target"
 
@@ -65,7 +73,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _world(options: argparse.Namespace) -> int:
+    found = world.compare(options.configs)
+    rows, notes = world.world_rows(found), world.world_notes(found)
+    if options.html:
+        sections = [(world.world_summary(found), report.table(rows))]
+        sections.append(("Sources, and what was taken for granted", report.lines(notes)))
+        title = "What others measured, and what the planner predicts"
+        options.html.write_text(report.page(title, sections), encoding="utf-8")
+    if options.json:
+        print(json_text(world.world_tree(found)))
+    else:
+        print("\n\n".join([grid(rows), "\n".join(notes), world.world_summary(found)]))
+    return 0
+
+
 def _tables(options: argparse.Namespace) -> int:
+    if options.world:
+        return _world(options)
     sources = load_sources(options.configs)
     printed, drawn = tables(sources), figures(sources)
     everything = [*printed, *drawn]
@@ -157,7 +182,7 @@ def _formats(options: argparse.Namespace, hardware: dict[str, Hardware]) -> Form
         if value == "fp8" and without:
             raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
         asked[name] = value or ("int8" if without else "fp8")
-    return Formats(**asked, compute=options.compute)
+    return Formats(**asked, compute=options.compute, core=options.core)
 
 
 def _accepted(options: argparse.Namespace, calculator: Calculator) -> Acceptance:
@@ -288,6 +313,9 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, metavar="command")
     paper = commands.add_parser("tables", help="Step-3's tables 2 to 7 and figures 1 to 5")
     paper.add_argument("--svg", type=Path, metavar="DIR", help="writes the figures there")
+    paper.add_argument(
+        "--world", action="store_true", help="published measurements instead, with our errors"
+    )
     paper.set_defaults(run=_tables)
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
     simulate = commands.add_parser("simulate", help="a deployment, or a fleet, in simulated time")
@@ -327,6 +355,7 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--shared-ranks", action="store_true", help="tries some for the shared expert alone")
     add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")
     add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
+    add("--core", choices=("auto", *formats), default="auto", help="of attention's own products")
     add("--best", type=_count, default=3, help="plans a mode: 3")
     add("--price", nargs="+", default=[], metavar="NAME=USD", help="a device and hour")
     add("--assume", nargs="+", default=[], metavar="NAME=VALUE", help="or `paper`; see the README")

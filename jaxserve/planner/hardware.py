@@ -40,6 +40,14 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How many devices the fast link joins."""
     network_gb_s: Positive
     """GB/s of a host, one way, over all its network cards."""
+    torus: Annotated[int, Meta(ge=0, le=3)] = 0
+    """Dimensions of the torus that the fast link forms; `link_gb_s` is of its two links a dimension
+    together. 0: a switch."""
+    ring: Count = 4
+    """A dimension of a multiple of so many chips is a ring; others have two ends."""
+    tile_rows: Count = 1
+    """Rows to which attention kernels pad the query heads of a KV head: the products' smallest
+    tile."""
     sources: dict[str, str]
     """Where each figure is from."""
     device_kinds: list[str] = []

@@ -86,6 +86,7 @@ class Layouts:
       model: what is to be cut.
       attention, ffn: hardware by name that each role may use; colocated modes use those in both.
       skewed: whether experts are unevenly popular, so that replicas are tried.
+      overlapped: whether two batches of a colocated deployment are tried.
     """
 
     def __init__(
@@ -95,9 +96,10 @@ class Layouts:
         ffn: Mapping[str, Hardware],
         *,
         skewed: bool,
+        overlapped: bool = False,
     ):
         self._model, self._attention, self._ffn = model, attention, ffn
-        self._skewed = skewed
+        self._skewed, self._overlapped = skewed, overlapped
 
     def of(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""
@@ -165,16 +167,17 @@ class Layouts:
         for tp in self._attention_tp(hardware, devices):
             mode: Mode = "tp" if tp == devices else "ep"
             if mode in target.modes and self._shared(devices // tp, target):
-                yield Layout(
-                    mode=mode,
-                    attention=name,
-                    ffn=name,
-                    dp=devices // tp,
-                    tp=tp,
-                    ep=devices // tp,
-                    ffn_tp=tp,
-                    lanes=1,
-                )
+                for lanes in (1, 2) if self._overlapped and mode == "ep" else (1,):
+                    yield Layout(
+                        mode=mode,
+                        attention=name,
+                        ffn=name,
+                        dp=devices // tp,
+                        tp=tp,
+                        ep=devices // tp,
+                        ffn_tp=tp,
+                        lanes=lanes,
+                    )
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """By query heads, within the fast link."""

@@ -96,7 +96,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-PAPER = Assumptions(overlap=1.0, broadcast=True)
+PAPER = Assumptions(overlap=1.0, broadcast=True, host_seconds=0.0, host_device_seconds=0.0)
 """How Step-3's own system moves rows (§7.1)."""
 
 
@@ -137,7 +137,10 @@ _RANGES = {
     "stage_seconds": (0.0, 1.0),
     "crossing_seconds": (0.0, 1.0),
     "collective_seconds": (0.0, 1.0),
-    "imbalance": (1.0, 100.0),
+    "hop_seconds": (0.0, 1.0),
+    "host_seconds": (0.0, 1.0),
+    "host_device_seconds": (0.0, 1.0),
+    "imbalance": (0.0, 100.0),
     "overlap": (0.0, 1.0),
     "reserve": (0.0, 0.9),
 }

@@ -19,6 +19,7 @@ from jaxserve.planner.drafts import (
     entrance_seconds,
     passes,
 )
+from jaxserve.planner.fabric import middle_bandwidth
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.models import AttentionLayers, FFNLayers
@@ -106,7 +107,13 @@ class Searcher:
         self._drafting = calculator._replace(model=calculator.model.with_module())
         self._attention, self._ffn = attention, ffn
         self._acceptance = acceptance
-        self._layouts = Layouts(calculator.model, attention, ffn, skewed=skew is not None)
+        self._layouts = Layouts(
+            calculator.model,
+            attention,
+            ffn,
+            skewed=skew is not None,
+            overlapped=calculator.assumed.overlapped,
+        )
 
     def search(self, target: Target) -> Found:
         """All layouts of up to `target.max_devices`."""
@@ -201,9 +208,7 @@ class Searcher:
             for f_group in model.ffn:
                 share = a_group.layers * f_group.layers / model.layers
                 times = self._layer(layout, a_group, f_group, whole)
-                step += share * layer_seconds(
-                    [times[name].seconds for name in STAGES], layout.lanes
-                )
+                step += share * self._lanes_seconds(layout, times)
                 if share > most:
                     most, stages = share, times
         step += layout.lanes * calculator.head(a, batch * whole.rows, layout.tp)
@@ -236,11 +241,29 @@ class Searcher:
         seconds = 0.0
         for one in passes(batch, layout.drafts):
             times = self._layer(layout, *calculator.model.module, one)
-            seconds += layer_seconds([times[name].seconds for name in STAGES], layout.lanes)
+            seconds += self._lanes_seconds(layout, times)
             of_lane = entrance_seconds(calculator, a, one.batch * one.rows)
             of_lane += calculator.head(a, batch, layout.tp)
             seconds += layout.lanes * of_lane
         return seconds
+
+    def _lanes_seconds(self, layout: Layout, times: Mapping[str, StageTime]) -> float:
+        """Seconds of a layer of all lanes. The host of either role works for each of them."""
+        seconds = [times[name].seconds for name in STAGES]
+        if layout.mode != "afd":
+            return colocated_seconds(seconds, layout.lanes)
+        return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
+
+    def host_seconds(self, layout: Layout) -> float:
+        """Of the busier role's hosts, for a layer and lane; 0 if colocated, where a step is one
+        program."""
+        if layout.mode != "afd":
+            return 0.0
+        a, f = self._attention[layout.attention], self._ffn[layout.ffn]
+        return max(
+            self.calculator.host(a, layout.attention_devices),
+            self.calculator.host(f, layout.ffn_devices),
+        )
 
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
@@ -283,12 +306,19 @@ def crossings(
 ) -> tuple[StageTime, StageTime]:
     """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles."""
     joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
-    bandwidth = (attention.link, ffn.link) if joined else (attention.network, ffn.network)
-    copies = -(-layout.ffn_devices // ffn.link_devices) if calculator.assumed.broadcast else 1
+    bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
+    copies = 1.0
+    if calculator.assumed.broadcast:
+        copies = -(-layout.ffn_devices // ffn.link_devices)
+        if calculator.model.moe is not None:
+            copies *= calculator.needed(calculator.model.moe, layout.ep)
     sent, received = batch / layout.tp, layout.dp * batch * calculator.own_rows(layout.ffn_mesh)
-    rows = copies * sent, copies * received
-    there = calculator.cross(bandwidth, *rows, calculator.dispatch_bytes())
-    back = calculator.cross(bandwidth, *rows, calculator.combine_bytes())
+    rows = [copies * sent, copies * received]
+    if joined:  # on a torus the roles are two parts of a slice, with few links between them
+        bandwidth.append(middle_bandwidth(attention, layout.devices))
+        rows.append(copies * layout.dp * batch)
+    there = calculator.cross(bandwidth, rows, calculator.dispatch_bytes())
+    back = calculator.cross(bandwidth, rows, calculator.combine_bytes())
     latency, share = calculator.assumed.crossing_seconds, calculator.assumed.network
     formats, measured = calculator.formats, calculator.measured
 
@@ -312,6 +342,17 @@ def layer_seconds(stages: Sequence[float], lanes: int) -> float:
     if lanes == 1:
         return sum(stages)
     return max(sum(stages), lanes * max(attend, ffn, dispatch + combine))
+
+
+def colocated_seconds(stages: Sequence[float], lanes: int) -> float:
+    """Seconds a layer of `lanes` batches of a colocated deployment, one after the other or, if
+    there are two, as DeepSeek's decoding interleaves them: while one attends, the other's rows are
+    on their way, both ways; while a batch is in the FFN nothing moves, since its rows have come and
+    its results have not left (profile-data, "Decoding")."""
+    attend, dispatch, ffn, combine = stages
+    if lanes == 1:
+        return sum(stages)
+    return max(sum(stages), lanes * (ffn + max(attend, dispatch + combine)))
 
 
 def front(points: Sequence[Plan]) -> list[Plan]:

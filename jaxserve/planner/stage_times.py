@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.kernels import tile_padding
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
@@ -183,6 +184,7 @@ class Rooflines:
                 tokens = np.full(rows.groups, float(rows.padded))
                 seen = tokens * min(rows.reach, group.window or rows.reach)
                 return self._of_attention(group, tokens, seen, seen)
+            pairs = pairs * tile_padding(group, self._on_attention, self._layout.tp, rows.tokens)
         sums = [np.bincount(rows.group, values, rows.groups) for values in (read, pairs)]
         return self._of_attention(group, tokens, *sums)
 

@@ -18,16 +18,16 @@ from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     ExchangeMesh,
     RowBytes,
-    alltoall_moves,
     choose,
-    gather_moves,
     ranks_met,
     reach,
     row_bytes,
 )
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
-from jaxserve.planner.cost import attention_flops
+from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
+from jaxserve.planner.fabric import gather_bandwidth, hops
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 Format = Literal["bfloat16", "fp8", "int8", "float32"]
@@ -49,6 +49,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
     others and for attention (FP32, where that is the dtype). Otherwise all products use this
     format, as in the paper's FP8."""
+    core: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
+    """Format of attention's own products, where it differs from `compute`: DeepSeek multiplies
+    weights in FP8 and attends in BF16."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`: of rows, embedding and head."""
 
@@ -62,7 +65,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention(self) -> str:
         """Format of attention's products."""
-        return self.rows if self.compute == "auto" else self.compute
+        chosen = self.compute if self.core == "auto" else self.core
+        return self.rows if chosen == "auto" else chosen
 
     def of(self, stage: MeasuredStage) -> str:
         """What matters to a stage, as the name of a fit."""
@@ -79,9 +83,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Constants that correct rooflines towards measured times.
 
-    Compute, memory and stage_seconds are fitted to Step-3's table 9: its layers on H800, H20 and
-    A800 come out within 17 %, the other models' on H800 within 16 % (on H20 they are off by 27 %
-    to 57 %). The network's share is what §5.4 reports of DeepEP. The others are guesses.
+    Compute, memory and stage_seconds are fitted to Step-3's layers in its table 9, which come out
+    within 17 % on H800, H20 and A800; the other models' there, to which nothing is fitted, within
+    26 %. The network's share is what §5.4 reports of DeepEP. The others are guesses.
     """
 
     compute: float = 0.7
@@ -96,14 +100,34 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Latency of a message from one role to the other."""
     collective_seconds: float = 10e-6
     """Latency of a collective within a role."""
-    imbalance: float = 1.1
-    """Tokens of the busiest device over the mean, where experts are whole. A guess."""
+    hop_seconds: float = 1e-6
+    """More of it for every link between the two farthest devices of a torus. A guess."""
+    host_seconds: float = 3e-6
+    """Of the host, for a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
+    host_device_seconds: float = 10e-6
+    """And for each device of the role on a host: a call and a message with its answer take 36 and
+    44 µs with eight devices (the same table, CPU devices)."""
+    imbalance: float = 0.0
+    """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
+    are equally popular, which is what a perfect placement leaves."""
+    replicas: bool = False
+    """Whether slots beyond the number of experts hold replicas that even the ranks out, as after a
+    rebalance (DeepSeek's 288 of 256 experts), or nothing."""
     overlap: float = 0.0
     """Share of the ffn role's collectives that its products hide. The engine's programs do one
     after the other; Step-3's kernels hide them (§7.1)."""
     broadcast: bool = False
     """Whether a row goes to every ffn host directly and attention sums their results (Step-3
     §7.1), or to one ffn device, and from there to the hosts that need it."""
+    forward: bool = False
+    """With `broadcast`: whether a row goes only to the hosts that have an expert of it, and is
+    spread only there. The shared expert counts as one that each host has its share of."""
+    whole_dense: bool = False
+    """Whether a colocated deployment has its dense FFNs whole on every DP group, which then
+    exchange nothing, as SGLang's. The engine cuts them over all devices."""
+    overlapped: bool = False
+    """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
+    SGLang and of vLLM do. The engine's step is one program of one batch."""
     reserve: float = 0.1
     """Share of the memory for activations and the compiler."""
 
@@ -165,7 +189,8 @@ class Calculator(NamedTuple):
         """
         seen, tokens = self._cached_tokens(group), batch * rows
         read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
-        kernels = self._attend_kernels(group, tp, tokens, read, tokens * seen)
+        pairs = tokens * seen * tile_padding(group, hardware, tp, rows)
+        kernels = self._attend_kernels(group, tp, tokens, read, pairs)
         seconds, bound = self._work(hardware, kernels)
         layers = _place(self.model.attention, group)
         fixed = kernels[1][0]
@@ -189,7 +214,8 @@ class Calculator(NamedTuple):
         Args:
           tokens: NumPy array, one entry a DP group: rows of the batch.
           read: cached tokens that are read; of lightning attention, states read and written.
-          pairs: a query's token with a token that it attends to, all of them.
+          pairs: a query's token with a token that it attends to, all of them, times
+            `tile_padding`.
         """
         seconds = self.assumed.stage_seconds
         kernels = self._attend_kernels(group, tp, tokens, read, pairs)
@@ -234,7 +260,7 @@ class Calculator(NamedTuple):
         """Attention and the linear maps, as (bytes, FLOPs, format); `tokens` and so on are numbers
         or arrays."""
         split, whole = group.split_parameters(self.model.d_model)
-        flops = attention_flops(group, 1) / tp
+        flops = core_flops(group) / tp
         return [
             (self.cache_row(group, tp) * read, flops * pairs, self.formats.attention),
             (
@@ -247,20 +273,31 @@ class Calculator(NamedTuple):
     def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
         """Seconds to sum the output's rows over the devices of a DP group."""
         rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * SIZE[self.formats.rows]
-        return self.assumed.collective_seconds + self._over(rows, hardware.link)
+        return self.latency(hardware, tp) + self._over(rows, gather_bandwidth(hardware, tp))
+
+    def latency(self, hardware: Hardware, devices: int) -> float:
+        """Seconds of a collective of so many devices that moves nothing."""
+        assumed = self.assumed
+        return assumed.collective_seconds + assumed.hop_seconds * hops(hardware, devices)
+
+    def host(self, hardware: Hardware, devices: int) -> float:
+        """Seconds of a host for a layer and lane of a role with so many devices."""
+        local = min(devices, hardware.devices_per_host)
+        return self.assumed.host_seconds + local * self.assumed.host_device_seconds
 
     def cross(
-        self, bandwidths: tuple[float, float], sent: float, received: float, row_bytes: float
+        self, bandwidths: Sequence[float], rows: Sequence[float], row_bytes: float
     ) -> StageTime:
         """A message between the roles.
 
         Args:
-          bandwidths: bytes/s of a sending and of a receiving device.
-          sent: rows of a sending device; received: rows of a receiving one.
+          bandwidths: bytes/s of a sending and of a receiving device, and of whatever else all or
+            some rows pass.
+          rows: that pass each of them.
         """
         moving = max(
-            self._over(rows * row_bytes, bandwidth)
-            for rows, bandwidth in zip((sent, received), bandwidths, strict=True)
+            self._over(passing * row_bytes, bandwidth)
+            for passing, bandwidth in zip(rows, bandwidths, strict=True)
         )
         latency = self.assumed.crossing_seconds
         return StageTime(latency + moving, "network" if moving > latency else "overhead")
@@ -281,12 +318,13 @@ class Calculator(NamedTuple):
 
         Args:
           busiest: tokens of the busiest rank of routed experts over the mean; None:
-            `Assumptions.imbalance` times those that its share of the experts gets, if they are all
-            alike.
+            `Assumptions.imbalance`.
           redundant: slots of a rank beyond its share of the experts, with replicas.
           padded: rows that products of all rows see; 0: `tokens`.
         """
         d_model, size = self.model.d_model, SIZE[self.formats.weights]
+        if self._is_whole(group, mesh):
+            tokens, mesh = -(-tokens // mesh.ranks), mesh._replace(ranks=1)
         apart = group.experts and mesh.shared
         ep, tp = mesh.routed if apart else mesh.ranks, mesh.tensor
         read, flops = 0.0, 0.0
@@ -294,9 +332,9 @@ class Calculator(NamedTuple):
             held = -(-group.experts // ep)
             met = (held + redundant) * (1 - (1 - group.top_k / group.experts) ** tokens)
             expert = 3 * d_model * group.expert_d_ff / tp
-            if busiest is None:
-                busiest = self.assumed.imbalance * held * ep / group.experts if ep > 1 else 1.0
-            rows = busiest * tokens * group.top_k / ep
+            rows = tokens * group.top_k / ep
+            busiest = self._imbalance(group, ep, rows) if busiest is None else busiest
+            rows *= busiest
             if hardware.pads:  # a block of rows of one expert at a time
                 met = held * blocks_met(tokens, group.top_k / group.experts)
                 rows = met * BLOCK_ROWS
@@ -320,8 +358,22 @@ class Calculator(NamedTuple):
         layers = _place(self.model.ffn, group)
         seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], work.seconds)
         work = StageTime(seconds, work.bound)
-        there, back = self._collectives(group, hardware, tokens, mesh)
+        there, back = self._collectives(group, hardware, tokens, mesh, busiest or 1.0)
         return FFNStage(there, work, back)
+
+    def _imbalance(self, group: FFNLayers, ranks: int, rows: float) -> float:
+        """Rows of the busiest rank over the mean of `rows`, if all experts are alike: its share of
+        the experts, and chance or what is assumed."""
+        if ranks == 1:
+            return 1.0
+        held = -(-group.experts // ranks) * ranks / group.experts
+        return (1.0 if self.assumed.replicas else held) * (
+            self.assumed.imbalance or busiest_by_chance(ranks, rows)
+        )
+
+    def _is_whole(self, group: FFNLayers, mesh: ExchangeMesh) -> bool:
+        """Whether such a layer is whole on every DP group (`Assumptions.whole_dense`)."""
+        return self.assumed.whole_dense and not group.experts and mesh.attention is None
 
     def exchange_kind(self, group: FFNLayers, mesh: ExchangeMesh) -> ExchangeKind:
         """How the rows of such a layer are exchanged, as the engine decides it."""
@@ -340,37 +392,43 @@ class Calculator(NamedTuple):
         return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, self.formats.rows)
 
     def _collectives(
-        self, group: FFNLayers, hardware: Hardware, tokens: int, mesh: ExchangeMesh
+        self,
+        group: FFNLayers,
+        hardware: Hardware,
+        tokens: int,
+        mesh: ExchangeMesh,
+        busiest: float = 1.0,
     ) -> tuple[float, float]:
-        """Seconds in which rows get to the devices that need them, and results back.
-
-        Between islands of the fast link a gather moves a row once, and the fast link spreads it; an
-        all-to-all moves it as often as ranks there need it. With `Assumptions.broadcast` the link
-        between the roles has brought rows to every island and takes results in BF16 from there.
-        """
-        if mesh.ranks * mesh.tensor == 1:
+        """Seconds in which rows get to the devices that need them, and results back; an all-to-all
+        ends when the busiest rank has its rows, and when it has sent its results."""
+        devices = mesh.ranks * mesh.tensor
+        if devices == 1:
             return 0.0, 0.0
-        row, rows, latency = self._row_bytes(group), tokens * self.own_rows(mesh), 1
-        near = min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)
-        if self.exchange_kind(group, mesh) == "alltoall":
+        kind, reached = self.exchange_kind(group, mesh), 1.0
+        if kind == "alltoall":
             reached = reach(group.experts, group.top_k, mesh.routed)
             if mesh.shared:  # whichever kind of rank gets more
                 reached = max(reached, 1 / mesh.shared)
-            moved = alltoall_moves(mesh, row, reached, shared=group.shared_d_ff > 0)
-            far, sizes = reached * (mesh.peers - near), (row.packed, row.result)
-            latency = 2  # how many rows there are goes ahead of them
-        else:
-            if self.assumed.broadcast:
-                row = row._replace(sum=row.result)
-            moved = gather_moves(mesh, row)
-            far, sizes = mesh.peers / near - 1, (row.packed, row.sum)
-        seconds = [
-            self._over(rows * (whole - far * size), hardware.link)
-            + (0.0 if self.assumed.broadcast else self._over(rows * far * size, hardware.network))
-            for whole, size in zip(moved, sizes, strict=True)
-        ]
-        there = latency * self.assumed.collective_seconds if moved.there else 0.0
-        return seconds[0] + there, seconds[1] + self.assumed.collective_seconds
+        elif self.assumed.broadcast:
+            reached = self.needed(group, mesh.ranks)
+        rows = Rows(
+            tokens * self.own_rows(mesh), self._row_bytes(group), reached, group.shared_d_ff > 0
+        )
+        brought = self.assumed.broadcast
+        moving = exchange_bytes_seconds(kind, hardware, mesh, rows, brought=brought)
+        most = busiest if kind == "alltoall" else 1.0
+        there, back = (most * seconds / self.assumed.network for seconds in moving)
+        latency = self.latency(hardware, devices)
+        if there:  # how many rows there are goes ahead of an all-to-all's
+            there += latency * (2 if kind == "alltoall" else 1)
+        return there, back + latency
+
+    def needed(self, group: FFNLayers, instances: int) -> float:
+        """Part of the rows that an ffn instance of a broadcast needs (`Assumptions.forward`)."""
+        if not (self.assumed.broadcast and self.assumed.forward and group.experts):
+            return 1.0
+        needed = reach(group.experts, group.top_k, instances)
+        return needed + (1 - needed) / instances if group.shared_d_ff else needed
 
     def kernels_seconds(
         self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]
@@ -446,7 +504,8 @@ class Calculator(NamedTuple):
             slots = -(-group.experts // mesh.routed) + redundant if group.experts else 0
             width = slots * group.expert_d_ff / tp
             if not (group.experts and mesh.shared):  # else it has such slots
-                parts = tp if self.exchange_kind(group, mesh) == "alltoall" else mesh.ranks * tp
+                apart = self.exchange_kind(group, mesh) == "alltoall"
+                parts = tp if apart or self._is_whole(group, mesh) else mesh.ranks * tp
                 width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * SIZE[self.formats.weights]

@@ -7,6 +7,7 @@ from jaxserve.planner.hardware import MEASURES, known_hardware, load_hardware
 
 KNOWN = [
     "910b",
+    "910c",
     "a800",
     "b200",
     "cpu",
@@ -30,7 +31,8 @@ def test_the_files():
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_file_reads_and_says_where_its_figures_are_from(name):
     hardware = load_hardware(name)
-    assert set(hardware.sources) == set(MEASURES)
+    more = {"torus"} if hardware.torus else {"tile_rows"} if hardware.tile_rows > 1 else set()
+    assert set(hardware.sources) == {*MEASURES, *more}
     assert all(len(source) > 8 for source in hardware.sources.values())
     assert hardware.link_devices >= hardware.devices_per_host
 
@@ -60,7 +62,7 @@ def test_unknown_hardware_lists_the_known():
         ConfigError, match=r"'h8000' is not known; did you mean 'h800'\? Known: 910b"
     ):
         load_hardware("h8000")
-    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, a800, b200, cpu"):
+    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, 910c, a800"):
         load_hardware("abacus")
 
 

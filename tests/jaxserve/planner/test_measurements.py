@@ -118,7 +118,7 @@ def test_hardware_by_what_jax_calls_it(kind, name):
 
 
 def test_hardware_that_nobody_knows():
-    with pytest.raises(ConfigError, match=r"hardware 'TPU v9' is not known.* Known: 910b, a800"):
+    with pytest.raises(ConfigError, match=r"hardware 'TPU v9' is not known.* Known: 910b, 910c"):
         hardware_of("TPU v9")
 
 

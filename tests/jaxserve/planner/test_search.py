@@ -5,7 +5,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.search import Plan, Searcher, front, layer_seconds
+from jaxserve.planner.search import Plan, Searcher, colocated_seconds, front, layer_seconds
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
@@ -77,6 +77,36 @@ class TestLayerSeconds:
     def test_lanes_cannot_be_faster_than_their_own_stages(self):
         assert layer_seconds([4, 4, 4, 4], 2) == 16
         assert layer_seconds([9, 1, 1, 1], 2) == 18
+
+
+class TestColocated:
+    def test_one_batch_is_the_sum(self):
+        assert colocated_seconds([5, 1, 4, 2], 1) == 12
+
+    def test_two_batches_hide_what_moves_but_not_the_ffn(self):
+        assert colocated_seconds([5, 1, 4, 2], 2) == 2 * (4 + 5)
+        assert colocated_seconds([5, 3, 4, 6], 2) == 2 * (4 + 9)
+        assert colocated_seconds([9, 1, 0, 0], 2) == 18
+
+    def test_they_are_tried_where_they_are_assumed(self):
+        target = Target(tpot=0.05, max_devices=16, modes=("ep",))
+        lanes = {layout.lanes for layout in searcher("deepseek-v3").layouts(target)}
+        assert lanes == {1}  # the engine's step is one program
+        both = searcher("deepseek-v3", assumed=Assumptions(overlapped=True)).layouts(target)
+        assert {layout.lanes for layout in both} == {1, 2}
+
+
+class TestHost:
+    def test_lanes_are_as_slow_as_their_host(self):
+        """Eight devices a host: 3 µs of the driver and 80 of calls and messages a lane."""
+        free = Assumptions(host_seconds=0.0, host_device_seconds=0.0, stage_seconds=0.0)
+        busy = msgspec.structs.replace(free, host_device_seconds=100e-6)
+        layout = afd(16, lanes=4)
+        plans = [searcher(assumed=each).evaluate(layout, 1) for each in (free, busy)]
+        assert plans[0].tpot < 61 * 4 * 800e-6 < plans[1].tpot
+        assert searcher().host_seconds(layout) == pytest.approx(83e-6)
+        colocated = msgspec.structs.replace(layout, mode="ep", lanes=1)
+        assert searcher().host_seconds(colocated) == 0.0
 
 
 class TestSearch:

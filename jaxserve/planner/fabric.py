@@ -1,0 +1,73 @@
+"""What the fast link of a device carries when many devices use it at once: a switch or a torus.
+
+Called by `collectives.py` and `search.py`. A switch (NVLink) gives every device its bandwidth,
+whoever it talks to. On a torus (TPU) a device has a link to each neighbour, so what two far parts
+of a slice exchange shares the links between them. Knows hardware, not models.
+"""
+
+import math
+
+from jaxserve.planner.hardware import Hardware
+
+
+def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
+    """Chips along each dimension of a slice, ascending: 16 chips are 4 × 4, or 2 × 2 × 4."""
+    sizes = [1] * hardware.torus
+    left = -(-devices // hardware.jax_devices)
+    while left > 1:
+        index = min(range(len(sizes)), key=lambda i: (sizes[i], -i))
+        sizes[index] *= 2
+        left = -(-left // 2)
+    return tuple(sorted(sizes))
+
+
+def hops(hardware: Hardware, devices: int) -> int:
+    """Links between the two devices of a slice that are farthest from each other; 0 with a
+    switch."""
+    if not hardware.torus:
+        return 0
+    sizes = shape(hardware, devices)
+    return sum(size // 2 if _ring(hardware, sizes, size) else size - 1 for size in sizes)
+
+
+def gather_bandwidth(hardware: Hardware, devices: int) -> float:
+    """Bytes/s that every device receives while all get the same: the links of a chip in the
+    corner, which without a ring has one a dimension."""
+    if not hardware.torus or devices <= hardware.jax_devices:
+        return hardware.link
+    sizes = shape(hardware, devices)
+    return _link(hardware) * sum(1 + _ring(hardware, sizes, size) for size in sizes if size > 1)
+
+
+def alltoall_bandwidth(hardware: Hardware, devices: int) -> float:
+    """Bytes/s that every device receives while each sends something else to each: half of it
+    crosses the middle of the slice."""
+    if not hardware.torus or devices <= hardware.jax_devices:
+        return hardware.link
+    across = 4 * middle_bandwidth(hardware, devices) / devices
+    return min(across, gather_bandwidth(hardware, devices))
+
+
+def middle_bandwidth(hardware: Hardware, devices: int) -> float:
+    """Bytes/s, one way, between the two halves of a slice; unlimited with a switch.
+
+    8 × 8 TPU v6e: eight links of 100 GB/s, which is 25 GB/s a chip of either half.
+    """
+    if not hardware.torus:
+        return math.inf
+    if devices <= hardware.jax_devices:
+        return hardware.link
+    sizes = shape(hardware, devices)
+    links = math.prod(sizes[:-1]) * (1 + _ring(hardware, sizes, sizes[-1]))
+    return links * hardware.jax_devices * _link(hardware)
+
+
+def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
+    """Whether a dimension's ends are joined. In three dimensions either all are, or none."""
+    needed = sizes if hardware.torus == 3 else (size,)
+    return all(each % hardware.ring == 0 for each in needed)
+
+
+def _link(hardware: Hardware) -> float:
+    """Bytes/s of a JAX device, one way, over one of its chip's links."""
+    return hardware.link / (2 * hardware.torus)

@@ -1,0 +1,196 @@
+"""The planner against the world: what others measured and published, and what we predict for it.
+
+Called by `plan.py tables --world`. The measurements, their sources and what had to be taken for
+granted are data (`configs/world/measurements.yaml`); the predictions are those of a search, for the
+one layout and batch that was measured.
+"""
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.errors import ConfigError
+from jaxserve.planner.drafts import NO_DRAFTS, acceptance
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout, Mode
+from jaxserve.planner.models import load_model
+from jaxserve.planner.quantities import assumptions
+from jaxserve.planner.search import Searcher
+from jaxserve.planner.stages import Calculator, Formats
+
+Count = Annotated[int, Meta(ge=1)]
+Quantity = Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]
+LARGE = 0.35
+"""Relative errors above this one need a reason."""
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published number."""
+
+    name: str
+    quantity: Quantity
+    measured: Annotated[float, Meta(gt=0)]
+    source: str
+    date: datetime.date
+    """Of the source."""
+    model: str
+    hardware: str
+    mode: Mode
+    batch: Count
+    """Sequences a DP group and lane."""
+    context: Count
+    """Mean tokens of a sequence."""
+    given: str
+    """What the source states."""
+    taken: str
+    """What it does not state, and we had to take."""
+    formats: Formats
+    dp: Count = 1
+    tp: Count = 1
+    ep: int = 0
+    """Of AFD; colocated, experts are divided over the DP groups."""
+    ffn_tp: Count = 1
+    lanes: Count = 1
+    shared_ranks: int = 0
+    drafts: int = 0
+    acceptance: str = ""
+    assume: list[str] = []
+    """As of `plan search --assume`."""
+    fitted: bool = False
+    """Whether the planner's constants were fitted to it."""
+    why: str = ""
+    """Why the prediction is far off, where it is."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its devices in the planner's words."""
+        afd = self.mode == "afd"
+        return Layout(
+            mode=self.mode,
+            attention=self.hardware,
+            ffn=self.hardware,
+            dp=self.dp,
+            tp=self.tp,
+            ep=self.ep if afd else self.dp,
+            ffn_tp=self.ffn_tp if afd else self.tp,
+            lanes=self.lanes,
+            drafts=self.drafts,
+            shared_ranks=self.shared_ranks,
+        )
+
+
+class Compared(NamedTuple):
+    """A measurement and our prediction."""
+
+    measurement: Measurement
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """(predicted − measured) / measured."""
+        return self.predicted / self.measurement.measured - 1
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether it is far off and nobody says why."""
+        return abs(self.error) > LARGE and not self.measurement.why
+
+
+def read_measurements(folder: Path = CONFIGS) -> list[Measurement]:
+    """The published numbers.
+
+    Raises:
+      ConfigError: the file is missing or wrong.
+    """
+    path = folder / "world" / "measurements.yaml"
+    try:
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return msgspec.convert(tree, list[Measurement])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def predict(one: Measurement, folder: Path = CONFIGS) -> float:
+    """Our number, in the measurement's unit.
+
+    Raises:
+      ConfigError: its model, hardware or assumptions are unknown.
+    """
+    hardware = load_hardware(one.hardware, folder=folder)
+    calculator = Calculator(
+        load_model(one.model, folder), one.context, one.formats, assumptions(one.assume)
+    )
+    if one.quantity == "µs an attention layer":
+        group = max(calculator.model.attention, key=lambda each: each.layers)
+        return calculator.attend(group, hardware, one.batch, one.tp).seconds * 1e6
+    accepted = acceptance(one.acceptance, one.drafts) if one.drafts else NO_DRAFTS
+    named = {one.hardware: hardware}
+    plan = Searcher(calculator, named, named, accepted).evaluate(one.layout, one.batch)
+    if one.quantity == "ms a token":
+        return plan.tpot * 1e3
+    chips = hardware.jax_devices if one.quantity == "tokens/s a chip" else 1
+    return plan.tokens_per_device * chips
+
+
+def compare(folder: Path = CONFIGS) -> list[Compared]:
+    """All measurements, predicted."""
+    return [Compared(one, predict(one, folder)) for one in read_measurements(folder)]
+
+
+def world_rows(found: list[Compared]) -> list[list[str]]:
+    """A heading, and a row a measurement."""
+    rows = [["", "quantity", "measured", "predicted", "error"]]
+    for measurement, predicted in found:
+        error = Compared(measurement, predicted).error
+        mark = " fitted" if measurement.fitted else ""
+        rows.append(
+            [
+                measurement.name,
+                measurement.quantity,
+                f"{measurement.measured:g}",
+                f"{predicted:.4g}",
+                f"{error:+.0%}{mark}",
+            ]
+        )
+    return rows
+
+
+def world_notes(found: list[Compared]) -> list[str]:
+    """Where each number is from, what was taken for granted, and why it is far off."""
+    lines = []
+    for one in found:
+        measurement = one.measurement
+        lines.append(f"{measurement.name}: {measurement.source}, {measurement.date}")
+        lines.append(f"  given: {measurement.given}")
+        lines.append(f"  taken: {measurement.taken}")
+        if measurement.why:
+            lines.append(f"  {one.error:+.0%}: {measurement.why}")
+    return lines
+
+
+def world_summary(found: list[Compared]) -> str:
+    """The mean error of the rows that nothing was fitted to, and how many are far off."""
+    free = [abs(one.error) for one in found if not one.measurement.fitted]
+    far = [one for one in found if abs(one.error) > LARGE]
+    return (
+        f"mean |error| {sum(free) / len(free):.0%} of {len(free)} numbers that nothing was fitted "
+        f"to; {len(far)} above {LARGE:.0%}, {sum(one.unexplained for one in far)} of them "
+        "without a reason"
+    )
+
+
+def world_tree(found: list[Compared]) -> list[dict[str, Any]]:
+    """For `--json`."""
+    return [
+        {
+            **msgspec.to_builtins(one.measurement),
+            "predicted": one.predicted,
+            "error": one.error,
+        }
+        for one in found
+    ]

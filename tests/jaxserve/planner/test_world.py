@@ -1,0 +1,70 @@
+"""The planner against published measurements; jaxserve/planner/README.md has the same numbers."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.plan import main
+from jaxserve.planner.world import LARGE, compare, read_measurements, world_summary
+
+ERRORS = {
+    "DeepSeek-V3/R1 online, EP 144": 15,
+    "DeepSeek profile, EP 128, one draft": 4,
+    "SGLang, EP 72": 13,
+    "SGLang, EP 72, without overlap": 24,
+    "SGLang, EP 72, drafts simulated": 11,
+    "vLLM wide EP 32": 68,
+    "vLLM wide EP 72": 53,
+    "vLLM wide EP 96": 55,
+    "xDeepServe colocated, EP 288": -31,
+    "sglang-jax, Qwen3-32B, 16 clients": 18,
+    "sglang-jax, Qwen3-32B, 64 clients": -16,
+    "sglang-jax, Qwen3-30B-A3B, v6e-16": -15,
+    "sglang-jax, Qwen3-30B-A3B, v7x-4": -41,
+    "tpu-inference, Qwen3-32B FP8, v7x-1": 14,
+    "Step-3 2A2F, 4K": -5,
+    "Step-3 3A2F, 4K, BF16 attention": -8,
+    "Step-3 4A2F, 8K": -3,
+    "attention layer, Qwen3-235B, H20, 8K": -4,
+    "attention layer, Qwen3-235B, H20, 32K": -9,
+}
+"""Percent. Nothing was fitted to these."""
+
+
+def test_errors_and_their_reasons():
+    found = {one.measurement.name: one for one in compare()}
+    percent = {name: round(100 * found[name].error) for name in ERRORS}
+    assert percent == ERRORS
+    layers = [one for name, one in found.items() if name.startswith("attention layer")]
+    assert len(layers) == 16
+    assert max(abs(one.error) for one in layers) <= 0.26
+    far = [one for one in found.values() if abs(one.error) > LARGE]
+    assert len(far) == 4
+    assert not any(one.unexplained for one in found.values())
+    free = [abs(one.error) for one in found.values() if not one.measurement.fitted]
+    assert sum(free) / len(free) <= 0.20
+    assert world_summary(list(found.values())).startswith("mean |error| 20% of 27 numbers")
+
+
+def test_every_number_has_a_source_and_says_what_was_taken():
+    for one in read_measurements():
+        assert one.source.startswith("https://")
+        assert one.given
+        assert one.taken
+
+
+def test_the_table(capsys, tmp_path):
+    page = tmp_path / "world.html"
+    assert main(["tables", "--world", "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if line.startswith("SGLang, EP 72  "))
+    assert row.split()[-3:] == ["2785", "3149", "+13%"]
+    assert "  given: 22,282 tokens/s a node of 8, 9 nodes" in text
+    assert "https://github.com/deepseek-ai/profile-data" in page.read_text()
+
+
+def test_a_wrong_file_is_named(tmp_path):
+    folder = tmp_path / "world"
+    folder.mkdir()
+    (folder / "measurements.yaml").write_text("- {name: x, speed: 3}")
+    with pytest.raises(ConfigError, match=r"measurements\.yaml: Object contains unknown field"):
+        read_measurements(tmp_path)
