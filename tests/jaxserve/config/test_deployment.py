@@ -189,7 +189,7 @@ class TestUnknownKeys:
     def test_or_all_of_the_section(self, write):
         with pytest.raises(
             ConfigError,
-            match="unknown key zzz; known: model, ignored_model_keys, mode, dtype, lanes,",
+            match="unknown key zzz; known: model, ignored_model_keys, mode, dtype, strict_kernels,",
         ):
             load_deployment(write("model: x\n"), {"zzz": 1})
 
