@@ -156,8 +156,10 @@ class Launched:
     def _read(self) -> None:
         """The launcher's lines."""
         assert self._launcher.stderr is not None
-        with self._launcher.stderr as lines:
+        with self._launcher.stderr as lines, (self._logs.parent / "launcher.log").open("w") as log:
             for line in lines:
+                log.write(line)
+                log.flush()
                 self._say(-1, line.rstrip("\n"))
 
     def _tail(self) -> None:

@@ -77,7 +77,7 @@ class Found(msgspec.Struct, kw_only=True):
       lives: what they held in between.
       loads: load averages of the machine.
       left: what the deployment says it still has after the last request has ended; empty: nothing.
-      late: processes that did not come back, in words.
+      late: who did not come back, or ended before its time, in words.
     """
 
     events: list[Event]
@@ -88,7 +88,7 @@ class Found(msgspec.Struct, kw_only=True):
     lives: list[Life] = []
     loads: list[float] = []
     left: str = ""
-    late: str = ""
+    late: list[str] = []
 
 
 def back(event: Event, until: float, records: Sequence[Record]) -> float:
@@ -237,7 +237,7 @@ def _everything(found: Found) -> Part:
         Measure("cut with the process they came through, and sent again", ends.count("cut")),
         Measure("came back with their key", sum(r.resumed > 0 for r in found.records)),
         Measure("attempts while nobody listened", ends.count("absent")),
-        Measure("processes that did not come back", len(found.late.splitlines()), "", 0),
+        Measure("processes that did not come back", len(found.late), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),
     ]
     if found.loads:
@@ -246,7 +246,7 @@ def _everything(found: Found) -> Part:
     worst = [record for records in bad.values() for record in records]
     notes = [f"request {r.number} over {r.face}: {r.end}: {r.why[:300]}" for r in worst[:5]]
     notes += [f"left: {found.left}"] if found.left else []
-    notes += [f"late: {line}" for line in found.late.splitlines()]
+    notes += [f"late: {line}" for line in found.late]
     return Part("all", "all requests", measures, notes, _details(found))
 
 

@@ -7,6 +7,7 @@ compares, `figures.py` judges.
 import asyncio
 import contextlib
 import re
+import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -81,9 +82,11 @@ class Storm:
         self.events: list[Event] = []
         self._late: list[str] = []
         self._faces = 0
+        self._over = asyncio.Event()
 
     async def run(self) -> Found:
-        """Everything, from the first question to what is left."""
+        """Everything, from the first question to what is left. SIGINT and SIGTERM end the faults;
+        what was found up to then is kept."""
         await self._load.every_question()
         if bad := [record for record in self._load.records if record.end != "right"]:
             raise BenchError(
@@ -98,8 +101,13 @@ class Storm:
         census = Census(self._deployment.all)
         before = census.now()
         census.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._over.set)
         async with self._loaded():
-            await self._faults()
+            try:
+                await self._faults()
+            except BenchError as error:
+                self._late.append(f"the storm ended early: {error}")
         census.end()
         await asyncio.sleep(SETTLE_SECONDS)
         return Found(
@@ -111,7 +119,7 @@ class Storm:
             lives=census.lives,
             loads=census.loads,
             left=await asyncio.to_thread(what_is_left, self._http),
-            late="\n".join(self._late),
+            late=self._late,
         )
 
     @contextlib.asynccontextmanager
@@ -135,12 +143,13 @@ class Storm:
             role for role, found in roles.items() if found[0].dialled in self._deployment.proxies
         ]
         for fault in draw(self._plan.seed, self._plan.kinds, victims, linked):
-            over = time.perf_counter() - begin > 60.0 * self._plan.minutes
+            over = time.perf_counter() - begin > 60.0 * self._plan.minutes or self._over.is_set()
             if over or fault.number >= self._plan.most:
                 return
             await asyncio.sleep(fault.pause)
-            victim = self._deployment.roles()[fault.role][fault.victim]
-            await self._one(fault, victim)
+            there = self._deployment.roles().get(fault.role, [])
+            if fault.victim < len(there):  # else it did not come back
+                await self._one(fault, there[fault.victim])
 
     async def _one(self, fault: Fault, victim: Process) -> None:
         event = Event(

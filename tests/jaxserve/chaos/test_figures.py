@@ -116,7 +116,7 @@ def test_limits():
         ],
         calm=(0.0, 5.0),
         left="held=1",
-        late="domain 0 after kill",
+        late=["domain 0 after kill"],
     )
     assert missed(parts(bad)) == [
         "kill domain: noticed, longest",

@@ -14,11 +14,11 @@ from tests.jaxserve.fleet.test_fleet_processes import write_tokenizer
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
-SECONDS = 500
+SECONDS, LONG_SECONDS = 500, 2400
 OVERRIDES = layouts.LIMITS | {"mode": "colocated", "scheduler.max_length": 144}
 
 
-def storm(tiny_model, folder, overrides, *arguments):
+def storm(tiny_model, folder, overrides, *arguments, seconds=SECONDS):
     """The report of a storm: part → measure → value, and what was printed."""
     model = folder / "tiny"
     model.mkdir()
@@ -36,7 +36,7 @@ def storm(tiny_model, folder, overrides, *arguments):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=seconds,
     )
     said = done.stdout + done.stderr
     assert done.returncode in (0, 1), said
@@ -74,6 +74,6 @@ def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_pat
     overrides |= {"prefill.attention": {"dp": 1, "tp": 2}, "prefill.cache": {"page_size": 16}}
     options = ("--faults", "kill,stop,slow,drop,delay,disk,clock", "--kills", "26")
     options += ("--processes", "2", "--clients", "4", "--seed", "2")
-    found, said = storm(tiny_model, tmp_path, overrides, *options)
+    found, said = storm(tiny_model, tmp_path, overrides, *options, seconds=LONG_SECONDS)
     check(found, said)
     assert found["kill follower"]["faults"] >= 1
