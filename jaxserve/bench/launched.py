@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.bench.workers import LAUNCHER, BenchError
+from jaxserve.bench.workers import LAUNCHER, BenchError, prepare
 
 LOOK_SECONDS = 0.02
 END_SECONDS = 60.0
@@ -96,6 +96,8 @@ class Launched:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+            preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
         )
         self._readers = [
             threading.Thread(target=each, daemon=True) for each in (self._read, self._tail)

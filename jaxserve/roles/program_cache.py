@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax._src import compilation_cache, lru_cache
+from jax._src import compilation_cache, compiler, distributed, lru_cache
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,35 @@ def _open(path: str) -> tuple[lru_cache.LRUCache, str]:
     return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path
 
 
+_write_of_the_first = getattr(compiler, "_cache_write", None)
+
+
+def _write(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
+) -> None:
+    """JAX's, by which process 0 alone writes; on CPUs an entry is of one process: its key has the
+    devices of the process in it, so that no other process's entry will do."""
+    assert _write_of_the_first is not None
+    if distributed.global_state.process_id == 0 or backend.platform != "cpu":
+        _write_of_the_first(cache_key, compile_time_secs, module_name, backend, executable)
+    elif compile_time_secs >= jax.config.jax_persistent_cache_min_compile_time_secs:
+        try:
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, int(compile_time_secs)
+            )
+        except Exception as error:  # a full disk, or what JAX cannot serialise
+            logger.warning("compilation cache: %s is not kept: %s", module_name, error)
+
+
 def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
 
-    Of the processes of one runtime the first alone writes, and all read.
+    Of the processes of one runtime the first alone writes, and all read; on CPUs each writes its
+    own.
     """
     keep_entries_whole()
+    if _write_of_the_first is not None:
+        compiler._cache_write = _write
     given = jax.config.jax_compilation_cache_dir
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"

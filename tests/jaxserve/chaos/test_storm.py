@@ -69,6 +69,7 @@ def test_a_router_and_a_domain_are_killed(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG_SECONDS + 100)
 def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_path):
     overrides = {"domains": 2, "prefill.workers": 1, "attention.dp": 2}
     overrides |= {"prefill.attention": {"dp": 1, "tp": 2}, "prefill.cache": {"page_size": 16}}

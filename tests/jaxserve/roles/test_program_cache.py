@@ -6,6 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import distributed
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.roles.program_cache import WholeEntries, use_compilation_cache
@@ -107,3 +108,15 @@ WholeEntries(sys.argv[1], max_size=-1).put("key", b"x" * 1000)
     assert died.returncode == -9
     assert WholeEntries(str(tmp_path), max_size=-1).get("key") is None
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_follower_keeps_its_own(folder, monkeypatch):
+    """Its keys are not those of process 0, on CPUs."""
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    jax.clear_caches()
+    jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
+    (entry,) = [file for file in folder.glob("*-cache") if "lambda" in file.name]
+    before = entry.stat().st_mtime_ns
+    jax.clear_caches()
+    jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
+    assert entry.stat().st_mtime_ns == before
