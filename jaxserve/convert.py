@@ -1,5 +1,6 @@
 """`python -m jaxserve.convert SRC DST [--weights fp8|int8|bf16]`: a Hugging Face folder becomes a
 checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
+`--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7).
 
 An interrupted run resumes when it is started again. Exit codes: 1 the verified checkpoint is
 damaged, 2 wrong arguments, 130 Ctrl-C.
@@ -12,9 +13,13 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.manifest import CALIBRATION, read_record
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2
 
@@ -50,6 +55,26 @@ def parser() -> argparse.ArgumentParser:
         "--weights",
         choices=["fp8", "int8", "bf16"],
         help="format of the matrices (FP8 blocks stay blocks in fp8); as they are if not given",
+    )
+    made.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="text like what the model will see; --weights int8 then is SmoothQuant and GPTQ",
+    )
+    made.add_argument(
+        "--calibration-tokens",
+        type=_count,
+        default=Settings().tokens,
+        metavar="N",
+        help="of the text, to begin with (%(default)s)",
+    )
+    made.add_argument(
+        "--expert-samples",
+        type=_count,
+        default=Settings().expert_samples,
+        metavar="N",
+        help="take more of the text until each expert saw so many tokens (%(default)s)",
     )
     made.add_argument(
         "--ignore-key",
@@ -69,22 +94,63 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error("SRC and DST are required, or --verify DST")
     if options.verify is not None and options.source is not None:
         made.error("--verify takes no SRC and DST beside it")
+    if options.calibrate is not None and options.weights != "int8":
+        made.error(f"--calibrate needs --weights int8, and not {options.weights}")
     return options
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number
+
+
 def _convert(options: argparse.Namespace) -> int:
+    calibration = _calibration(options) if options.calibrate is not None else None
     size = sum(path.stat().st_size for path in options.source.glob("*.safetensors"))
     with Progress("convert", 1, total_bytes=size or None) as progress:
         conversion.convert(
             options.source,
             options.target,
             options.weights,
+            calibration=calibration,
             ignored=options.ignore_key,
             on_block=_counted(progress),
             on_read=lambda size: progress.advance(0, size=size),
         )
+    if calibration is not None:
+        for report in read_record(options.target / CALIBRATION, Report).layers:
+            _say_rounded(report, options.expert_samples)
     print(f"{options.target} is complete; serve it with --model {options.target}")
     return 0
+
+
+def _calibration(options: argparse.Namespace) -> Calibration:
+    """The text as the model's tokens.
+
+    Raises:
+      ConfigError: it has fewer than two.
+      OSError, UnicodeDecodeError: it cannot be read.
+    """
+    config, _ = read_config(options.source, options.ignore_key)
+    settings = Settings(options.expert_samples, options.calibration_tokens)
+    text = options.calibrate.read_text(encoding="utf-8")
+    token_ids = Tokenizer.from_folder(options.source).encode(text)
+    try:
+        return Calibration(settings, cut(token_ids, settings, config.max_positions))
+    except ValueError as error:
+        raise ConfigError(f"{options.calibrate}: {error}") from None
+
+
+def _say_rounded(report: LayerReport, enough: int) -> None:
+    """Names the experts that GPTQ had too little of."""
+    if report.rounded:
+        few = ", ".join(f"{expert} ({count})" for expert, count in report.rounded.items())
+        print(
+            f"layer {report.layer}: of {report.tokens} tokens fewer than {enough} chose expert "
+            f"{few}: rounded to the nearest"
+        )
 
 
 def _verify(folder: Path) -> int:

@@ -50,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     of_fleet.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
     of_quality = benches.add_parser("quality", help="held-out bits a byte of every number format")
     of_quality.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_quality.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(quality.PARTS),
+        metavar="PARTS",
+        help=f"some of {','.join(quality.PARTS)}",
+    )
     of_quality.add_argument("--quick", action="store_true", help="few formats, little text")
     of_load = benches.add_parser("load", help="load of a checkpoint, next to cat on its files")
     of_load.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
@@ -89,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a bench; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
     made = parser()
     options = made.parse_args(arguments)
-    for bench in (pipeline, fleet):
+    for bench in (pipeline, fleet, quality):
         known = bench.PARTS
         name = bench.__name__.rpartition(".")[2]
         if options.bench == name and (unknown := set(options.only) - set(known)):
@@ -118,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.bench == "engine":
             return sampling_options.run(options.quick, options.json)
         if options.bench == "quality":
-            return quality.run(options.quick, options.json)
+            return quality.run(options.only, options.quick, options.json)
         if options.bench == "fleet":
             return fleet.run(options.only, options.quick, options.json)
         return pipeline.run(options.only, options.quick, options.json)

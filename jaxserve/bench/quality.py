@@ -1,9 +1,11 @@
-"""`python -m jaxserve.bench quality`: the quality loss of the number formats.
+"""`python -m jaxserve.bench quality`: the quality loss of the number formats, and what calibration
+wins back of it where it is large.
 
 Held-out bits per byte of the demo model for every format of weights, KV cache and wire relative to
 BF16, and how often each format's most likely token is BF16's. It measures the serving programs
 themselves: a step takes 128 tokens of a file, one per slot, all on the pages of one sequence, so
-that the logits of all of them are returned.
+that the logits of all of them are returned. The part `outliers` does so with a model whose
+activations have outlier channels (`outliers.py`), in INT8 by rounding and by calibration.
 """
 
 import functools
@@ -11,6 +13,7 @@ import itertools
 import math
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.bench.outliers import write_outliers
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import BenchError
+from jaxserve.calibration.run import Calibration, Settings, cut
+from jaxserve.checkpoint import conversion
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build import Runtime, build_runtime
@@ -34,6 +40,9 @@ STEP = 128
 PAGE = 16
 LIMIT = 0.5
 """Percent of BF16's bits a byte that a format may cost."""
+WON_BACK = 80
+"""Percent of what rounding to INT8 costs that calibration is to win back."""
+PARTS = ("formats", "outliers")
 
 
 class Format(NamedTuple):
@@ -77,10 +86,15 @@ class Score(NamedTuple):
     """int [tokens]: the best next token at every position."""
 
 
-def run(quick: bool, json_file: Path | None, config: Path = DEMO) -> int:
-    """Measures all formats; 1 if one costs more than 0.5 %."""
-    parts = {"quality": functools.partial(measure, config=config)}
-    return run_parts("quality", parts, ["quality"], quick, json_file)
+def run(only: Sequence[str], quick: bool, json_file: Path | None, config: Path = DEMO) -> int:
+    """Measures the chosen parts; 1 if a format costs more than 0.5 % or calibration wins back less
+    than 80 %."""
+    conversion.quieten_libraries()
+    parts = {
+        "formats": functools.partial(measure, config=config),
+        "outliers": functools.partial(measure_outliers, config=config),
+    }
+    return run_parts("quality", parts, only, quick, json_file)
 
 
 def measure(quick: bool, config: Path) -> Part:
@@ -112,7 +126,71 @@ def measure(quick: bool, config: Path) -> Part:
         str(format): {"bits": found.bits, "ratio": found.bits / scores[BASE].bits}
         for format, found in scores.items()
     }
-    return Part("quality", "what the formats cost", measures, notes, details)
+    return Part("formats", "what the formats cost", measures, notes, details)
+
+
+def measure_outliers(quick: bool, config: Path) -> Part:
+    """Scores the model with outlier channels, rounded to INT8 and calibrated."""
+    source = Path(load_deployment(config).model)
+    texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
+    formats = [Format("int8", other, other) for other in ("bfloat16", "int8")]
+    with tempfile.TemporaryDirectory() as directory:
+        wide, calibrated = Path(directory) / "outliers", Path(directory) / "int8"
+        channels = write_outliers(source, wide)
+        settings = Settings(tokens=2048 if quick else 16384)
+        text = calibration_text(source, settings.tokens)
+        calibration = Calibration(settings, cut(text, settings, len(text)))
+        conversion.convert(wide, calibrated, "int8", calibration=calibration)
+
+        def scored(folder: Path, format: Format) -> Score:
+            found = score(build_runtime(deployment(config, texts, format, folder)), texts)
+            print(f"{folder.name}, {format}: {found.bits:.4f}", file=sys.stderr, flush=True)
+            return found
+
+        demo, base = scored(source, BASE), scored(wide, BASE)
+        pairs = [(format, scored(wide, format), scored(calibrated, format)) for format in formats]
+    measures = [
+        Measure("BF16: bits a byte", base.bits),
+        Measure("  without the outliers", demo.bits),
+    ]
+    details = {}
+    for format, nearest, better in pairs:
+        losses = [100 * (found.bits / base.bits - 1) for found in (nearest, better)]
+        agreement = [100 * float(np.mean(s.choices == base.choices)) for s in (nearest, better)]
+        measures += [
+            Measure(f"{format}, rounded to the nearest: more than BF16", losses[0], "%"),
+            Measure("  same greedy token", agreement[0], "%"),
+            Measure("  calibrated: more than BF16", losses[1], "%"),
+            Measure("  same greedy token", agreement[1], "%"),
+            Measure("  won back", 100 * (1 - losses[1] / losses[0]), "%", WON_BACK, "more"),
+        ]
+        details[str(format)] = {"rounded": nearest.bits, "calibrated": better.bits}
+    notes = [
+        f"weights × KV cache × wire; {channels} channels are up to 100 times wider.",
+        f"Calibrated on {settings.tokens:,} tokens of other files.",
+    ]
+    return Part("outliers", "INT8 where activations have outliers", measures, notes, details)
+
+
+def calibration_text(folder: Path, tokens: int) -> list[int]:
+    """The beginnings of files of the standard library that are not held out.
+
+    Raises:
+      BenchError: the list of those that are is not there.
+    """
+    tokenizer = Tokenizer.from_folder(folder)
+    library = Path(sysconfig.get_path("stdlib"))
+    try:
+        held = set((folder / "held_out.txt").read_text().split())
+        found: list[int] = []
+        for path in sorted(library.glob("*.py")):
+            if path.name not in held:
+                found += tokenizer.encode(path.read_text(encoding="utf-8"))[:1024]
+            if len(found) >= 4 * tokens:
+                break
+    except OSError as error:
+        raise BenchError(f"quality: no text to calibrate on: {error}") from None
+    return found
 
 
 def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
@@ -134,13 +212,20 @@ def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
     return texts
 
 
-def deployment(config: Path, texts: Sequence[Text], format: Format) -> Any:
-    """Colocated, BF16 but for the format, one bucket; it quantises where the link would."""
+def deployment(
+    config: Path, texts: Sequence[Text], format: Format, folder: Path | None = None
+) -> Any:
+    """Colocated, BF16 but for the format, one bucket; it quantises where the link would.
+
+    Args:
+      folder: of a model; None: the deployment's own.
+    """
     pages = -(-max(len(text.token_ids) for text in texts) // PAGE)
     return load_deployment(
         config,
         {
             **format.overrides,
+            **({} if folder is None else {"model": str(folder)}),
             "mode": "colocated",
             "dtype": "bfloat16",
             "lanes": 1,

@@ -6,7 +6,8 @@ the arrays' checksums follows. An interrupted conversion resumes after the block
 `manifest.json` is written last; without it the folder is not a checkpoint.
 
 While a block is written the next one is read, so two blocks are in memory; the largest are the
-routed experts of a layer.
+routed experts of a layer. With a calibration (`jaxserve/calibration/`) both blocks of a layer are
+made together, and nothing is read while they are.
 """
 
 import hashlib
@@ -19,12 +20,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
+from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
+    CALIBRATION,
     CONVERSION,
     FORMAT,
     MANIFEST,
@@ -94,6 +98,7 @@ def convert(
     target: str | Path,
     weights: TargetFormat | None = None,
     *,
+    calibration: Calibration | None = None,
     ignored: Collection[str] = (),
     on_block: Callable[[int, int, str], None] = lambda done, blocks, note: None,
     on_read: Callable[[int], None] = lambda size: None,
@@ -105,14 +110,19 @@ def convert(
       target: folder for the result: missing, empty, or left by an interrupted run.
       weights: format of the matrices: 16-bit floats, or 8 bits with a scale per output channel
         (FP8 blocks stay blocks); None: as in the source.
+      calibration: text; the matrices become INT8 by SmoothQuant and GPTQ, and what was done stands
+        in `calibration.json`. Only with the weights "int8".
       ignored: entries of config.json that the user declares irrelevant.
       on_block: called with the number of finished blocks, of all blocks, and a note on the latest.
       on_read: called with the number of bytes of every read.
 
     Raises:
       CheckpointError: the source is not a model folder, or the target holds something else or the
-        conversion of another source or to other weights.
+        conversion of another source, to other weights or with another calibration.
+      ValueError: there is a calibration, and the weights are not "int8".
     """
+    if calibration is not None and weights != "int8":
+        raise ValueError(f"a calibration makes INT8 weights, and not {weights}")
     source, target = Path(source), Path(target)
     config, names = read_config(source, ignored)
     if read_manifest(source) is not None:
@@ -124,14 +134,21 @@ def convert(
     checkpoint.on_read = on_read
     dtype = _dtype(checkpoint, names, weights)
     wanted = {None: "auto", "bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}[weights]
-    conversion = Conversion(FORMAT, fingerprint(source), weight_format(wanted, config), dtype)
+    digest = "" if calibration is None else _calibration_digest(calibration)
+    stored = weight_format(wanted, config)
+    conversion = Conversion(FORMAT, fingerprint(source), stored, dtype, digest)
     model = _model(source, config, names, dtype, wanted)
     _prepare(target, conversion)
     if (target / MANIFEST).exists():
         blocks = len(blocks_of(names))
         on_block(blocks, blocks, "complete already")
         return
-    records = _convert_blocks(model, checkpoint, target, on_block)
+    if calibration is None:
+        records = _convert_blocks(model, checkpoint, target, on_block)
+    else:
+        floats = _model(source, config, names, dtype, dtype)
+        made = _Calibrated(model, floats, checkpoint, target, calibration)
+        records = made.convert(on_block)
     files = {}
     for path in _copied(source):
         files[path.name] = _digest(Path(shutil.copyfile(path, target / path.name)))
@@ -216,6 +233,74 @@ def _convert_blocks(
         if writing is not None:
             writing.result()
     return {block.name: records[block.name] for block in blocks}
+
+
+class _Calibrated:
+    """A conversion whose layers are made by calibration."""
+
+    def __init__(
+        self,
+        model: _Model,
+        floats: _Model,
+        checkpoint: HFCheckpoint,
+        target: Path,
+        calibration: Calibration,
+    ):
+        self._model, self._floats, self._checkpoint = model, floats, checkpoint
+        self._target, self._calibration = target, calibration
+        self._blocks = {block.name: block for block in blocks_of(model.names)}
+        self._records: dict[str, Records] = {}
+        self._path = target / CALIBRATION
+        self._reports: list[LayerReport] = []
+        if self._path.exists():
+            self._reports = read_record(self._path, Report).layers
+
+    def convert(self, on_block: Callable[[int, int, str], None]) -> dict[str, Records]:
+        """Makes and writes every block that is missing or damaged."""
+        count = len(self._blocks)
+        plain = [name for name in self._blocks if name.split(".")[-1] not in ("attention", "ffn")]
+        for name in plain:
+            if not self._done(name):
+                leaves = _leaves(self._model, self._checkpoint, self._blocks[name])
+                _write(self._target / BLOCKS, name, leaves, self._records)
+            on_block(len(self._records), count, name)
+        source = Source(self._read, self._done, self._written)
+        made = Calibrator(self._model.config, source, self._calibration, self._report)
+        for name, own in made.blocks():
+            note = f"{name} is there"
+            if own is not None:
+                template, _ = self._model.template(self._blocks[name])
+                ordered = {leaf: jax.numpy.asarray(own[leaf]) for leaf in template.names}
+                _write(self._target / BLOCKS, name, ordered, self._records)
+                note = name
+            on_block(len(self._records), count, note)
+        return {name: self._records[name] for name in self._blocks}
+
+    def _report(self, report: LayerReport) -> None:
+        self._reports = [known for known in self._reports if known.layer != report.layer]
+        self._reports.append(report)
+        write_record(self._path, Report(self._reports))
+
+    def _read(self, name: str) -> dict[str, np.ndarray]:
+        leaves = _leaves(self._floats, self._checkpoint, self._blocks[name])
+        return {leaf: np.asarray(array) for leaf, array in leaves.items()}
+
+    def _done(self, name: str) -> bool:
+        known = self._records.get(name) or _finished(self._target, name)
+        if known is not None:
+            self._records[name] = known
+        return known is not None
+
+    def _written(self, name: str) -> dict[str, np.ndarray]:
+        folder = self._target / BLOCKS / name
+        return {leaf: read_array(open_array(folder / leaf)) for leaf in self._records[name]}
+
+
+def _calibration_digest(calibration: Calibration) -> str:
+    digest = hashlib.sha256(msgspec.json.encode(calibration.settings))
+    digest.update(repr(calibration.sequences.shape).encode())
+    digest.update(np.ascontiguousarray(calibration.sequences, np.int32).tobytes())
+    return digest.hexdigest()
 
 
 def _leaves(model: _Model, checkpoint: HFCheckpoint, block: Block) -> dict[str, jax.Array]:

@@ -21,6 +21,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 CONVERSION = "conversion.json"
 """File that exists while a conversion is in progress."""
+CALIBRATION = "calibration.json"
+"""What a calibration did, layer by layer."""
 BLOCKS = "blocks"
 """Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
 
@@ -41,7 +43,7 @@ class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leaves: dict[str, StoredLeaf]
 
 
-class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Source and target format of a conversion; a folder holds the blocks of exactly one."""
 
     format: int
@@ -51,6 +53,9 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Format of the matrices."""
     dtype: str
     """Dtype of everything that is not quantised."""
+    calibration: str = ""
+    """Digest of the text and settings that the weights were calibrated with; empty: they were
+    not."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

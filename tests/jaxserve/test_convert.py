@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from jaxserve import convert
-from jaxserve.checkpoint.manifest import BLOCKS
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.manifest import BLOCKS, CALIBRATION, read_manifest
+from jaxserve.checkpoint.store import open_blocks
 from jaxserve.engine.build import build_engine, make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
+from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -83,9 +86,38 @@ def test_says_what_it_does(tmp_path, caplog, capsys):
     assert f"convert: {target}: head: norm: " in capsys.readouterr().err
 
 
+def test_calibrates_on_a_text(tmp_path, capsys):
+    """Sixteen tokens for six experts, and two of them are to be seen by each."""
+    folder, target = CATALOGUE["kimi_k2"].write(tmp_path / "source"), tmp_path / "target"
+    text = tmp_path / "text"
+    text.write_text("7 2 9 4 3 8 " * 2 + "5 6 7 2")
+    options = ["--weights", "int8", "--calibrate", str(text), "--expert-samples", "2"]
+    assert convert.main([str(folder), str(target), *options]) == 0
+    few = capsys.readouterr().out.splitlines()[:-1]
+    assert few
+    assert all("of 16 tokens fewer than 2 chose expert" in line for line in few)
+    reports = json.loads((target / CALIBRATION).read_text())["layers"]
+    assert [report["tokens"] for report in reports] == [16, 16, 16]
+    assert sum(bool(report["rounded"]) for report in reports) == len(few)
+    assert convert.main(["--verify", str(target)]) == 0
+    config, names = read_config(target)
+    assert config.stored == "int8"
+    arrays, problems = open_blocks(target, read_manifest(target), names)
+    assert problems == []
+    assert arrays["layers.1.ffn"]["experts.gate.values"].dtype == "int8"
+    text.write_text("2 2 2")
+    assert convert.main([str(folder), str(target), *options]) == 2
+    assert "is of another conversion: calibration " in capsys.readouterr().err
+    text.write_text("2")
+    assert convert.main([str(folder), str(tmp_path / "other"), *options]) == 2
+    assert f"{text}: 1 tokens, calibration needs at least 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["a", "b", "--calibrate", "c"], "--calibrate needs --weights int8, and not None"),
+        (["a", "b", "--expert-samples", "-1"], "argument --expert-samples: -1 is below 0"),
         ([], "SRC and DST are required, or --verify DST"),
         (["a"], "SRC and DST are required, or --verify DST"),
         (["a", "b", "--verify", "c"], "--verify takes no SRC and DST beside it"),

@@ -1,0 +1,1 @@
+"""INT8 weights from calibration: SmoothQuant's scales and GPTQ's error compensation."""

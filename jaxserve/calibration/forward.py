@@ -1,0 +1,208 @@
+"""A layer in FP32 on whole sequences, with the inputs of its matrices.
+
+Called by `layers.py`. The serving modules attend over pages and return outputs alone; calibration
+needs what every matrix reads. The attention here is theirs without pages, and its tests compare it
+with the NumPy models.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
+from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.ffn.router import Router
+from jaxserve.model.module import Rngs, rms_norm
+
+Leaves = Mapping[str, np.ndarray]
+"""Float leaves of a block by name."""
+
+Inputs = dict[str, Array]
+"""What matrices read, [tokens, d_in], by the leaf of the first that reads it."""
+
+
+class Routing(NamedTuple):
+    """Where rows go."""
+
+    experts: np.ndarray
+    """int [tokens, top_k]."""
+    gates: np.ndarray
+    """FP32 [tokens, top_k]."""
+
+    def rows_of(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows that chose it, their gates [rows, 1])."""
+        rows, choice = np.nonzero(self.experts == expert)
+        return rows, self.gates[rows, choice][:, None]
+
+
+def attend(
+    config: ModelConfig, window: int, leaves: Leaves, x: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The residual stream behind attention, and what its matrices read, once where several read the
+    same.
+
+    Args:
+      x: FP32 [sequences, tokens, d_model].
+
+    Returns:
+      rows as x, and inputs [sequences · tokens, d_in] by leaf.
+    """
+    floats = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
+    done = [_attend_one(config, window, floats, sequence) for sequence in x]
+    inputs = {
+        name: np.concatenate([np.asarray(found[name]) for _, found in done]) for name in done[0][1]
+    }
+    return np.stack([np.asarray(rows) for rows, _ in done]), inputs
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_one(
+    config: ModelConfig, window: int, leaves: dict[str, Array], x: Float[Array, "tokens d_model"]
+) -> tuple[Array, Inputs]:
+    normed = rms_norm(x, leaves["input_norm"], config.norm_epsilon)
+    own = {
+        name.removeprefix("attention."): leaf
+        for name, leaf in leaves.items()
+        if name.startswith("attention.")
+    }
+    families: dict[type, Callable[..., tuple[Array, Inputs]]] = {MFA: _mfa, GQA: _gqa, MLA: _mla}
+    mixed, inputs = families[type(config.attention)](config, window, own, normed)
+    inputs["out"] = mixed.reshape(x.shape[0], -1)
+    share = _linear(inputs["out"], own["out"], own.get("out_bias"))
+    return x + share, {f"attention.{name}": rows for name, rows in inputs.items()}
+
+
+def _mfa(
+    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+) -> tuple[Array, Inputs]:
+    sizes, tokens = config.attention, x.shape[0]
+    assert isinstance(sizes, MFA)
+    kv = sizes.kv_heads * sizes.head_dim
+    query, key, value = jnp.split(
+        _linear(x, leaves["down"]), [sizes.latent, sizes.latent + kv], axis=-1
+    )
+    latent = rms_norm(query, leaves["inter_norm"], config.norm_epsilon)
+    turn = rotation(jnp.arange(tokens), sizes.head_dim, config.rope)
+    query = rotate(_linear(latent, leaves["up"]).reshape(tokens, -1, sizes.head_dim), *turn)
+    key = rotate(key.reshape(tokens, sizes.kv_heads, -1), *turn)
+    value = value.reshape(tokens, sizes.kv_heads, -1)
+    mixed = _mixed(query, key, value, sizes.head_dim**-0.5, window)
+    return mixed, {"down": x, "up": latent}
+
+
+def _gqa(
+    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+) -> tuple[Array, Inputs]:
+    sizes, tokens = config.attention, x.shape[0]
+    assert isinstance(sizes, GQA)
+    turn = rotation(jnp.arange(tokens), sizes.head_dim, config.rope)
+
+    def heads(name: str) -> Array:
+        made = _linear(x, leaves[name], leaves.get(f"{name}_bias"))
+        made = made.reshape(tokens, -1, sizes.head_dim)
+        norm = leaves.get(f"{name}_norm")
+        return made if norm is None else rms_norm(made, norm, config.norm_epsilon)
+
+    query, key = rotate(heads("query"), *turn), rotate(heads("key"), *turn)
+    mixed = _mixed(query, key, heads("value"), sizes.head_dim**-0.5, window)
+    return mixed, {"query": x}
+
+
+def _mla(
+    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+) -> tuple[Array, Inputs]:
+    sizes, tokens = config.attention, x.shape[0]
+    assert isinstance(sizes, MLA)
+    inputs, low = {"latent_down": x}, x
+    if sizes.q_latent:
+        low = _linear(x, leaves["query_down"], leaves.get("query_bias"))
+        inputs["query_up"] = low = rms_norm(low, leaves["query_norm"], sizes.latent_epsilon)
+    query = _linear(low, leaves["query_up"]).reshape(tokens, sizes.q_heads, -1)
+    row = _linear(x, leaves["latent_down"], leaves.get("latent_bias"))
+    latent = rms_norm(row[:, : sizes.kv_latent], leaves["latent_norm"], sizes.latent_epsilon)
+    turn = functools.partial(rotate, interleaved=config.rope.interleaved)
+    angles = rotation(jnp.arange(tokens), sizes.rope_dim, config.rope)
+    shared = turn(row[:, None, sizes.kv_latent :], *angles)
+    key = jnp.einsum("tc,hnc->thn", latent, leaves["key_up"], precision="highest")
+    shared = jnp.broadcast_to(shared, (*key.shape[:2], sizes.rope_dim))
+    nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
+    query = jnp.concatenate([nope, turn(rope, *angles)], axis=-1)
+    value = jnp.einsum("tc,hvc->thv", latent, leaves["value_up"], precision="highest")
+    return _mixed(query, jnp.concatenate([key, shared], -1), value, sizes.scale, window), inputs
+
+
+def _linear(x: Array, w: Array, bias: Array | None = None) -> Array:
+    product = jnp.einsum("ti,oi->to", x, w, precision="highest")
+    return product if bias is None else product + bias
+
+
+def _mixed(query: Array, key: Array, value: Array, scale: float, window: int) -> Array:
+    """Causal attention of [tokens, heads, width] each; K and V heads serve equal shares."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (jnp.repeat(heads, group, axis=1) for heads in (key, value))
+    scores = jnp.einsum("qhd,khd->hqk", query, key, precision="highest") * scale
+    place = jnp.arange(query.shape[0])
+    before = place[:, None] - place
+    visible = (before >= 0) & ((before < window) if window else True)
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights, value, precision="highest")
+
+
+def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The FFN's input, [sequences · tokens, d_model]."""
+    rows = jnp.asarray(x.reshape(-1, x.shape[-1]), jnp.float32)
+    return np.asarray(rms_norm(rows, jnp.asarray(norm, jnp.float32), config.norm_epsilon))
+
+
+def route(config: ModelConfig, leaves: Leaves, normed: np.ndarray) -> Routing:
+    """Each row's experts, in FP32."""
+    assert config.router is not None
+    made = Router(config.d_model, config.router, jnp.dtype(jnp.float32), Rngs(0))
+    names = [name for name, _ in made.weights()]
+    router = made.replaced([jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in names])
+    experts, gates = router(jnp.asarray(normed), jnp.ones(len(normed), bool), config.experts)
+    return Routing(np.asarray(experts), np.asarray(gates))
+
+
+def units(leaves: Leaves, routing: Routing | None) -> Iterator[tuple[str, int | None]]:
+    """The FFNs of a block: (name of the leaves, which expert)."""
+    if any(name.startswith("dense.") for name in leaves):
+        yield "dense", None
+    if routing is not None:
+        stack = next(leaf for name, leaf in leaves.items() if name.startswith("experts."))
+        yield from (("experts", expert) for expert in range(len(stack)))
+
+
+def unit(leaves: Leaves, name: str, expert: int | None, part: str) -> np.ndarray:
+    """One matrix of an FFN, FP32, of float or INT8 leaves."""
+
+    def own(leaf: str) -> np.ndarray:
+        found = leaves[leaf] if expert is None else leaves[leaf][expert]
+        return np.asarray(found, np.float32)
+
+    path = f"{name}.{part}"
+    return own(path) if path in leaves else own(f"{path}.values") * own(f"{path}.scales")
+
+
+def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """silu(x·gate) · (x·up), what the down matrix reads."""
+    product = x @ gate.T
+    return product * (0.5 + 0.5 * np.tanh(0.5 * product)) * (x @ up.T)
+
+
+def feed_forward(leaves: Leaves, normed: np.ndarray, routing: Routing | None) -> np.ndarray:
+    """The FFN's output, [tokens, d_model]."""
+    total = np.zeros_like(normed)
+    for name, expert in units(leaves, routing):
+        gate, up, down = (unit(leaves, name, expert, part) for part in ("gate", "up", "down"))
+        if expert is None or routing is None:
+            total += gated(normed, gate, up) @ down.T
+            continue
+        rows, gates = routing.rows_of(expert)
+        total[rows] += gates * (gated(normed[rows], gate, up) @ down.T)
+    return total

@@ -1,0 +1,225 @@
+"""One layer in INT8: its channels smoothed, its matrices rounded by GPTQ.
+
+Called by `run.py` with a layer's float leaves and the rows that reach it. Where channels are
+written and read is data by attention family (`folds`); for FFNs a norm writes what router, gate and
+up read, and up writes what down reads.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.calibration.forward import Leaves, Routing, gated, unit, units
+from jaxserve.calibration.gptq import Hessian, Int8Matrix, gptq, rounded
+from jaxserve.calibration.smoothing import Reader, smoothed, spread_over, widest
+from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
+
+Block = MutableMapping[str, np.ndarray]
+"""Float leaves of a block, which smoothing changes."""
+
+TRIED_EXPERTS = 4
+"""How many experts a strength is judged by: those with the most rows."""
+
+
+class Fold(NamedTuple):
+    """Channels that one part of a layer writes and matrices read."""
+
+    written: tuple[tuple[str, int], ...]
+    """(leaf, first row) that write channel 0; the others follow."""
+    readers: tuple[str, ...]
+    heads: int = 1
+    """Of K and V; the channels are [heads, width]."""
+    group: int = 1
+    """Query heads that read a head's channels: columns are [heads, group, width]."""
+
+
+def folds(config: ModelConfig, leaves: Leaves) -> list[Fold]:
+    """Those of the attention part, by family."""
+    sizes = config.attention
+    if isinstance(sizes, MFA):
+        first = sizes.latent + sizes.kv_heads * sizes.head_dim
+        group = sizes.q_heads // sizes.kv_heads
+        return [
+            Fold((("input_norm", 0),), ("attention.down",)),
+            Fold((("attention.inter_norm", 0),), ("attention.up",)),
+            Fold((("attention.down", first),), ("attention.out",), sizes.kv_heads, group),
+        ]
+    if isinstance(sizes, GQA):
+        readers = ("attention.query", "attention.key", "attention.value")
+        writers = ("attention.value", "attention.value_bias")
+        value = tuple((name, 0) for name in writers if name in leaves)
+        group = sizes.q_heads // sizes.kv_heads
+        return [
+            Fold((("input_norm", 0),), readers),
+            Fold(value, ("attention.out",), sizes.kv_heads, group),
+        ]
+    assert isinstance(sizes, MLA)
+    query = "attention.query_down" if sizes.q_latent else "attention.query_up"
+    found = [
+        Fold((("input_norm", 0),), ("attention.latent_down", query)),
+        Fold((("attention.value_up", 0),), ("attention.out",), sizes.q_heads),
+    ]
+    if sizes.q_latent:
+        found.append(Fold((("attention.query_norm", 0),), ("attention.query_up",)))
+    return found
+
+
+def quantise_attention(
+    config: ModelConfig, block: Block, inputs: Mapping[str, np.ndarray]
+) -> tuple[dict[str, Int8Matrix], dict[str, float]]:
+    """The attention part's matrices in INT8; its other leaves are smoothed in place.
+
+    Args:
+      block: float leaves; `post_norm` and the router stay as they are.
+      inputs: what the readers of each fold read, [samples, d_in], by the first of them.
+
+    Returns:
+      matrices by leaf, and the strength of every fold by what writes its channels.
+    """
+    strengths, divided = {}, {}
+    all_folds = folds(config, block)
+    for fold in all_folds:
+        rows = inputs[fold.readers[0]]
+        shape = (fold.heads, fold.group, -1) if fold.group > 1 else (-1,)
+        readers = [Reader(_float(block[name]), rows) for name in fold.readers]
+        found = smoothed(
+            np.abs(rows).max(axis=0).reshape(shape),
+            widest(reader.weight for reader in readers).reshape(shape),
+            readers,
+            fold.group,
+        )
+        for name, row in fold.written:
+            divide(block, name, found.scales, row)
+        width = len(found.scales) // fold.heads
+        spread = spread_over(found.scales, (fold.heads, width), fold.group)
+        for name in fold.readers:
+            multiply(block, name, spread)
+        divided[fold] = rows / spread
+        strengths[fold.written[0][0]] = found.strength
+    matrices: dict[str, Int8Matrix] = {}
+    # Later folds divide rows of matrices that earlier ones have multiplied.
+    for fold in all_folds:
+        hessian = Hessian(divided.pop(fold))
+        matrices |= {name: gptq(_float(block[name]), hessian) for name in fold.readers}
+    return matrices, strengths
+
+
+class FFNResult(NamedTuple):
+    """An FFN part in INT8."""
+
+    matrices: dict[str, np.ndarray]
+    """`NAME.values` and `NAME.scales`."""
+    strength: float
+    """Of the fold of the norm before it."""
+    counts: np.ndarray
+    """int [experts]: the samples that each expert saw; empty: none is routed."""
+
+
+def quantise_ffn(
+    attention: Block, block: Leaves, normed: np.ndarray, routing: Routing | None, enough: int
+) -> FFNResult:
+    """The FFN part's matrices in INT8; the norm and the router before it are smoothed in place.
+
+    Args:
+      attention: the layer's other part, for `post_norm` and `router.gate`.
+      normed: FP32 [samples, d_model], the norm's output before smoothing.
+      enough: samples below which an expert's weights are rounded to the nearest.
+    """
+    everyone = list(units(block, routing))
+    rows = {expert: _rows(routing, expert) for _, expert in everyone}
+    counts = np.array([len(rows[expert]) for _, expert in everyone if expert is not None], int)
+    busiest = sorted(
+        (place for place in everyone if place[1] is not None),
+        key=lambda place: -len(rows[place[1]]),
+    )
+    tried = [place for place in everyone if place[1] is None] + busiest[:TRIED_EXPERTS]
+    columns = widest(unit(block, *place, part) for place in everyone for part in ("gate", "up"))
+    readers = [
+        Reader(
+            unit(block, *place, part), normed[rows[place[1]]] if place[1] is not None else normed
+        )
+        for place in tried
+        for part in ("gate", "up")
+    ]
+    found = smoothed(np.abs(normed).max(axis=0), columns, readers)
+    divide(attention, "post_norm", found.scales)
+    if "router.gate" in attention:
+        multiply(attention, "router.gate", found.scales)
+    divided = normed / found.scales
+    made: dict[str, np.ndarray] = {}
+    for name, expert in everyone:
+        own = divided if expert is None else divided[rows[expert]]
+        parts = _quantise_unit(block, name, expert, found.scales, own, enough)
+        for part, matrix in parts.items():
+            _put(made, f"{name}.{part}", matrix, block[f"{name}.{part}"].shape, expert)
+    return FFNResult(made, found.strength, counts)
+
+
+def _rows(routing: Routing | None, expert: int | None) -> np.ndarray:
+    if expert is None or routing is None:
+        return np.arange(0)
+    return routing.rows_of(expert)[0]
+
+
+def _quantise_unit(
+    block: Leaves,
+    name: str,
+    expert: int | None,
+    scales: np.ndarray,
+    rows: np.ndarray,
+    enough: int,
+) -> dict[str, Int8Matrix]:
+    """Gate, up and down of one FFN that reads rows divided by the scales."""
+    gate, up, down = (unit(block, name, expert, part) for part in ("gate", "up", "down"))
+    gate, up = gate * scales, up * scales
+    if len(rows) < enough:
+        return {"gate": rounded(gate), "up": rounded(up), "down": rounded(down)}
+    hidden = gated(rows, gate, up)
+    own = smoothed(np.abs(hidden).max(axis=0), widest([down]), [Reader(down, hidden)])
+    up, down = up / own.scales[:, None], down * own.scales
+    both = gptq(np.concatenate([gate, up]), Hessian(rows))
+    middle = len(gate)
+    first, second = (
+        Int8Matrix(both.values[half], both.scales[half])
+        for half in (slice(middle), slice(middle, None))
+    )
+    # What down will read, the others' errors included.
+    hidden = gated(rows, first.floats, second.floats)
+    return {"gate": first, "up": second, "down": gptq(down, Hessian(hidden))}
+
+
+def _put(
+    made: dict[str, np.ndarray],
+    name: str,
+    matrix: Int8Matrix,
+    shape: Sequence[int],
+    expert: int | None,
+) -> None:
+    """Stores a matrix, or an expert's in its stack."""
+    for part, values in (("values", matrix.values), ("scales", matrix.scales)):
+        if expert is None:
+            made[f"{name}.{part}"] = values
+            continue
+        full = (shape[0], *values.shape)
+        stack = made.setdefault(f"{name}.{part}", np.zeros(full, values.dtype))
+        stack[expert] = values
+
+
+def _float(leaf: np.ndarray) -> np.ndarray:
+    return np.asarray(leaf, np.float32)
+
+
+def divide(block: Block, name: str, scales: np.ndarray, first: int = 0) -> None:
+    """Divides rows of a leaf, `first` and those behind it, by powers of two."""
+    leaf = np.array(block[name])
+    rows = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
+    own = rows[first : first + len(scales)]
+    own[...] = (own.astype(np.float32) / scales[:, None]).astype(leaf.dtype)
+    block[name] = rows.reshape(leaf.shape)
+
+
+def multiply(block: Block, name: str, scales: np.ndarray) -> None:
+    """Multiplies the columns of a matrix by powers of two."""
+    leaf = block[name]
+    block[name] = (leaf.astype(np.float32) * scales).astype(leaf.dtype)

@@ -1,0 +1,241 @@
+"""Calibration of a whole model, a layer at a time.
+
+Called by `checkpoint/conversion.py`, which reads float blocks and writes what comes out. In memory
+are one layer's floats and INT8 values, the rows of all samples, the inputs of one attention or FFN
+part, and GPTQ's matrices [d_in, d_in] in FP64 (four of them), never the model. The rows that reach
+a layer are those of the layers before it in INT8, so that each makes up for the others' errors.
+
+Where an expert saw too few samples, more text is taken: it goes through the layers that are done,
+which are read back from where they were written. So does all text after an interruption.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxserve.calibration import forward
+from jaxserve.calibration.layers import quantise_attention, quantise_ffn
+from jaxserve.config.model import ModelConfig
+from jaxserve.model.module import rms_norm
+
+Leaves = dict[str, np.ndarray]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much text a calibration takes."""
+
+    expert_samples: int = 4
+    """Every expert is to see (xDeepServe §4.7); 0: however few."""
+    tokens: int = 8192
+    """To begin with."""
+    sequence: int = 512
+    """Tokens that attend to each other."""
+
+
+class Calibration(NamedTuple):
+    """The text of a calibration."""
+
+    settings: Settings
+    sequences: np.ndarray
+    """int [sequences, tokens]: all there is, of which as much is taken as is needed."""
+
+
+class LayerReport(msgspec.Struct, frozen=True):
+    """What one layer's calibration did."""
+
+    layer: int
+    tokens: int
+    """That it saw."""
+    strengths: dict[str, float]
+    """SmoothQuant's α by what writes the channels."""
+    fewest: int | None
+    """Samples of the expert that saw the fewest; None: none is routed."""
+    rounded: dict[int, int]
+    """The experts with too few samples, by number; their weights are rounded to the nearest."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a whole calibration did."""
+
+    layers: list[LayerReport]
+
+
+class Source(NamedTuple):
+    """Where blocks are read."""
+
+    floats: Callable[[str], Leaves]
+    """Leaves of the model as it is, by block."""
+    done: Callable[[str], bool]
+    """Whether a block is written already."""
+    written: Callable[[str], Leaves]
+    """INT8 leaves of one that is."""
+
+
+def cut(token_ids: Sequence[int], settings: Settings, positions: int) -> np.ndarray:
+    """A text as sequences of equal length; a rest is left out, unless it is all there is.
+
+    Args:
+      positions: of the model.
+
+    Raises:
+      ValueError: there are fewer than two tokens.
+    """
+    length = min(settings.sequence, positions, len(token_ids))
+    if length < 2:
+        raise ValueError(f"{len(token_ids)} tokens, calibration needs at least 2")
+    count = len(token_ids) // length
+    return np.asarray(token_ids[: count * length], np.int32).reshape(count, length)
+
+
+class Calibrator:
+    """The rows of all samples on their way through the layers.
+
+    Args:
+      config: the model, modules of multi-token prediction included.
+      source: its blocks.
+      calibration: the text.
+      on_report: called after every layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        calibration: Calibration,
+        on_report: Callable[[LayerReport], None] = lambda report: None,
+    ):
+        self._config, self._source, self._on_report = config, source, on_report
+        self._settings, self._all = calibration
+        self._embedding = source.floats("embedding")["table"]
+        self._head_norm = source.floats("head")["norm"]
+        length = self._all.shape[1]
+        self._taken = min(max(-(-self._settings.tokens // length), 1), len(self._all))
+        self._rows: np.ndarray | None = None
+
+    def blocks(self) -> Iterator[tuple[str, Leaves | None]]:
+        """(name, leaves) of both blocks of every layer in order; None: it was done before."""
+        for layer in range(self._config.all_layers):
+            names = [f"layers.{layer}.{role}" for role in ("attention", "ffn")]
+            if all(self._source.done(name) for name in names):
+                self._rows = None
+                yield from ((name, None) for name in names)
+                continue
+            if self._rows is None:
+                self._rows = self.rows_before(layer, self._all[: self._taken])
+            elif layer >= self._config.layers:
+                self._rows = self._enter(layer, self._rows, self._all[: self._taken])
+            yield from zip(names, self._layer(layer), strict=True)
+
+    def _layer(self, layer: int) -> tuple[Leaves, Leaves]:
+        """Both blocks in INT8; the rows move on."""
+        config = self._config
+        kind = config.kind(layer)
+        assert self._rows is not None
+        attention, ffn = (
+            self._source.floats(f"layers.{layer}.{role}") for role in ("attention", "ffn")
+        )
+        _, inputs = forward.attend(config, kind.window, attention, self._rows)
+        matrices, strengths = quantise_attention(config, attention, inputs)
+        del inputs
+        for name, matrix in matrices.items():
+            del attention[name]
+            attention |= {f"{name}.values": matrix.values, f"{name}.scales": matrix.scales}
+        rows = forward.attend(config, kind.window, as_floats(attention), self._rows)[0]
+        normed, routing = self._routed(layer, attention, rows)
+        while (short := self._short(routing)) and self._taken < len(self._all):
+            more = self._all[self._taken : 2 * self._taken]
+            self._taken += len(more)
+            before = self.rows_before(layer, more)
+            behind = forward.attend(config, kind.window, as_floats(attention), before)[0]
+            rows = np.concatenate([rows, behind])
+            normed, routing = self._routed(layer, attention, rows)
+        made = quantise_ffn(attention, ffn, normed, routing, self._settings.expert_samples)
+        normed, routing = self._routed(layer, attention, rows)
+        output = forward.feed_forward(made.matrices, normed, routing)
+        self._rows = rows + output.reshape(rows.shape)
+        self._on_report(
+            LayerReport(
+                layer,
+                len(normed),
+                {**strengths, "post_norm": made.strength},
+                int(made.counts.min()) if made.counts.size else None,
+                short,
+            )
+        )
+        return attention, made.matrices
+
+    def _routed(
+        self, layer: int, attention: Leaves, rows: np.ndarray
+    ) -> tuple[np.ndarray, forward.Routing | None]:
+        normed = forward.normed_rows(self._config, attention["post_norm"], rows)
+        moe = self._config.kind(layer).ffn == "moe"
+        return normed, forward.route(self._config, attention, normed) if moe else None
+
+    def _short(self, routing: forward.Routing | None) -> dict[int, int]:
+        """Experts that saw too few samples, and how many."""
+        if routing is None:
+            return {}
+        counts = np.bincount(routing.experts.reshape(-1), minlength=self._config.experts)
+        few = np.flatnonzero(counts < self._settings.expert_samples)
+        return {int(expert): int(counts[expert]) for expert in few}
+
+    def rows_before(self, layer: int, token_ids: np.ndarray) -> np.ndarray:
+        """The rows that reach a layer, through those that are written: FP32 [sequences, tokens,
+        d_model]; those behind the last one, where the number is that of all layers."""
+        config = self._config
+        rows = self._embedding[token_ids].astype(np.float32)
+        for done in range(layer):
+            if done >= config.layers:
+                rows = self._enter(done, rows, token_ids)
+            attention, ffn = (
+                self._source.written(f"layers.{done}.{role}") for role in ("attention", "ffn")
+            )
+            attention = as_floats(attention)
+            rows = forward.attend(config, config.kind(done).window, attention, rows)[0]
+            normed, routing = self._routed(done, attention, rows)
+            rows = rows + forward.feed_forward(ffn, normed, routing).reshape(rows.shape)
+        entered = config.layers <= layer < config.all_layers
+        return self._enter(layer, rows, token_ids) if entered else rows
+
+    def _enter(self, layer: int, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """What the layer of a prediction module takes, of the rows behind the layer before it
+        (`model.prediction.Prediction`). A sequence's last row has no next token: it is left out."""
+        config = self._config
+        first = layer == config.layers
+        own = self._source.floats(f"layers.{layer}.prediction")
+        norm = (
+            self._head_norm
+            if first
+            else self._source.floats(f"layers.{layer - 1}.prediction")["norm"]
+        )
+        step = layer - config.layers + 1
+        hidden = self._normed(norm, rows[:, :-1])
+        following = token_ids[:, step : step + hidden.shape[1]]
+        embedded = self._embedding[following].astype(np.float32)
+        joined = np.concatenate(
+            [
+                self._normed(own["token_norm"], embedded),
+                self._normed(own["hidden_norm"], hidden),
+            ],
+            axis=-1,
+        )
+        return joined @ np.asarray(own["projection"], np.float32).T
+
+    def _normed(self, norm: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        weight = jnp.asarray(norm, jnp.float32)
+        return np.asarray(rms_norm(jnp.asarray(rows), weight, self._config.norm_epsilon))
+
+
+def as_floats(leaves: Leaves) -> Leaves:
+    """A block's leaves with its INT8 matrices as FP32."""
+    made: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        base, _, part = name.rpartition(".")
+        if part == "values":
+            made[base] = leaf.astype(np.float32) * leaves[f"{base}.scales"]
+        elif part != "scales":
+            made[name] = leaf
+    return made

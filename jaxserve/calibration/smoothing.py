@@ -1,0 +1,102 @@
+"""SmoothQuant: channels whose activations are wide are divided where they are written, and
+multiplied where they are read, so that neither side is hard to quantise (arXiv 2211.10438;
+xDeepServe §4.7).
+
+Called by `layers.py`. Scales are powers of two: dividing and multiplying by them is exact in every
+float format, so the smoothed model is the same function, bit for bit in FP32 and BF16, and a router
+that reads the channels sees the same logits.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.calibration.gptq import LARGEST, rounded, row_scales
+
+STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)
+"""How much of a channel's width moves from activations to weights (the paper's α); 0: none."""
+ROWS = 256
+"""Most rows of inputs that a strength is judged by."""
+
+
+class Reader(NamedTuple):
+    """A matrix that reads the channels, and inputs that it got."""
+
+    weight: np.ndarray
+    """FP32 [d_out, d_in]."""
+    rows: np.ndarray
+    """FP32 [samples, d_in]."""
+
+
+class Smoothing(NamedTuple):
+    """What channels are divided by."""
+
+    scales: np.ndarray
+    """FP32 [channels], powers of two."""
+    strength: float
+
+
+def smoothed(
+    rows: np.ndarray, columns: np.ndarray, readers: Sequence[Reader], group: int = 1
+) -> Smoothing:
+    """The strength under which the readers' INT8 products are nearest to their FP32 ones.
+
+    Args:
+      rows: largest magnitude of every channel as the readers see it, [channels · group].
+      columns: of the readers' weights, alike.
+      readers: what is tried; may be a few of all.
+      group: of a head's channels, how many heads read the same, next to each other as
+        [heads, group, width]; `rows` and `columns` then are [heads, group, width].
+    """
+    if group > 1:
+        rows, columns = rows.max(axis=1), columns.max(axis=1)
+    shape = rows.shape
+    best: tuple[float, Smoothing] | None = None
+    for strength in STRENGTHS:
+        scales = _scales(rows.reshape(-1), columns.reshape(-1), strength)
+        spread = spread_over(scales, shape, group)
+        error = sum(_error(reader, spread) for reader in readers)
+        if best is None or error < best[0]:
+            best = error, Smoothing(scales, strength)
+    assert best is not None
+    return best[1]
+
+
+def spread_over(scales: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:
+    """Scales of channels, [heads · width], as their readers' columns have them,
+    [heads · group · width]."""
+    if group == 1:
+        return scales
+    heads, width = shape
+    return np.repeat(scales.reshape(heads, 1, width), group, axis=1).reshape(-1)
+
+
+def widest(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The largest magnitude of every column over all parts [rows, columns]."""
+    return np.max([np.abs(part).max(axis=0, initial=0.0) for part in parts], axis=0)
+
+
+def _scales(rows: np.ndarray, columns: np.ndarray, strength: float) -> np.ndarray:
+    """max|X|^α / max|W|^(1 - α) (the paper's equation 4), to the nearest power of two; 1 for
+    channels that carry nothing."""
+    if strength == 0:
+        return np.ones(rows.shape, np.float32)
+    used = (rows > 0) & (columns > 0)
+    x, w = np.where(used, rows, 1.0), np.where(used, columns, 1.0)
+    power = np.rint(strength * np.log2(x) - (1 - strength) * np.log2(w))
+    return np.where(used, np.exp2(np.clip(power, -60, 60)), 1.0).astype(np.float32)
+
+
+def _error(reader: Reader, scales: np.ndarray) -> float:
+    """Squared error of the reader's products where inputs have a scale a token and weights one an
+    output channel."""
+    step = -(-len(reader.rows) // ROWS) or 1
+    rows = reader.rows[::step]
+    if not len(rows):
+        return 0.0
+    divided = rows / scales
+    x_scales = row_scales(divided)
+    x = np.clip(np.rint(divided / x_scales), -LARGEST, LARGEST) * x_scales
+    difference = x @ rounded(reader.weight * scales).floats.T - rows @ reader.weight.T
+    return float(np.sum(np.square(difference, dtype=np.float64)))
