@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
+from jaxserve.checkpoint.quantization_config import stored_format
 from jaxserve.checkpoint.source import (
     CheckpointNames,
     Source,
@@ -56,7 +57,7 @@ def deepseek_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> M
         norm_epsilon=entries.number("rms_norm_eps"),
         max_positions=entries.size("max_position_embeddings"),
         tied_head=entries.flag("tie_word_embeddings"),
-        stored="fp8_block" if entries.quantisation() else "plain",
+        stored=stored_format(entries),
         mtp_layers=mtp_layers,
     )
     entries.raise_problems()

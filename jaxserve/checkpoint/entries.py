@@ -175,26 +175,9 @@ class Entries:
             )
         return rule
 
-    def quantisation(self) -> bool:
-        """Whether matrices are FP8 blocks of 128 × 128 (`quantization_config`)."""
-        section = self.section("quantization_config")
-        if not section:
-            return False
-        inner = Entries(section, self._ignored, "quantization_config")
-        for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128])):
-            # Without a block size, other tools mean one scale per matrix.
-            if inner.any(name) is None:
-                inner.problems.append(f"quantization_config.{name} is missing")
-            inner.only(name, supported)
-        inner.only("fmt", "e4m3")
-        # Activations are not quantised, whatever scheme the file states: more exact.
-        # Scales are read in whatever dtype the file has.
-        inner.meaningless(
-            "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers"
-        )
-        inner.refuse_unread()
-        self.problems += inner.problems
-        return True
+    def inside(self, section: str, tree: Mapping[str, Any]) -> "Entries":
+        """The entries of a section, with what the user declares irrelevant there."""
+        return Entries(tree, self._ignored, section)
 
     def refuse_unread(self) -> None:
         """Reports every entry that was never read, except features that are switched off."""

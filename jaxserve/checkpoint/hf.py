@@ -4,9 +4,10 @@
 bytes of that device's shards (`regions.py`, `reading.py`). The whole folder is checked against the
 architecture before anything is loaded. Families are known only through their table.
 
-FP8 matrices with block scales are delivered as the template asks: unchanged, as the leaves
-`X.values` and `X.scales`, or dequantised, as the leaf `X`. Matrices that the template wants in
-8 bits and the files hold as floats are quantised on the devices.
+FP8 matrices with block scales, and 8-bit ones with a scale per output channel, are delivered as the
+template asks: unchanged, as the leaves `X.values` and `X.scales`, or dequantised, as the leaf `X`.
+Matrices that the template wants in 8 bits and the files hold as floats, or in another of the Hub's
+formats (`packed.py`), are quantised on the devices.
 """
 
 import json
@@ -29,6 +30,8 @@ from jaxserve.checkpoint.arrays import (
 )
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
+from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
+from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
@@ -43,6 +46,9 @@ READABLE = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
 """Suffix that turns the name of a matrix into that of its scales."""
+
+Tensors = dict[str, Tensor | PackedTensor]
+"""By name."""
 
 
 def read_config(
@@ -113,8 +119,9 @@ class HFCheckpoint:
         self._folder = Path(folder)
         self.on_read: Callable[[int], None] = lambda size: None
         listing = list_tensors(self._folder)
-        self._tensors, self._files = listing.tensors, listing.files
-        if problems := _problems(listing, names):
+        self._files = listing.files
+        self._tensors, problems = _joined(listing, names, _packing(self._folder))
+        if problems := problems + _problems(listing, self._tensors, names):
             count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
             raise CheckpointError(f"{self._folder}: {count}:\n  " + "\n  ".join(problems))
 
@@ -179,8 +186,8 @@ class HFCheckpoint:
         )
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
-        """A leaf of floats; FP8 matrices are dequantised."""
-        return self._array(sources, leaf, dequantise=True)
+        """A leaf of floats; quantised matrices are dequantised."""
+        return self._array(sources, leaf, self._tensors, [self._grids(s) for s in sources])
 
     def _quantised(
         self, sources: Sequence[Source], values: Leaf, scales: Leaf
@@ -190,8 +197,15 @@ class HFCheckpoint:
         kinds = {self._tensors[name].kind for source in sources for name in source.all_names}
         reshaped = any(source.reshapes for source in sources)
         if kinds == {FP8} and block != (1, 0) and not reshaped:
-            kept = self._array(sources, values, dequantise=False)
+            kept = self._array(sources, values, self._tensors)
             return kept, self._scales(sources, scales, block)
+        if block == (1, 0) and (tables := self._channels(sources, values.dtype)):
+            of_values, of_scales = tables
+            columns = [
+                s._replace(shapes=tuple((shape[0], 1) for shape in s.shapes)) for s in sources
+            ]
+            kept = self._array(sources, values, of_values)
+            return kept, self._array(columns, scales, of_scales, empty=1.0)
         return quantised_here(
             values,
             scales,
@@ -199,37 +213,74 @@ class HFCheckpoint:
             lambda index, leaf: self._plain(sources if index is None else [sources[index]], leaf),
         )
 
-    def _array(self, sources: Sequence[Source], leaf: Leaf, *, dequantise: bool) -> jax.Array:
-        grids = [self._grids(source) if dequantise else {} for source in sources]
+    def _channels(
+        self, sources: Sequence[Source], dtype: jnp.dtype
+    ) -> tuple[Tensors, Tensors] | None:
+        """The tensors of values and those of scales by the matrices' names, where the files have
+        all of them in this dtype with a scale an output channel; else None."""
+        of_values: Tensors = {}
+        of_scales: Tensors = {}
+        for source in sources:
+            for name in source.all_names:
+                tensor = self._tensors[name]
+                scales = tensor.channel_scales if isinstance(tensor, PackedTensor) else None
+                if scales is None or source.view or source.more:
+                    return None
+                assert isinstance(tensor, PackedTensor)
+                of_values[name], of_scales[name] = tensor.values, scales
+        kind = "I8" if dtype == jnp.int8 else FP8
+        same = all(tensor.kind == kind for tensor in of_values.values())
+        return (of_values, of_scales) if same else None
+
+    def _array(
+        self,
+        sources: Sequence[Source],
+        leaf: Leaf,
+        tensors: Tensors,
+        grids: Sequence[dict[str, np.ndarray]] | None = None,
+        empty: float = 0.0,
+    ) -> jax.Array:
+        """A leaf of these tensors' numbers.
+
+        Args:
+          tensors: by the names in the sources.
+          grids: of each source, the scales of FP8 blocks; None: they are not dequantised.
+          empty: as of `make_array`.
+        """
+        of_blocks = [{} for _ in sources] if grids is None else grids
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             targets, regions = [], []
             for ranges in parts:
                 target = aligned_empty([stop - start for start, stop in ranges], leaf.dtype)
-                own = list(self._regions(sources, grids, leaf, ranges, target))
+                own = list(self._regions(sources, tensors, of_blocks, leaf, ranges, target))
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding
                 targets.append(target)
                 regions += own
-            read_regions(regions, self.on_read)
+            packed = [r for r in regions if isinstance(r.tensor, PackedTensor)]
+            read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
+            for region in packed:
+                read_packed(region, self.on_read)
             return targets
 
-        return make_array(leaf, make)
+        return make_array(leaf, make, empty=empty)
 
     def _regions(
         self,
         sources: Sequence[Source],
+        tensors: Tensors,
         grids: Sequence[dict[str, np.ndarray]],
         leaf: Leaf,
         ranges: Ranges,
         target: np.ndarray,
     ) -> Iterator[Region]:
         if leaf.layers is None:
-            yield from source_regions(sources[0], self._tensors, grids[0], ranges, target)
+            yield from source_regions(sources[0], tensors, grids[0], ranges, target)
             return
         for place, index in enumerate(range(*ranges[0])):
             yield from source_regions(
-                sources[index], self._tensors, grids[index], ranges[1:], target[place]
+                sources[index], tensors, grids[index], ranges[1:], target[place]
             )
 
     def _scales(self, sources: Sequence[Source], leaf: Leaf, block: tuple[int, int]) -> jax.Array:
@@ -255,6 +306,7 @@ class HFCheckpoint:
         for name in source.all_names:
             if self._tensors[name].kind == FP8:
                 tensor = self._tensors[name + SCALES]
+                assert isinstance(tensor, Tensor)
                 grid = grids[name] = np.empty(tensor.shape, np.float32)
                 flat = grid.reshape(1, -1)
                 regions.append(Region(tensor, 0, grid.size, 1, grid.size, flat))
@@ -262,11 +314,33 @@ class HFCheckpoint:
         return grids
 
 
-def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
+def _packing(folder: Path) -> Packing | None:
+    """How the folder's matrices are packed; config.json has been read and found right before."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    tree = json.loads(path.read_text())
+    return packing_of(tree)
+
+
+def _joined(
+    listing: Listing, names: CheckpointNames, packing: Packing | None
+) -> tuple[Tensors, list[str]]:
+    """The tensors, each packed matrix as one, and the problems of their parts."""
+    if packing is None:
+        return dict(listing.tensors), []
+    matrices = dict(names.unloaded)
+    for sources in (names.head, *names.attention, *names.ffn, *names.predictions):
+        for source in sources.values():
+            matrices |= source.tensors
+    return join_parts(listing.tensors, matrices, packing)
+
+
+def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> list[str]:
     """The problems of a folder's tensors: missing, unexpected or of the wrong shape or dtype."""
     # transformers drops the MTP modules when it saves: all or none of their tensors must be
     # present, where they are not loaded.
-    there = listing.tensors.keys() | listing.lost
+    there = tensors.keys() | listing.lost
     expected = {} if names.unloaded.keys().isdisjoint(there) else dict(names.unloaded)
     problems = list(listing.problems)
     matrices = set()
@@ -288,7 +362,6 @@ def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
             matrices |= set(source.names)
     matrices |= names.unloaded.keys()
     known = names.optional | expected
-    tensors = listing.tensors
     for name in matrices:
         tensor = tensors.get(name)
         if tensor is not None and _is_blocked(tensor):
@@ -301,12 +374,14 @@ def _problems(listing: Listing, names: CheckpointNames) -> list[str]:
         tensor = tensors[name]
         if tensor.shape != known[name]:
             problems.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
+        elif isinstance(tensor, PackedTensor):
+            continue
         elif tensor.kind not in READABLE and not (_is_blocked(tensor) and name in matrices):
             problems.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
     return problems
 
 
-def _is_blocked(tensor: Tensor) -> bool:
+def _is_blocked(tensor: Tensor | PackedTensor) -> bool:
     """Whether this is an FP8 matrix whose scales are a separate tensor."""
     return tensor.kind == FP8 and len(tensor.shape) > 1
 

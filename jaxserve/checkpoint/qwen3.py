@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.quantization_config import stored_format
 from jaxserve.checkpoint.source import (
     CheckpointNames,
     Sources,
@@ -60,7 +61,7 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         norm_epsilon=entries.number("rms_norm_eps"),
         max_positions=positions,
         tied_head=entries.flag("tie_word_embeddings"),
-        stored="fp8_block" if entries.quantisation() else "plain",
+        stored=stored_format(entries),
     )
     entries.raise_problems()
     if router:

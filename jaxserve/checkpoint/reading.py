@@ -17,12 +17,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jaxserve.checkpoint.tensors import Tensor
 from jaxserve.errors import CheckpointError
 
 SCALE_BLOCK = 128
@@ -58,7 +57,8 @@ class Scales(NamedTuple):
 class Region(NamedTuple):
     """A rectangle of a row-major matrix in a file, and its destination."""
 
-    tensor: Tensor
+    tensor: Any
+    """A `Tensor`; or one made of several (`packed.py`), whose regions are not read here."""
     first: int
     """Index of its first element in the tensor."""
     stride: int

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxserve.checkpoint.packed import PackedTensor
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, Scales
 from jaxserve.checkpoint.source import Shape, Source
 from jaxserve.checkpoint.tensors import Tensor
@@ -24,7 +25,7 @@ Grids = Mapping[str, np.ndarray]
 
 def source_regions(
     source: Source,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | PackedTensor],
     grids: Grids,
     ranges: Ranges,
     target: np.ndarray,
@@ -106,7 +107,11 @@ def _corner(target: np.ndarray, own: Ranges, ranges: Ranges) -> np.ndarray:
 
 
 def _rectangles(
-    source: Source, tensor: Tensor, grid: np.ndarray | None, own: Ranges, target: np.ndarray
+    source: Source,
+    tensor: Tensor | PackedTensor,
+    grid: np.ndarray | None,
+    own: Ranges,
+    target: np.ndarray,
 ) -> Iterator[Region]:
     """One region per matrix of the last two axes."""
     if target.size == 0:
@@ -137,7 +142,7 @@ def _rectangles(
         )
 
 
-def _scales(grid: np.ndarray, tensor: Tensor, first: int, stride: int) -> Scales:
+def _scales(grid: np.ndarray, tensor: Tensor | PackedTensor, first: int, stride: int) -> Scales:
     """The scales of a rectangle that starts at this element."""
     *_, d_out, d_in = tensor.shape
     if stride != d_in:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.quantization_config import stored_format
 from jaxserve.checkpoint.source import (
     CheckpointNames,
     Source,
@@ -62,7 +63,7 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
             "max_position_embeddings", "max_position_embedding", "max_seq_len"
         ),
         tied_head=entries.flag("tie_word_embeddings"),
-        stored="fp8_block" if entries.quantisation() else "plain",
+        stored=stored_format(entries),
         mtp_layers=mtp_layers,
     )
     entries.raise_problems()

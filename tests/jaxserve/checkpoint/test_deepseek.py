@@ -336,8 +336,8 @@ class TestProblems:
                 "rope_scaling = {'type': 'linear', 'factor': 2} is not supported, only yarn",
             ),
             (
-                {"quantization_config": {"quant_method": "compressed-tensors"}},
-                "quantization_config.quant_method = 'compressed-tensors' is not supported",
+                {"quantization_config": {"quant_method": "bitsandbytes"}},
+                "quantization_config.quant_method = 'bitsandbytes' is not supported",
             ),
             ({"n_group": 7}, "n_group = 7 does not cut 256 experts into equal groups"),
             ({"topk_group": 9}, "topk_group = 9 of 8 groups of 32 experts cannot hold 8"),

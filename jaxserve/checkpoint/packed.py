@@ -1,0 +1,259 @@
+"""Matrices in the Hub's quantised formats: several tensors that stand for one.
+
+Called by `hf.py`: `join_parts` finds such tensors in a folder, `read_packed` fills rectangles with
+the numbers that they stand for. Pure NumPy; knows neither families nor JAX.
+
+With n values in an int32 word, low bits first, a matrix `X.weight` [out, in] is, by layout:
+
+scaled:    `X.weight` int8 or e4m3; `X.weight_scale` [out, 1], [out] or one number.
+fp8_block: `X.weight` e4m3; `X.weight_scale` [out / 128, in / 128].
+packed:    `X.weight_packed` [out, in / n], values offset by half their range; `X.weight_scale`
+           [out, groups]; of asymmetric ones `X.weight_zero_point` [out / n, groups], offset alike;
+           maybe `X.weight_g_idx` [in], `X.weight_shape`.
+gptq:      `X.qweight` [in / n, out]; `X.qzeros` [groups, out / n]; `X.scales` [groups, out];
+           `X.g_idx` [in].
+awq:       `X.qweight` [in, out / 8]; `X.qzeros` [groups, out / 8]; `X.scales` [groups, out]; a
+           word's columns are in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxserve.checkpoint.reading import Region, read_regions
+from jaxserve.checkpoint.tensors import Tensor
+
+Layout = Literal["scaled", "fp8_block", "packed", "gptq", "awq"]
+Shape = tuple[int, ...]
+
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which column of eight a word's lowest bits hold, and so on."""
+
+
+class Packing(NamedTuple):
+    """A layout and its numbers."""
+
+    layout: Layout
+    bits: int
+    group: int
+    """Columns (of d_in) that share a scale; 0: all."""
+    zero_plus: int = 0
+    """Added to stored zero points."""
+    symmetric: bool = True
+    """`packed`: without zero points."""
+
+    @property
+    def per_word(self) -> int:
+        """Values in an int32."""
+        return 32 // self.bits
+
+
+class PackedTensor(NamedTuple):
+    """A matrix made of several tensors, in the place of one."""
+
+    path: Path
+    packing: Packing
+    shape: Shape
+    """[d_out, d_in]."""
+    parts: dict[str, Tensor]
+    """By their suffix."""
+    kind: str = "packed"
+
+    @property
+    def values(self) -> Tensor:
+        """Of the layout `scaled`: the 8-bit values."""
+        return self.parts["weight"]
+
+    @property
+    def channel_scales(self) -> Tensor | None:
+        """Of the layout `scaled`: [d_out, 1]; None: there is but one scale."""
+        scales = self.parts.get("weight_scale")
+        if self.packing.layout != "scaled" or scales is None:
+            return None
+        rows = self.shape[0]
+        return scales._replace(shape=(rows, 1)) if scales.shape in ((rows,), (rows, 1)) else None
+
+
+def join_parts(
+    tensors: Mapping[str, Tensor], matrices: Mapping[str, Shape], packing: Packing
+) -> tuple[dict[str, Tensor | PackedTensor], list[str]]:
+    """The tensors with every packed matrix as one, and what is wrong with their parts.
+
+    Args:
+      matrices: names (`X.weight`) and shapes of those that may be packed.
+    """
+    joined: dict[str, Tensor | PackedTensor] = dict(tensors)
+    problems = []
+    for name, shape in matrices.items():
+        base = name.removesuffix("weight")
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        wanted, optional = _parts(packing, shape)
+        first = next(iter(wanted))
+        main = tensors.get(base + first)
+        if main is None or (first == "weight" and main.kind not in ("I8", "F8_E4M3")):
+            continue
+        if packing.layout == "fp8_block":
+            # DeepSeek's blocks by another name.
+            if scales := joined.pop(f"{base}weight_scale", None):
+                joined[f"{name}_scale_inv"] = scales
+            continue
+        parts = {}
+        for suffix, shapes in (wanted | optional).items():
+            part = joined.pop(base + suffix, None)
+            if part is None and suffix in wanted:
+                problems.append(f"missing {base}{suffix} {list(shapes[0])}")
+            elif isinstance(part, Tensor):
+                parts[suffix] = part
+                if part.shape not in shapes:
+                    known = " or ".join(str(list(shape)) for shape in shapes)
+                    problems.append(f"{base}{suffix} is {list(part.shape)}, not {known}")
+        joined[name] = PackedTensor(main.path, packing, shape, parts)
+    return joined, problems
+
+
+def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict[str, list[Shape]]]:
+    """Shapes of the tensors that make a matrix, by suffix: those it needs, the main one first, and
+    those that it may have."""
+    (d_out, d_in), n = shape, packing.per_word
+    groups = -(-d_in // packing.group) if packing.group else 1
+    if packing.layout == "scaled":
+        scales: list[Shape] = [(d_out, 1), (d_out,), (1,), ()]
+        return {"weight": [shape], "weight_scale": scales}, {}
+    if packing.layout == "fp8_block":
+        return {"weight": [shape]}, {}
+    if packing.layout == "packed":
+        zeros: dict[str, list[Shape]] = {"weight_zero_point": [(-(-d_out // n), groups)]}
+        needed: dict[str, list[Shape]] = {
+            "weight_packed": [(d_out, -(-d_in // n))],
+            "weight_scale": [(d_out, groups)],
+        }
+        more: dict[str, list[Shape]] = {"weight_shape": [(2,)], "weight_g_idx": [(d_in,)]}
+        return needed | ({} if packing.symmetric else zeros), more
+    packed_out = -(-d_out // n)
+    words = (d_in, packed_out) if packing.layout == "awq" else (-(-d_in // n), d_out)
+    gptq: dict[str, list[Shape]] = {"g_idx": [(d_in,)]}
+    return {
+        "qweight": [words],
+        "qzeros": [(groups, packed_out)],
+        "scales": [(groups, d_out)],
+    }, gptq if packing.layout == "gptq" else {}
+
+
+def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
+    """Fills a region of a packed matrix with FP32 numbers, rounded to its target's dtype.
+
+    Raises:
+      CheckpointError: a file is gone or shorter than it was.
+    """
+    tensor = region.tensor
+    assert isinstance(tensor, PackedTensor)
+    row, column = divmod(region.first, tensor.shape[1])
+    rows, columns = slice(row, row + region.rows), slice(column, column + region.columns)
+    reader = _Reader(tensor, on_read)
+    of = {"scaled": _scaled, "packed": _compressed, "gptq": _gptq, "awq": _awq}
+    numbers = of[tensor.packing.layout](reader, rows, columns)
+    region.target[...] = numbers.astype(region.target.dtype)
+
+
+class _Reader(NamedTuple):
+    """Reads rectangles of a packed matrix's parts."""
+
+    tensor: PackedTensor
+    on_read: Callable[[int], None]
+
+    def floats(self, part: str, rows: slice, columns: slice) -> np.ndarray:
+        return self._read(part, rows, columns, np.dtype(np.float32))
+
+    def codes(self, part: str, rows: slice, columns: slice, packed: int) -> np.ndarray:
+        """The small integers of a rectangle of int32 words, uint8.
+
+        Args:
+          rows, columns: of the unpacked matrix.
+          packed: along which axis.
+        """
+        packing = self.tensor.packing
+        n, places = packing.per_word, [rows, columns]
+        wanted = places[packed]
+        places[packed] = slice(wanted.start // n, -(-wanted.stop // n))
+        words = self._read(part, places[0], places[1], np.dtype(np.int32)).view(np.uint32)
+        if packed == 0:
+            words = words.T
+        shifts = np.arange(n, dtype=np.uint32) * packing.bits
+        codes = (words[..., None] >> shifts) & np.uint32((1 << packing.bits) - 1)
+        if packing.layout == "awq":
+            codes = codes[..., np.argsort(AWQ_COLUMNS)]
+        flat = codes.astype(np.uint8).reshape(len(words), -1)
+        first = wanted.start - places[packed].start * n
+        flat = flat[:, first : first + wanted.stop - wanted.start]
+        return flat.T if packed == 0 else flat
+
+    def groups(self, columns: slice, part: str) -> np.ndarray:
+        """Which group of scales each column (of d_in) has."""
+        packing, d_in = self.tensor.packing, self.tensor.shape[1]
+        if part in self.tensor.parts:
+            index = self._read(part, slice(0, 1), columns, np.dtype(np.int32))[0]
+            if (index >= 0).all():
+                return index
+        return np.arange(columns.start, columns.stop) // (packing.group or d_in)
+
+    def _read(self, part: str, rows: slice, columns: slice, dtype: np.dtype) -> np.ndarray:
+        tensor = self.tensor.parts[part]
+        width = tensor.shape[-1] if tensor.shape else 1
+        target = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        first = rows.start * width + columns.start
+        region = Region(tensor, first, width, target.shape[0], target.shape[1], target)
+        read_regions([region], self.on_read)
+        return target
+
+    @property
+    def all_groups(self) -> int:
+        d_in, group = self.tensor.shape[1], self.tensor.packing.group
+        return -(-d_in // group) if group else 1
+
+
+def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    """values · scale."""
+    values = reader.floats("weight", rows, columns)
+    if reader.tensor.channel_scales is None:
+        return values * reader.floats("weight_scale", slice(0, 1), slice(0, 1))
+    # [d_out, 1], or [d_out] read as one row.
+    scales = reader.tensor.parts["weight_scale"]
+    if len(scales.shape) == 1:
+        return values * reader.floats("weight_scale", slice(0, 1), rows).T
+    return values * reader.floats("weight_scale", rows, slice(0, 1))
+
+
+def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    """(code - offset - zero) · scale; zero points are offset, too, and packed along d_out."""
+    offset = 1 << (reader.tensor.packing.bits - 1)
+    codes = reader.codes("weight_packed", rows, columns, packed=1).astype(np.float32) - offset
+    of, all_groups = reader.groups(columns, "weight_g_idx"), slice(0, reader.all_groups)
+    if not reader.tensor.packing.symmetric:
+        zeros = reader.codes("weight_zero_point", rows, all_groups, packed=0)
+        codes -= (zeros.astype(np.float32) - offset)[:, of]
+    return codes * reader.floats("weight_scale", rows, all_groups)[:, of]
+
+
+def _gptq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    """(code - zero) · scale, stored as [d_in, d_out]; zero points packed along d_out."""
+    codes = reader.codes("qweight", columns, rows, packed=0)
+    return _grouped(reader, codes, rows, columns)
+
+
+def _awq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    """As GPTQ's, with the values packed along d_out, too."""
+    codes = reader.codes("qweight", columns, rows, packed=1)
+    return _grouped(reader, codes, rows, columns)
+
+
+def _grouped(reader: _Reader, codes: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
+    packing = reader.tensor.packing
+    of, all_groups = reader.groups(columns, "g_idx"), slice(0, reader.all_groups)
+    zeros = reader.codes("qzeros", all_groups, rows, packed=1).astype(np.int32)
+    # A zero point of 0 is stored as -1, all bits set.
+    zeros = (zeros + packing.zero_plus) & ((1 << packing.bits) - 1)
+    scales = reader.floats("scales", all_groups, rows)
+    return ((codes.astype(np.float32) - zeros[of]) * scales[of]).T

@@ -1,0 +1,192 @@
+"""`quantization_config` of config.json: which of the Hub's formats a folder's matrices are in.
+
+Called by the families, for what a role's `auto` means, and by `hf.py`, for how to read. What is not
+covered is refused by field, value and what would be. Read as the formats' own libraries write it:
+DeepSeek's FP8 blocks, compressed-tensors (LLM Compressor), GPTQ (AutoGPTQ, GPTQModel), AWQ
+(AutoAWQ).
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.packed import Packing
+
+SECTION = "quantization_config"
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+
+StoredFormat = Literal["plain", "fp8", "fp8_block", "int8"]
+
+
+class Quantisation(NamedTuple):
+    """How matrices are stored."""
+
+    stored: StoredFormat
+    """What they are kept in where a role's weights are `auto`; 4 bits become plain floats."""
+    packing: Packing | None = None
+    """None: as plain tensors, or FP8 blocks in DeepSeek's naming."""
+
+
+def stored_format(entries: Entries) -> StoredFormat:
+    """Reads the section of a whole config.json, and puts what is wrong with it to its problems."""
+    section = entries.section(SECTION)
+    return quantisation(section, entries).stored if section else "plain"
+
+
+def packing_of(tree: Mapping[str, Any]) -> Packing | None:
+    """Of a config.json whose entries have been checked."""
+    section = tree.get(SECTION)
+    return quantisation(section, Entries({})).packing if isinstance(section, Mapping) else None
+
+
+def quantisation(section: Mapping[str, Any], outer: Entries) -> Quantisation:
+    """Reads the section; problems are added to those of `outer`."""
+    inner = outer.inside(SECTION, section)
+    method = inner.any("quant_method")
+    if method is None:
+        inner.problems.append(f"{SECTION}.quant_method is missing")
+    inner.only("quant_method", *METHODS)
+    readers = {
+        None: _blocks,
+        "fp8": _blocks,
+        "compressed-tensors": _compressed_tensors,
+        "gptq": _gptq,
+        "awq": _awq,
+    }
+    found = Quantisation("plain")
+    if method in readers:
+        found = readers[method](inner)
+        inner.refuse_unread()
+    outer.problems += inner.problems
+    return found
+
+
+def _blocks(inner: Entries) -> Quantisation:
+    """DeepSeek's FP8 blocks of 128 × 128."""
+    # Without a block size, other tools mean one scale per matrix.
+    if inner.any("weight_block_size") is None:
+        inner.problems.append(f"{SECTION}.weight_block_size is missing")
+    inner.only("weight_block_size", [128, 128])
+    inner.only("fmt", "e4m3")
+    # Activations are not quantised, whatever scheme the file states: more exact.
+    # Scales are read in whatever dtype the file has.
+    inner.meaningless("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+    return Quantisation("fp8_block")
+
+
+def _gptq(inner: Entries) -> Quantisation:
+    bits, group = inner.size("bits"), _group(inner)
+    inner.only("bits", 4, 8, 2)
+    inner.only("checkpoint_format", "gptq", "gptq_v2")
+    inner.only("pack_dtype", "int32")
+    # Other bits or groups for some modules.
+    inner.only("dynamic", {}, False)
+    # Zero points and the order of columns are in tensors; the rest is how it was made.
+    inner.meaningless(
+        *("desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "lm_head", "meta"),
+        *("model_name_or_path", "model_file_base_name", "is_marlin_format", "quantizer", "dataset"),
+        *("batch_size", "block_name_to_quantize", "cache_block_outputs", "exllama_config"),
+        *(
+            "max_input_length",
+            "model_seqlen",
+            "modules_in_block_to_quantize",
+            "module_name_preceding",
+        ),
+        *("module_name_preceding_first_block", "pad_token_id", "tokenizer", "use_cuda_fp16"),
+        *("use_exllama", "backend", "damp_auto_increment", "mse", "act_group_aware"),
+    )
+    inner.only("is_marlin_format", False)
+    # The first format stores zero points less one.
+    plus = 0 if inner.any("checkpoint_format") == "gptq_v2" else 1
+    return Quantisation("plain", Packing("gptq", bits, group, zero_plus=plus))
+
+
+def _awq(inner: Entries) -> Quantisation:
+    bits, group = inner.size("bits", "w_bit"), _group(inner)
+    inner.only("bits", 4)
+    inner.only("version", "gemm", "GEMM")
+    inner.only("zero_point", True)
+    # Which modules are plain is seen by their tensors.
+    inner.meaningless("modules_to_not_convert", "backend", "do_fuse", "exllama_config")
+    inner.meaningless("fuse_max_seq_len", "modules_to_fuse")
+    return Quantisation("plain", Packing("awq", bits, group))
+
+
+def _group(inner: Entries) -> int:
+    """Columns that share a scale; 0: all."""
+    value = inner.any("group_size")
+    if value == -1:
+        return 0
+    return inner.size("group_size", "q_group_size")
+
+
+def _compressed_tensors(inner: Entries) -> Quantisation:
+    inner.only("quantization_status", "compressed", "frozen")
+    for name in ("kv_cache_scheme", "transform_config"):
+        inner.only(name, {}, False)
+    sparsity = inner.section("sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
+        inner.problems.append(
+            f"{SECTION}.sparsity_config.format = {sparsity['format']!r} is not supported, only "
+            "'dense'"
+        )
+    # Which modules are plain is seen by their tensors.
+    inner.meaningless("global_compression_ratio", "ignore", "version", "sparsity_config")
+    groups, whole_format = inner.section("config_groups"), inner.any("format")
+    if len(groups) != 1:
+        inner.problems.append(
+            f"{SECTION}.config_groups has {len(groups)} groups, supported is one for all matrices"
+        )
+        return Quantisation("plain")
+    ((name, group),) = groups.items()
+    path = f"{SECTION}.config_groups.{name}"
+    own = inner.inside(path, group if isinstance(group, Mapping) else {})
+    own.only("targets", ["Linear"])
+    weights, inputs = own.section("weights"), own.section("input_activations")
+    own.only("output_activations", {})
+    format = own.any("format") or whole_format
+    found = _scheme(own.inside(f"{path}.weights", weights), format, inner)
+    given = own.inside(f"{path}.input_activations", inputs)
+    # They are quantised a token at a time for INT8 weights, and not at all for others.
+    given.only("dynamic", *((True,) if inputs else (None,)))
+    own.problems += given.problems
+    own.refuse_unread()
+    inner.problems += own.problems
+    return found
+
+
+def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
+    """The format of weights by `config_groups.NAME.weights` and the name of the layout."""
+    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    if format not in formats:
+        known = " or ".join(map(repr, formats))
+        inner.problems.append(f"{SECTION}.format = {format!r} is not supported, only {known}")
+    kind, strategy = weights.any("type"), weights.any("strategy")
+    bits, symmetric = weights.size("num_bits"), weights.flag("symmetric", default=True)
+    weights.only("dynamic", False)
+    weights.meaningless("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+    found = Quantisation("plain")
+    if format == "pack-quantized":
+        weights.only("type", "int")
+        weights.only("num_bits", 4, 8, 2)
+        weights.only("strategy", "group", "channel")
+        weights.only("block_structure", None)
+        size = weights.size("group_size") if strategy == "group" else 0
+        weights.meaningless("group_size")
+        found = Quantisation("plain", Packing("packed", bits, size, symmetric=symmetric))
+    elif kind == "float" and strategy == "block":
+        weights.only("num_bits", 8)
+        weights.only("block_structure", [128, 128], "128x128")
+        found = Quantisation("fp8_block", Packing("fp8_block", bits, 128))
+    else:
+        weights.only("type", "int", "float")
+        weights.only("num_bits", 8)
+        weights.only("symmetric", True)
+        weights.only("strategy", "channel", "tensor")
+        weights.only("block_structure", None)
+        weights.meaningless("group_size")
+        stored: StoredFormat = "int8" if kind == "int" else "fp8"
+        found = Quantisation(stored, Packing("scaled", bits, 0))
+    weights.refuse_unread()
+    inner.problems += weights.problems
+    return found

@@ -1,0 +1,211 @@
+"""`quantization_config` of released files, and what is refused of it."""
+
+from typing import Any
+
+import pytest
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.packed import Packing
+from jaxserve.checkpoint.quantization_config import Quantisation, quantisation, stored_format
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {
+    "bits": 4,
+    "checkpoint_format": "gptq",
+    "damp_percent": 0.01,
+    "desc_act": False,
+    "group_size": 128,
+    "lm_head": False,
+    "meta": {"quantizer": "gptqmodel:2.2.0"},
+    "model_file_base_name": None,
+    "model_name_or_path": None,
+    "quant_method": "gptq",
+    "static_groups": False,
+    "sym": True,
+    "true_sequential": True,
+}
+AWQ = {
+    "bits": 4,
+    "group_size": 128,
+    "modules_to_not_convert": ["gate"],
+    "quant_method": "awq",
+    "version": "gemm",
+    "zero_point": True,
+}
+WEIGHTS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": 32,
+    "num_bits": 4,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
+TOKENS = WEIGHTS | {"dynamic": True, "group_size": None, "num_bits": 8, "strategy": "token"}
+
+
+def compressed(
+    format: str = "pack-quantized", inputs: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    """Kimi K2 Thinking's, unless told otherwise."""
+    return {
+        "config_groups": {
+            "group_0": {
+                "input_activations": inputs,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": WEIGHTS | weights,
+            }
+        },
+        "format": format,
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.3",
+    }
+
+
+CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (BLOCKS, Quantisation("fp8_block")),
+        (BLOCKS | {"fmt": "e4m3", "activation_scheme": "dynamic"}, Quantisation("fp8_block")),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, Quantisation("fp8_block")),  # DeepSeek-V3.1
+        (BLOCKS | {"modules_to_not_convert": ["lm_head"]}, Quantisation("fp8_block")),
+        (BLOCKS | {"dequantize": False, "kv_cache_scheme": None}, Quantisation("fp8_block")),
+        (GPTQ, Quantisation("plain", Packing("gptq", 4, 128, zero_plus=1))),
+        (
+            GPTQ | {"checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1},
+            Quantisation("plain", Packing("gptq", 8, 0)),
+        ),
+        (AWQ, Quantisation("plain", Packing("awq", 4, 128))),
+        (compressed(), Quantisation("plain", Packing("packed", 4, 32))),
+        (
+            compressed("pack-quantized", symmetric=False, group_size=128),
+            Quantisation("plain", Packing("packed", 4, 128, symmetric=False)),
+        ),
+        (
+            compressed("pack-quantized", **CHANNEL),
+            Quantisation("plain", Packing("packed", 8, 0)),
+        ),
+        (
+            compressed("int-quantized", TOKENS, **CHANNEL),
+            Quantisation("int8", Packing("scaled", 8, 0)),
+        ),
+        (
+            compressed("float-quantized", TOKENS | {"type": "float"}, **CHANNEL, type="float"),
+            Quantisation("fp8", Packing("scaled", 8, 0)),
+        ),
+        (
+            compressed(
+                "float-quantized",
+                **CHANNEL | {"strategy": "block", "block_structure": [128, 128]},
+                type="float",
+            ),
+            Quantisation("fp8_block", Packing("fp8_block", 8, 128)),
+        ),
+    ],
+)
+def test_released(section: dict[str, Any], expected: Quantisation):
+    entries = Entries({})
+    assert quantisation(section, entries) == expected
+    assert entries.problems == []
+
+
+@pytest.mark.parametrize("section", [None, {}])
+def test_none(section: Any):
+    assert stored_format(Entries({"quantization_config": section})) == "plain"
+
+
+GROUP = "quantization_config.config_groups.group_0"
+
+
+@pytest.mark.parametrize(
+    ("section", "problems"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            [
+                "quantization_config.quant_method = 'bitsandbytes' is not supported, only 'fp8' or "
+                "'compressed-tensors' or 'gptq' or 'awq'"
+            ],
+        ),
+        (
+            BLOCKS | {"weight_block_size": [64, 64]},
+            ["quantization_config.weight_block_size = [64, 64] is not supported, only [128, 128]"],
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": None},
+            ["quantization_config.weight_block_size is missing"],
+        ),
+        ({"weight_block_size": [128, 128]}, ["quantization_config.quant_method is missing"]),
+        (
+            BLOCKS | {"fmt": "e5m2"},
+            ["quantization_config.fmt = 'e5m2' is not supported, only 'e4m3'"],
+        ),
+        (
+            GPTQ | {"bits": 3},
+            ["quantization_config.bits = 3 is not supported, only 4 or 8 or 2"],
+        ),
+        (
+            GPTQ | {"dynamic": {"-:.*": {}}},
+            ["quantization_config.dynamic = {'-:.*': {}} is not supported, only {} or False"],
+        ),
+        (
+            GPTQ | {"rotation": "hadamard"},
+            [
+                "quantization_config.rotation = 'hadamard' is not known, and might change what the "
+                "model computes"
+            ],
+        ),
+        (
+            AWQ | {"version": "gemv"},
+            ["quantization_config.version = 'gemv' is not supported, only 'gemm' or 'GEMM'"],
+        ),
+        (
+            AWQ | {"zero_point": False},
+            ["quantization_config.zero_point = False is not supported, only True"],
+        ),
+        (
+            compressed("nvfp4-pack-quantized", type="float"),
+            [
+                "quantization_config.format = 'nvfp4-pack-quantized' is not supported, only "
+                "'int-quantized' or 'float-quantized' or 'naive-quantized' or 'pack-quantized'",
+                f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
+                f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
+            ],
+        ),
+        (
+            compressed("int-quantized", TOKENS | {"dynamic": False}, **CHANNEL),
+            [f"{GROUP}.input_activations.dynamic = False is not supported, only True"],
+        ),
+        (
+            compressed("int-quantized", TOKENS, **CHANNEL | {"symmetric": False}),
+            [f"{GROUP}.weights.symmetric = False is not supported, only True"],
+        ),
+        (
+            compressed() | {"kv_cache_scheme": {"num_bits": 8}},
+            [
+                "quantization_config.kv_cache_scheme = {'num_bits': 8} is not supported, only {} "
+                "or False"
+            ],
+        ),
+        (
+            compressed() | {"config_groups": {}},
+            ["quantization_config.config_groups has 0 groups, supported is one for all matrices"],
+        ),
+    ],
+)
+def test_others(section: dict[str, Any], problems: list[str]):
+    entries = Entries({})
+    quantisation(section, entries)
+    assert sorted(entries.problems) == sorted(problems)
