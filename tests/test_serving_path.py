@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 14_800,
-    "jaxserve.fleet.attention_runtime": 15_000,
-    "jaxserve.fleet.ffn_runtime": 11_500,
+    "jaxserve.fleet.worker": 15_100,
+    "jaxserve.fleet.attention_runtime": 15_400,
+    "jaxserve.fleet.ffn_runtime": 11_900,
     "jaxserve.fleet.router": 5_000,
-    "jaxserve.serve": 24_800,
+    "jaxserve.serve": 25_100,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""
