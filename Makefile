@@ -75,9 +75,9 @@ $(SCHEMAS): | $(BIN)/python
 	@mkdir -p $(@D); $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
 	  --dest $(@D) $(KUBERNETES_SCHEMAS) || echo 'schemas of Kubernetes: not fetched' >&2
 	@if command -v go > /dev/null; then for schema in $(OTHER_SCHEMAS); do \
-	  folder=$$(cd $(@D) && GOTOOLCHAIN=local timeout 300 go mod download -json "$${schema%%:*}" \
+	  folder=$$(cd $(@D) && GOTOOLCHAIN=local timeout 90 go mod download -json "$${schema%%:*}" \
 	    | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') && cp "$$folder/$${schema#*:}" $(@D) \
-	    || echo "$$schema: not fetched" >&2; done; fi; touch $@
+	    || { echo "$$schema and what follows: not fetched" >&2; break; }; done; fi; touch $@
 
 serve: $(VENV)/.installed-serve
 	@echo 'Starting. After the line that says "ready", call it from another terminal:'
