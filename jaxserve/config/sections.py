@@ -330,6 +330,10 @@ class Pages(Section, frozen=True):
     step_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 1024
     """Tokens whose entries a domain writes into its pages between two steps, in whole pieces: fewer
     disturb running requests less, and let new ones wait longer. 0: any."""
+    checksums: bool = True
+    """Whether a prefill worker sends checksums with pages. They cost some 5 ms of CPU at either end
+    for 64 MiB, about a tenth of the hand-off; without them a bit that changes on the way, which
+    TCP's 16-bit checksum or a host's memory let pass, is a wrong token that nobody notices."""
     streams: Annotated[int, Meta(ge=1, le=64)] = 2
     """Hand-offs at a time from one prefill worker to a domain, each over its own connection."""
 

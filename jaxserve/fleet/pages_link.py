@@ -75,6 +75,7 @@ def serve_pages(
         engine.hand_offs,
         cache_format=transfer.programs.format,
         token_bytes=transfer.programs.token_bytes,
+        checksums=deployment.pages.checksums,
         deadlines=deadlines,
     )
     engine.hand_offs.serve(PrefillEnd(server, access, limits))

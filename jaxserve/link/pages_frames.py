@@ -52,8 +52,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     number: int
     size: int
     """Size of the piece in bytes."""
-    checksum: int
-    """Of its bytes and the fetch."""
+    checksum: int | None
+    """Of its bytes and the fetch; None: none was taken (`pages.checksums`)."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):

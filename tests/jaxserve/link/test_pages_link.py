@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.chaos.proxy import Proxy
 from jaxserve.fleet.addresses import free_port
-from jaxserve.link import pages_server
+from jaxserve.link import pages_connection, pages_server
 from jaxserve.link.hello import make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_ends import FetchedPiece, FetchJob
@@ -237,6 +237,17 @@ class TestCorruption:
             assert (link.counters.transfers, link.counters.failures) == (1, 0)
             assert "tokens 16 to 32 are corrupt: checksum" in caplog.text
             until(lambda: server.counters.connections == 1)
+
+    def test_without_checksums_nothing_is_compared(self, monkeypatch):
+        def nobody(*_):
+            raise AssertionError
+
+        monkeypatch.setattr(pages_server, "checksum", nobody)
+        monkeypatch.setattr(pages_connection, "checksum", nobody)
+        with serving(checksums=False) as (server, _), client() as link:
+            taker, _ = ask(link, server)
+            until(lambda: taker.ended)
+            assert taker.failure is None
 
     def test_a_second_time_it_has_failed(self, monkeypatch):
         """Not as a mismatch: its request may be computed elsewhere."""
