@@ -45,3 +45,8 @@ class DrainingError(JaxserveError):
 
 class EngineFailedError(JaxserveError):
     """The engine or a process of the deployment is gone; the message says which and where."""
+
+
+class StepLostError(EngineFailedError):
+    """A step failed on the devices. With it the KV cache is gone, which steps are given and give
+    back; the engine is not, where it can compute its requests anew."""

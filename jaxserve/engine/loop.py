@@ -6,8 +6,8 @@ of requests and the record of the steps in flight. It has no threads, locks or s
 JAX nor text, and has the time from a clock that it is given.
 
 The events are methods: `submit`, `cancel`, `tick` (time has passed), `enqueued`, `complete` and
-`lost`; of a hand-off of pages `prefill`, `export`, `arrived`, `imported` and `fetch_failed`. What
-they return is to be delivered. `next` gives the action.
+`begin_anew`; of a hand-off of pages `prefill`, `export`, `arrived`, `imported` and `fetch_failed`.
+What they return is to be delivered. `next` gives the action.
 """
 
 import heapq
@@ -43,7 +43,7 @@ class Enqueue(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait for the result of this step, and report `complete` or `lost`."""
+    """Wait for the result of this step, and report `complete`, or `begin_anew`."""
 
     step: ScheduledStep
 
@@ -323,6 +323,14 @@ class Loop:
         self._in_flight = deque(step for step in self._in_flight if step.lane != lane)
         for step in reversed(steps):
             self.schedulers[lane % len(self.schedulers)].lost(step.plan)
+
+    def begin_anew(self) -> None:
+        """All steps are lost, and with them what the KV caches had; not where prompts are held for
+        others, whose pages were there, too."""
+        for lane in range(len(self.issued)):
+            self.lost(lane)
+        for scheduler in self.schedulers:
+            scheduler.begin_anew()
 
     def _note_deadline(self, request: Request) -> None:
         if request.deadline is not None:

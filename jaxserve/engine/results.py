@@ -1,6 +1,7 @@
 """Reads sampled tokens off the device, on a thread of its own, so that the step loop waits with a
 deadline and never inside JAX. Results come in the order of the steps."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxserve.clock import AwakeClock
 from jaxserve.engine.logprobs import StepResult, step_result
-from jaxserve.errors import EngineFailedError
+from jaxserve.errors import EngineFailedError, StepLostError
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 
@@ -32,6 +33,7 @@ class ResultReader:
         self._complete: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = (
             queue.SimpleQueue()
         )
+        self._waiting = 0
         self._thread = threading.Thread(target=self._run, name="jaxserve-results", daemon=True)
         self._thread.start()
 
@@ -40,7 +42,18 @@ class ResultReader:
         for array in (finished.sampled, finished.logprobs, finished.scores):
             if array is not None:
                 array.copy_to_host_async()
+        self._waiting += 1
         self._steps.put(finished)
+
+    def drop(self, timeout: float, failed: Callable[[], EngineFailedError | None]) -> None:
+        """Takes what steps gave that are lost, and passes it over.
+
+        Raises:
+          EngineFailedError: as `take`, but not where a computation failed.
+        """
+        while self._waiting:
+            with contextlib.suppress(StepLostError):
+                self.take(timeout, failed)
 
     def close(self, timeout: float = 10.0) -> None:
         """Ends the thread after what it was handed, and waits up to `timeout` seconds for it.
@@ -61,8 +74,9 @@ class ResultReader:
         """The oldest step's tokens.
 
         Raises:
+          StepLostError: the computation failed.
           EngineFailedError: they did not come within `timeout` seconds (`cluster.step_seconds`),
-            the computation failed, or `failed` says meanwhile that the engine has.
+            or `failed` says meanwhile that the engine has.
         """
         awake = AwakeClock(2 * POLL_SECONDS, self._clock)
         while True:
@@ -77,8 +91,9 @@ class ResultReader:
                         f"a step's tokens did not arrive within {timeout:.1f} s "
                         "(cluster.step_seconds)"
                     ) from None
+        self._waiting -= 1
         if isinstance(result, Exception):
-            raise EngineFailedError(f"step {plan.number} of lane {plan.lane}: {result}")
+            raise StepLostError(f"step {plan.number} of lane {plan.lane}: {result}") from result
         return plan, result
 
     def _run(self) -> None:

@@ -344,6 +344,14 @@ class Scheduler:
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
 
+    def begin_anew(self) -> None:
+        """The KV cache is gone, and no step in flight: whoever runs is computed again, prompt and
+        tokens, some day; nothing is found in the prefix caches."""
+        for slots in self._lanes:
+            for sequence in slots.sequences[slots.running]:
+                self._preempt(sequence)
+        self.reset_prefix_caches()
+
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
         """The DP group and the pages that are held for a request that has ended."""
         for group in self._groups:

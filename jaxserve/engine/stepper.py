@@ -2,10 +2,20 @@
 
 It tells the followers the plans of a boundary, has the driver enqueue stages until a lane has left
 its step, waits for results with a deadline, and hands what concerns pages to `hand_off.py`.
+
+A step that fails on the devices takes the KV cache along, which it was given (donated). Then all
+steps are taken back, the driver gets empty pages, and the requests are computed anew from prompt
+and tokens; nobody's stream repeats or lacks one. That is done for one process with both roles, at
+most `MOST_LOST` times a minute; else the engine fails, and a router has the same done elsewhere.
 """
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from jax.errors import JaxRuntimeError
 
 from jaxserve.engine.garbage import IdleCollection
 from jaxserve.engine.hand_off import HandOffs
@@ -21,7 +31,7 @@ from jaxserve.engine.loop import (
 )
 from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.results import ResultReader
-from jaxserve.errors import EngineFailedError
+from jaxserve.errors import EngineFailedError, StepLostError
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_balancer import MovesExperts
@@ -31,6 +41,11 @@ from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import lane_of_all
+
+MOST_LOST = 3
+"""Steps that may be lost within a minute."""
+
+logger = logging.getLogger(__name__)
 
 Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
 """Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
@@ -48,6 +63,7 @@ class Driver(Protocol):
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...
+    def renew(self) -> bool: ...
     def kv_arrays(self, domain: int = 0) -> KVArrays: ...
     def held(self) -> list[HeldBlock]: ...
 
@@ -86,10 +102,17 @@ class Stepper:
         self._broadcast, self._watch, self._experts = broadcast, watch, experts
         self._orders: list[Action] = []  # that followers are to be told
         self._garbage = IdleCollection()
+        self._lost: deque[float] = deque(maxlen=MOST_LOST)  # when steps were
 
     def completed(self) -> StepOutputs | None:
         """The outputs of the oldest step in flight, if its result is there already."""
-        return self._complete() if self._loop.in_flight and self._results.ready() else None
+        if not self._loop.in_flight or not self._results.ready():
+            return None
+        try:
+            return self._complete()
+        except StepLostError as error:
+            self._begin_anew(error)
+            return None
 
     def step(self) -> StepOutputs | Idle | None:
         """Carries out the loop's next action.
@@ -98,8 +121,16 @@ class Stepper:
           what a step gave, or that there is nothing to do, for which the caller waits.
 
         Raises:
-          EngineFailedError: a result did not come in time.
+          EngineFailedError: a result did not come in time, or a step was lost and its requests
+            cannot be computed anew here.
         """
+        try:
+            return self._next()
+        except StepLostError as error:
+            self._begin_anew(error)
+            return None
+
+    def _next(self) -> StepOutputs | Idle | None:
         match self._loop.next(self._driver.idle_lanes):
             case Enqueue(steps):
                 self._enqueue([step.plan for step in steps])
@@ -130,9 +161,12 @@ class Stepper:
         """One boundary: followers hear of the plans, then stages until a lane leaves."""
         measured = self._watch is not None and self._watch.next()
         self._begin(plans, measured)
-        for plan in plans:
-            self._driver.begin(plan)
-        finished = self._driver.advance()
+        try:
+            for plan in plans:
+                self._driver.begin(plan)
+            finished = self._driver.advance()
+        except JaxRuntimeError as error:
+            raise StepLostError(f"{self._driver.position()}: {error}") from error
         self._garbage.worked()
         self._loop.enqueued(lane_of_all(finished.plan, len(self._loop.schedulers)))
         self._results.read(finished)
@@ -155,6 +189,20 @@ class Stepper:
         plan, result = self._results.take(self._step_seconds, self._failure)
         lane = lane_of_all(plan, len(self._loop.schedulers))
         return self._loop.complete(lane, plan, result)
+
+    def _begin_anew(self, error: StepLostError) -> None:
+        """Takes all steps back and has their requests computed anew; raises the error if not."""
+        now = time.monotonic()
+        often = len(self._lost) == MOST_LOST and now - self._lost[0] < 60.0
+        if self._broadcast is not None or self._loop.holds is not None or often:
+            raise error
+        if not self._driver.renew():
+            raise error
+        self._lost.append(now)
+        self._results.drop(self._step_seconds, self._failure)
+        self._loop.begin_anew()
+        running = sum(scheduler.num_waiting for scheduler in self._loop.schedulers)
+        logger.warning("a step was lost: %s; %d requests wait to be computed anew", error, running)
 
     def _tidy_up(self) -> None:
         """Nothing to do: checks some of the books, collects garbage, and moves experts."""

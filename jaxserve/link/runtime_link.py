@@ -82,8 +82,14 @@ class RuntimeLink:
                 dispatch[kind, tokens] = cls("dispatch", route, attention, ffn, piece, message.word)
             piece, dtype = (rows, contract.d_model), jnp.dtype(contract.combine)
             combine[tokens] = cls("combine", route, attention, ffn, piece, dtype)
+        self._transports: list[Transport] = [*dispatch.values(), *combine.values()]
         self.attention = _AttentionEnd(contract, dispatch, combine)
         self.ffn = _FFNEnd(contract, dispatch, combine)
+
+    def clear(self) -> None:
+        """What is on the way is lost."""
+        for transport in self._transports:
+            transport.clear()
 
 
 class _End:

@@ -86,6 +86,10 @@ class Transport(abc.ABC):
         copy, nothing = self.copier(), self._nothing()
         return lambda: copy(nothing)
 
+    def clear(self) -> None:
+        """Nothing is on the way any more."""
+        self._on_the_way.clear()
+
     @abc.abstractmethod
     def copier(self) -> Callable[[Arrays], Arrays]:
         """What takes this process's part in a message's copies."""

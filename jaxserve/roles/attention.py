@@ -204,14 +204,20 @@ class AttentionWorker:
             if bound.passes is not None
             for lane in range(lanes)
         }
+        self.renew()
+
+    def renew(self) -> None:
+        """Has empty pages, and knows no sequence: before the first step, and after a lost one."""
+        programs = self._programs
+        lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
+        self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
         self._pages = [
             list(zeroed(programs.page_arrays, programs.mesh))
             for _ in range(programs.config.all_layers)
         ]
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
-        self._sampling = Sampling(programs, weights.head, self._put.rows)
-        drafts = programs.deployment.drafts
+        self._sampling = Sampling(programs, self._weights.head, self._put.rows)
         self._drafting = Drafting(programs, self._put.rows) if drafts else None
 
     def held(self) -> list[HeldBlock]:

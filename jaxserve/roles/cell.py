@@ -7,7 +7,7 @@ transfer pair up. A domain without steps has no stages in that order.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -74,6 +74,7 @@ class Cell:
       rotation: over the lanes of all domains, as `worker.lane_of_all` numbers them.
       lanes: of a domain.
       predicts: whether passes of prediction modules follow steps with drafts.
+      links: of this runtime, whose two ends are both here; others are somebody else's to clear.
 
     Attributes:
       observer: told of what every stage makes.
@@ -89,7 +90,9 @@ class Cell:
         domains: int = 1,
         *,
         predicts: bool = False,
+        links: Sequence[RuntimeLink] = (),
     ):
+        self._links = links
         self._predicts = predicts
         self._workers, self._rotation, self._domains = workers, rotation, domains
         self._stages: list[Mapping[StageName, tuple[RunStage, ...]]] = [{}] * (lanes * domains)
@@ -130,6 +133,22 @@ class Cell:
         """What of the checkpoint is here; all domains have the same."""
         blocks = [block for one in self._workers.attention[:1] for block in one.held()]
         return blocks + [block for one in self._workers.ffn for block in one.held()]
+
+    def renew(self) -> bool:
+        """After a lost step: empty pages, no sequence, no step, nothing on the way. Whether that
+        can be done: where both roles are here."""
+        if not self._links or not (self._workers.attention and self._workers.ffn):
+            return False
+        self._rotation.clear()
+        self._stages = [{} for _ in self._stages]
+        self._steps = [None] * len(self._steps)
+        for link in self._links:
+            link.clear()
+        for worker in self._workers.attention:
+            worker.renew()
+        if self.slots is not None:
+            self.slots.renew()
+        return True
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
         """The pages of an attention worker, for hand-offs."""
@@ -206,4 +225,6 @@ def build_cell(
     domains = len(links)
     rotation = Rotation(templates.config.layers, domains * deployment.lanes)
     predicts = bool(templates.config.modules)
-    return Cell(workers, rotation, deployment.lanes, observer, domains, predicts=predicts)
+    return Cell(
+        workers, rotation, deployment.lanes, observer, domains, predicts=predicts, links=links
+    )

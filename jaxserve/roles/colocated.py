@@ -113,15 +113,27 @@ class ColocatedWorker:
         self._programs = programs
         self._executables = executables
         self._weights = weights
-        self._put = GroupPut(programs)
-        self._last_tokens = [self._put.last_tokens() for _ in range(programs.deployment.lanes)]
-        self._pages = list(zeroed(programs.all_pages, programs.mesh))
-        self._sampling = Sampling(programs, weights.head, self._put.rows)
-        drafts = programs.deployment.drafts
-        self._drafting = Drafting(programs, self._put.rows) if drafts else None
         self.observer: Observer | None = None
-        self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
         self._at: tuple[str, int, int, int] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        programs = self._programs
+        lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
+        self._pages: list[jax.Array] = []  # the old ones are free before there are new ones
+        self._put = GroupPut(programs)
+        self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
+        self._pages = list(zeroed(programs.all_pages, programs.mesh))
+        self._sampling = Sampling(programs, self._weights.head, self._put.rows)
+        self._drafting = Drafting(programs, self._put.rows) if drafts else None
+        self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
+
+    def renew(self) -> bool:
+        """After a lost step: empty pages, no sequence, no step. Whether that can be done: yes."""
+        if self.slots is not None:
+            self.slots.renew()
+        self._clear()
+        return True
 
     attends = True
     """Whether this process has devices of an attention mesh."""

@@ -158,9 +158,8 @@ class ExpertSlots:
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
-        sharding = cached_sharding(self._mesh, BankShape(1, self.sizes).counts_spec(programs.axis))
-        shapes = [bank.shape.counts for bank in banks]
-        self.counts = [sharded_zeros(shape.shape, shape.dtype, sharding) for shape in shapes]
+        self._counts_spec = BankShape(1, self.sizes).counts_spec(programs.axis)
+        self.counts = [self._no_counts(bank) for bank in banks]
         self.room: Leaves = ()
         if executables.fetch:
             self.room = tuple(
@@ -170,6 +169,18 @@ class ExpertSlots:
         self.counted: tuple[int, jax.Array] | None = None
         """The counts when they were last asked for, [layers, ranks, experts], and the number of
         that."""
+
+    def renew(self) -> None:
+        """Counts that a lost step took along begin anew."""
+        for number, bank in enumerate(self.banks):
+            if lost(self.counts[number]):
+                self.counts[number] = self._no_counts(bank)
+
+    def _no_counts(self, bank: Bank) -> jax.Array:
+        shape = bank.shape.counts
+        return sharded_zeros(
+            shape.shape, shape.dtype, cached_sharding(self._mesh, self._counts_spec)
+        )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -309,6 +320,15 @@ class ExpertSlots:
         whole = np.asarray(value)
         sharding = cached_sharding(self._mesh, REPLICATED)
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
+def lost(array: jax.Array) -> bool:
+    """Whether an array was given away, or could not be computed; waits for it."""
+    try:
+        array.block_until_ready()
+    except RuntimeError:
+        return True
+    return bool(array.is_deleted())
 
 
 def counts_of_ranks(counted: jax.Array) -> dict[int, np.ndarray]:

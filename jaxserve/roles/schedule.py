@@ -46,13 +46,19 @@ class Rotation:
         self._lanes = lanes
         self._next_layer: dict[int, int] = {}
         self._end: dict[int, int] = {}
-        take = self._take_gated_turns if gated else self._take_turns
-        self.turns: Iterator[tuple[Stage, ...]] = take()
+        self._take = self._take_gated_turns if gated else self._take_turns
+        self.turns: Iterator[tuple[Stage, ...]] = self._take()
 
     @property
     def active(self) -> list[int]:
         """Lanes that are inside a step."""
         return sorted(self._next_layer)
+
+    def clear(self) -> None:
+        """No lane is inside a step."""
+        self._next_layer.clear()
+        self._end.clear()
+        self.turns = self._take()
 
     def begin(self, lane: int, passes: int = 0) -> None:
         """The lane starts a step; so many passes of prediction modules follow its layers, as

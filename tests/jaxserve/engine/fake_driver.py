@@ -52,6 +52,9 @@ class FakeDriver:
         self._pace = pace
         self._begun: list[StepPlan] = []
 
+    def renew(self) -> bool:
+        return False
+
     @property
     def active(self) -> bool:
         return bool(self._begun)

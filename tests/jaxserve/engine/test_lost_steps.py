@@ -1,0 +1,92 @@
+"""A step that fails on the devices, with the pages that it was given: the requests are computed
+anew, and their streams are those of an undisturbed run."""
+
+import msgspec
+import pytest
+from jax.errors import JaxRuntimeError
+
+from jaxserve.engine import results
+from jaxserve.engine.build import make_engine
+from tests.jaxserve import layouts
+from tests.jaxserve.layouts import PROMPTS, Collector
+
+pytestmark = pytest.mark.unoptimised
+
+PARAMS = [
+    layouts.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+    layouts.SamplingParams(
+        max_tokens=20, temperature=1.0, seed=5, frequency_penalty=0.7, ignore_eos=True
+    ),
+]
+
+
+@pytest.fixture(params=["colocated_runtime", "afd_runtime"])
+def engine(request):
+    made = make_engine(request.getfixturevalue(request.param), eos_token_ids=frozenset())
+    made.start()
+    yield made
+    made.close()
+
+
+class Failing:
+    """As an observer of a stage, in mid-step, where it takes the driver's pages along; or as what
+    reads a step's tokens, on a thread of its own. From the `after`th call on, so many times."""
+
+    def __init__(self, driver, after, times):
+        self.driver, self.after, self.times = driver, after, times
+        self.read = results._result
+
+    def fail(self):
+        self.after -= 1
+        if self.after < 0 < self.times:
+            self.times -= 1
+            raise JaxRuntimeError("INTERNAL: a device lost its step")
+
+    def observe(self, *stage):
+        if self.after < 1 <= self.times:
+            for array in self.driver.kv_arrays().load():
+                array.delete()
+        self.fail()
+
+    def result(self, finished):
+        self.fail()
+        return self.read(finished)
+
+
+def answers(engine, salt):
+    """Of prompts that share pages, each greedy and drawn."""
+    collector = Collector()
+    for prompt in (PROMPTS[1], PROMPTS[7], PROMPTS[3]):
+        for params in PARAMS:
+            own = msgspec.structs.replace(params, cache_salt=salt)
+            collector.submit(engine, prompt, own)
+    return collector.wait()
+
+
+@pytest.mark.parametrize("where", ["stage", "result"])
+def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, caplog):
+    driver = engine.driver
+    expected = answers(engine, "calm")
+    failing = Failing(driver, after=25, times=1)
+    if where == "stage":
+        monkeypatch.setattr(driver, "observer", failing)
+    else:
+        monkeypatch.setattr(results, "_result", failing.result)
+    assert answers(engine, "storm") == expected
+    assert failing.times == 0
+    assert "a step was lost: " in caplog.text
+    assert "INTERNAL: a device lost its step" in caplog.text
+    layouts.idle(engine)
+    assert answers(engine, "storm") == expected, "nothing of the lost pages is found again"
+    assert engine.status == "ready"
+
+
+def test_one_that_fails_again_and_again_ends_the_engine(engine, monkeypatch):
+    monkeypatch.setattr(results, "_result", Failing(engine.driver, 0, 10).result)
+    collector = Collector()
+    name = collector.submit(engine, PROMPTS[0], PARAMS[0])
+    output = collector.wait()[name]
+    assert output.finish_reason == "error"
+    assert "INTERNAL: a device lost its step" in output.error
+    assert engine.status == "failed"
+    assert engine.driver.renew(), "for whoever uses it next"
