@@ -12,11 +12,13 @@ from jaxserve.bench import (
     front,
     kills,
     load,
+    machine,
     peers,
     pipeline,
     quality,
     router,
     serving,
+    stages,
     step_host,
 )
 from jaxserve.bench import options as sampling_options
@@ -88,6 +90,10 @@ def parser() -> argparse.ArgumentParser:
     of_kills.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     of_kills.add_argument("--kills", type=int, default=100, help="how many (100)")
     of_kills.add_argument("--standbys", type=int, default=0, help="further ffn workers (0)")
+    machine.add_arguments(
+        benches.add_parser("machine", help="a hardware file of a core of this one")
+    )
+    stages.add_arguments(benches.add_parser("stages", help="a timeline of batches and contexts"))
     serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
     return made
 
@@ -104,6 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.bench == "serve":
             return serving.run(options)
+        if options.bench == "machine":
+            return machine.run(options)
+        if options.bench == "stages":
+            return stages.run(options)
         if options.bench == "kills":
             return kills.run(
                 options.config, options.kills, options.standbys, options.set, options.json

@@ -1,0 +1,221 @@
+"""Stages of a deployment at given batches and contexts, in two processes of one core each.
+
+Attention lives in one process and FFN in the other, each on a core of its own, as in `overlap.py`,
+with the deployment's model and buckets. Every round takes all batches and contexts in turn, so that
+what else runs here falls on all of them alike. What is measured is a timeline, for `plan calibrate`
+and `plan verify`.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxserve.bench.report import describe_machine, this_machine
+from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.engine.build import Runtime, build_runtime, warm_up
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.addresses import free_port
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.bootstrap import initialise
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import Recorder, Span, merge
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.sampling import Finished
+from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
+from jaxserve.roles.worker import Passed
+
+MODULE = "jaxserve.bench.stages"
+_RUN_SECONDS = 600.0
+_LEADER_STAYS_SECONDS = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--config", default="demo", metavar="FILE", help="an afd deployment on this machine (demo)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of it, as lanes=1")
+    add("--batches", type=_counts, default=[4, 16], metavar="N,N", help="sequences a DP group")
+    add("--contexts", type=_counts, default=[128, 512], metavar="N,N", help="tokens of a sequence")
+    add("--steps", type=int, default=6, help="in a row (6)")
+    add("--rounds", type=int, default=4, help="over all batches and contexts (4)")
+    add("--timeline", type=Path, required=True, metavar="DIR", help="what was measured goes there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs both processes and writes their timeline.
+
+    Raises:
+      ConfigError: the deployment has no two roles in one runtime, or no bucket for a point.
+      BenchError: a process failed.
+    """
+    deployment = load_deployment(options.config, options.set)
+    if deployment.mode != "afd" or deployment.link.transport == "pull":
+        raise ConfigError("bench stages: needs mode afd, and another link.transport than pull")
+    for sequences in options.batches:
+        for context in options.contexts:
+            bucket_of(deployment, sequences, context)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise BenchError("stages: needs two cores")
+    print(describe_machine(this_machine()), flush=True)
+    shared = ["--config", options.config, "--coordinator", f"127.0.0.1:{free_port()}"]
+    shared += [f"--set={item}" for item in options.set]
+    for name in ("batches", "contexts"):
+        shared += [f"--{name}", ",".join(map(str, getattr(options, name)))]
+    shared += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+    workers = [
+        Worker(MODULE, [*shared, "--process", str(process)], {}, core)
+        for process, core in enumerate(cores)
+    ]
+    found = run_workers(workers, _RUN_SECONDS)
+    spans = [msgspec.convert(each["spans"], list[Span]) for each in found]
+    summary = timeline_view.write(options.timeline, merge(spans))
+    print(f"{options.timeline}: {timeline_view.describe(summary)}")
+    return 0
+
+
+def bucket_of(deployment: Deployment, sequences: int, context: int) -> Bucket:
+    """The bucket in which the scheduler runs a decode step of so many sequences a DP group.
+
+    Raises:
+      ConfigError: there is none that is large enough, or the pages do not suffice.
+    """
+    limits, cache = deployment.scheduler, deployment.cache
+    pages = -(-context // cache.page_size)
+    if sequences > limits.slots:
+        raise ConfigError(f"--batches {sequences}: scheduler.slots is {limits.slots}")
+    if context > limits.max_length or sequences * pages > cache.pages:
+        raise ConfigError(
+            f"--contexts {context}: {sequences} sequences take {sequences * pages} pages; "
+            f"cache.pages is {cache.pages}, scheduler.max_length {limits.max_length}"
+        )
+    tokens = next((size for size in limits.token_buckets if size >= sequences), None)
+    reach = next((size for size in limits.page_buckets if size >= pages), None)
+    if tokens is None or reach is None:
+        raise ConfigError(f"no bucket for {sequences} sequences of {context} tokens")
+    return Bucket(tokens, reach)
+
+
+def decode_plan(
+    deployment: Deployment, lane: int, number: int, bucket: Bucket, sequences: int, context: int
+) -> StepPlan:
+    """A decode step of sequences of this context, whose tokens are drawn at random: so are the
+    experts that they choose, as far as the model goes."""
+    random = np.random.default_rng(number)
+    pages = -(-context // deployment.cache.page_size)
+    groups = [
+        [
+            SequenceRow(
+                slot=slot,
+                token_ids=[int(random.integers(1, 256))],
+                kv_length=context,
+                page_ids=list(range(slot * pages, (slot + 1) * pages)),
+                sample=True,
+            )
+            for slot in range(sequences)
+        ]
+        for _ in range(deployment.attention.dp)
+    ]
+    return plan_of_rows(lane, number, bucket, groups, slots=deployment.scheduler.slots)
+
+
+def measure(runtime: Runtime, options: argparse.Namespace) -> None:
+    """All rounds; the loop enqueues a lane's next step before it reads the last one's tokens."""
+    deployment, number = runtime.deployment, 0
+    for _ in range(options.rounds):
+        for sequences in options.batches:
+            for context in options.contexts:
+                bucket = bucket_of(deployment, sequences, context)
+                plans = [
+                    decode_plan(
+                        deployment, at % deployment.lanes, number + at, bucket, sequences, context
+                    )
+                    for at in range(options.steps * deployment.lanes)
+                ]
+                number += len(plans)
+                run_steps(runtime.driver, plans)
+
+
+def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
+    """Steps of all lanes in turn, one of each lane at a time; returns when all are done.
+
+    Args:
+      driver: a `Cell`.
+    """
+    waiting = list(plans)
+    unread: dict[int, Finished | Passed] = {}
+    while waiting or driver.active:
+        for lane in driver.idle_lanes:
+            following = next((plan for plan in waiting if plan.lane == lane), None)
+            if following is not None:
+                waiting.remove(following)
+                driver.begin(following)
+        finished = driver.advance()
+        position = driver.position()
+        assert position is not None
+        lane = position[1]
+        if lane in unread:
+            _read(unread.pop(lane))
+        unread[lane] = finished
+    for finished in unread.values():
+        _read(finished)
+
+
+def _read(finished: Finished | Passed) -> None:
+    np.asarray(finished.last.addressable_data(0))
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """One of the two processes."""
+    deployment = load_deployment(options.config, options.set)
+    process = ProcessArguments(
+        process_id=options.process, processes=2, coordinator=options.coordinator
+    )
+    initialise(process, deployment)
+    runtime = build_runtime(deployment)
+    warm_up(runtime)
+    recorder = Recorder(options.process)
+    measure(runtime, argparse.Namespace(**{**vars(options), "rounds": 1}))  # warm everywhere
+    barrier("warm")
+    runtime.driver.observer = recorder
+    measure(runtime, options)
+    spans = recorder.ended(30.0)
+    # The leader goes last: JAX aborts a process whose coordination service is gone.
+    barrier("measured")
+    if options.process == 0:
+        time.sleep(_LEADER_STAYS_SECONDS)
+    jax.distributed.shutdown()
+    return {"spans": msgspec.to_builtins(spans)}
+
+
+def _counts(text: str) -> list[int]:
+    """`4,16` as numbers above 0."""
+    found = [int(item) for item in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def main() -> None:
+    """A worker."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--coordinator", default="")
+    parser.add_argument("--result", required=True)
+    options = parser.parse_args([*sys.argv[1:], "--timeline", "."])
+    with writing(options.result) as result:
+        result |= work(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the bench asks of a deployment; the two processes are the bench's own business."""
+
+import pytest
+
+from jaxserve.bench.__main__ import main
+from jaxserve.bench.stages import bucket_of, decode_plan, run_steps
+from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.roles.layout import Bucket, StepLoad
+
+DEMO = load_deployment("demo")  # 16 slots, buckets of 16 and 64 tokens, of 16 and 64 pages of 16
+
+
+def test_a_step_of_a_batch_and_a_context():
+    bucket = bucket_of(DEMO, 5, 300)
+    assert bucket == Bucket(16, 64)
+    plan = decode_plan(DEMO, 1, 7, bucket, 5, 300)
+    assert (plan.lane, plan.number) == (1, 7)
+    assert plan.load == StepLoad(16, 64, 5, 5, 1500, 1500)
+    assert len(set(plan.new_pages[2].tolist())) == 5 * 19  # pages of their own
+    assert len(set(plan.token_ids.tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    ("sequences", "context", "message"),
+    [
+        (17, 10, "--batches 17: scheduler.slots is 16"),
+        (4, 2000, "--contexts 2000: .* scheduler.max_length 1024"),
+    ],
+)
+def test_a_step_that_does_not_fit(sequences, context, message):
+    with pytest.raises(ConfigError, match=message):
+        bucket_of(DEMO, sequences, context)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--set", "mode=colocated"], "needs mode afd"),
+        (["--batches", "99"], "--batches 99"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_what_is_wrong_is_named(capsys, tmp_path, asked, message):
+    assert main(["stages", "--timeline", str(tmp_path), *asked]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Driver:
+    """Two lanes, in the order in which they begin; notes what it is given."""
+
+    def __init__(self):
+        self.begun, self.log = [], []
+
+    @property
+    def active(self):
+        return bool(self.begun)
+
+    @property
+    def idle_lanes(self):
+        return [lane for lane in range(2) if lane not in {plan.lane for plan in self.begun}]
+
+    def begin(self, plan):
+        self.begun.append(plan)
+        self.log.append((plan.lane, plan.number))
+
+    def advance(self):
+        self.left = self.begun.pop(0)
+        return self
+
+    def position(self):
+        return ("leave", self.left.lane, 5, self.left.number)
+
+    @property
+    def last(self):
+        return self
+
+    def addressable_data(self, index):
+        return index
+
+
+def test_every_lane_has_its_steps_in_their_order():
+    driver = Driver()
+    plans = [decode_plan(DEMO, at % 2, at, Bucket(16, 16), 1, 10) for at in range(6)]
+    run_steps(driver, plans)
+    assert driver.log == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 4), (1, 5)]
