@@ -6,11 +6,11 @@ sharded over the devices of one fast link. Plain arithmetic by `stages.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from jaxserve.planner.calibration import Terms
+from jaxserve.planner.calibration import NOTHING, Terms
 from jaxserve.planner.drafts import (
     NO_DRAFTS,
     Acceptance,
@@ -319,16 +319,22 @@ def crossings(
         rows.append(copies * layout.dp * batch)
     there = calculator.cross(bandwidth, rows, calculator.dispatch_bytes())
     back = calculator.cross(bandwidth, rows, calculator.combine_bytes())
-    latency, share = calculator.assumed.crossing_seconds, calculator.assumed.network
-    formats, measured = calculator.formats, calculator.measured
+    return (
+        _corrected(calculator, "dispatch", attention, there),
+        _corrected(calculator, "combine", ffn, back),
+    )
 
-    def corrected(stage: Literal["dispatch", "combine"], sender: Hardware, roof: StageTime) -> Any:
-        terms = Terms((roof.seconds - latency) * share, 0.0)
-        form = formats.of(stage)
-        seconds = measured.seconds(stage, sender.name, form, 0, terms, roof.seconds)
-        return StageTime(seconds, roof.bound)
 
-    return corrected("dispatch", attention, there), corrected("combine", ffn, back)
+def _corrected(
+    calculator: Calculator, stage: Literal["dispatch", "combine"], sender: Hardware, roof: StageTime
+) -> StageTime:
+    """A crossing as measured of such ones, else as predicted."""
+    if calculator.measured is NOTHING:
+        return roof
+    moving = (roof.seconds - calculator.assumed.crossing_seconds) * calculator.assumed.network
+    form, terms = calculator.formats.of(stage), Terms(moving, 0.0)
+    seconds = calculator.measured.seconds(stage, sender.name, form, 0, terms, roof.seconds)
+    return StageTime(seconds, roof.bound)
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:
