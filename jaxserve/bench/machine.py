@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     text = hardware_text(machine.cpu, machine.date, machine.cores, found, options.price)
     print(text, end="")
     if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(text, encoding="utf-8")
     return 0
 
