@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +79,8 @@ class Submeshes:
             if deployment.mode == "afd":
                 parts += f" + ffn.ep {role_f.ep} x ffn.tp {role_f.tp}"
             raise ConfigError(f"layout {parts} = {need} devices, but there are {len(devices)}")
-        a = deployment.attention
-        split = need - (0 if deployment.mode == "colocated" else deployment.ffn.devices)
-        self.domains = tuple(
-            Mesh(_grid(part, a.dp, a.tp), ATTENTION_AXES)
-            for part in _domain_devices(devices[:split], deployment.runtime_domains)
-        )
+        domains, ffn = role_groups(deployment, devices)
+        self.domains = tuple(Mesh(np.array(rows), ATTENTION_AXES) for rows in domains)
         self.attention = self.domains[0]
         if deployment.mode == "colocated":
             self.ffn, self.ffn_axes, self.ffn_rules = (
@@ -93,27 +89,111 @@ class Submeshes:
                 COLOCATED_FFN_RULES,
             )
         else:
-            f = deployment.ffn
-            self.ffn = Mesh(_grid(devices[split:need], f.ep, f.tp), FFN_AXES)
+            self.ffn = Mesh(np.array(ffn), FFN_AXES)
             self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
 
 
+def role_groups[D](
+    deployment: Deployment, devices: Sequence[D]
+) -> tuple[list[list[list[D]]], list[list[D]]]:
+    """The rows of each domain's mesh and of the ffn mesh (in colocated mode none): attention has
+    the first devices, ffn the next ones.
+
+    Raises:
+      ConfigError: the data centre's network would join the devices of a row.
+    """
+    a, f = deployment.attention, deployment.ffn
+    split = deployment.runtime_domains * a.devices
+    domains = [
+        _rows(part, a.dp, a.tp, "attention")
+        for part in _domain_devices(devices[:split], deployment.runtime_domains)
+    ]
+    if deployment.mode == "colocated":
+        return domains, []
+    return domains, _rows(devices[split : split + f.devices], f.ep, f.tp, "ffn")
+
+
 def by_process[D](devices: Sequence[D]) -> list[D]:
-    """Devices in the order of their processes, otherwise as they come.
+    """Devices in the order of their slices and processes, otherwise as they come.
 
     Roles are divided over processes in this order, and device ids need not follow it: on a TPU
-    slice they may follow the chips' coordinates, which interleave hosts.
+    slice they may follow the chips' coordinates, which interleave hosts. Processes of a slice come
+    one after the other, so a role has whole slices where that is possible.
     """
-    return sorted(devices, key=operator.attrgetter("process_index"))
+    return sorted(devices, key=lambda device: (slice_of(device), _process_of(device)))
 
 
-def _domain_devices(devices: Sequence[jax.Device], domains: int) -> list[list[jax.Device]]:
+_process_of = operator.attrgetter("process_index")
+
+
+def slice_of(device: Any) -> int:
+    """The TPU slice of a device; 0 where there is one, or none. Of GPUs JAX says something else by
+    the same name."""
+    kind = str(getattr(device, "device_kind", ""))
+    return (getattr(device, "slice_index", None) or 0) if kind.startswith("TPU") else 0
+
+
+def ring[D](devices: Sequence[D]) -> list[D]:
+    """Devices of a TPU slice so that each is next to the one before it, and the last next to the
+    first, by links of one hop.
+
+    There is such a ring where the chips make up a box with an even side and more than one row;
+    where they make up another box, only the ends are apart. Devices in no box, and those without
+    coordinates, stay as they are. The cores of a chip stay together.
+    """
+    places = [getattr(device, "coords", None) for device in devices]
+    if any(place is None for place in places):
+        return list(devices)
+    chips: dict[tuple[int, ...], list[D]] = {}
+    for place, device in zip(places, devices, strict=True):
+        chips.setdefault(tuple(place or ()), []).append(device)
+    sides = [sorted(set(side)) for side in zip(*chips, strict=True)]
+    long = [len(side) for side in sides]
+    connected = all(side[-1] - side[0] == len(side) - 1 for side in sides)
+    if not connected or np.prod(long) != len(chips):
+        return list(devices)
+    *others, last = sorted(range(len(sides)), key=lambda axis: long[axis])
+    path: list[dict[int, int]] = [{}]
+    for axis in others:  # to and fro: each step is one hop
+        path = [
+            before | {axis: place}
+            for turn, before in enumerate(path)
+            for place in (sides[axis] if turn % 2 == 0 else sides[axis][::-1])
+        ]
+    plane = _cycle(len(path), long[last])
+    return [
+        device
+        for row, column in plane
+        for device in chips[
+            tuple(value for _, value in sorted((path[row] | {last: sides[last][column]}).items()))
+        ]
+    ]
+
+
+def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
+    """All places of a grid, each beside the one before it, and the last beside the first where a
+    side is even and both are longer than one."""
+    if rows % 2 and columns % 2 == 0 and rows > 1:
+        return [(row, column) for column, row in _cycle(columns, rows)]
+    if rows % 2 or columns == 1:
+        first, back = 0, []
+    else:
+        first, back = 1, [(row, 0) for row in reversed(range(1, rows))]
+    there = [
+        (row, column)
+        for row in range(rows)
+        for column in (range(first, columns) if row % 2 == 0 else range(columns - 1, first - 1, -1))
+    ]
+    return [(0, 0), *there, *back] if first else there
+
+
+def _domain_devices[D](devices: Sequence[D], domains: int) -> list[list[D]]:
     """The attention devices of each domain, an equal part of every process where that is possible:
     the leader, process 0, reads the tokens of all."""
-    by_host = [list(own) for _, own in itertools.groupby(devices, lambda d: d.process_index)]
+    by_host = [list(own) for _, own in itertools.groupby(devices, _process_of)]
     if any(len(own) % domains for own in by_host):
         by_host = [list(devices)]
-    parts: list[list[jax.Device]] = [[] for _ in range(domains)]
+    parts: list[list[D]] = [[] for _ in range(domains)]
     for own in by_host:
         share = len(own) // domains
         for domain, part in enumerate(parts):
@@ -141,7 +221,7 @@ def role_mesh(
             f"{role}.{axes[0]} {rows} x {role}.{axes[1]} {columns} = {rows * columns} devices, but "
             f"this runtime has {len(there)}"
         )
-    return Mesh(_grid(there[: rows * columns], rows, columns), axes)
+    return Mesh(np.array(_rows(there, rows, columns, role)), axes)
 
 
 class AbstractSubmeshes:
@@ -164,8 +244,21 @@ class AbstractSubmeshes:
             self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
 
 
-def _grid(devices: Sequence[jax.Device], rows: int, columns: int) -> np.ndarray:
-    return np.array(devices).reshape(rows, columns)
+def _rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:
+    """Rows of `columns` devices, each a group that divides matrices: a ring of neighbours.
+
+    Raises:
+      ConfigError: the data centre's network would join the devices of a group.
+    """
+    groups = [list(devices[row * columns : (row + 1) * columns]) for row in range(rows)]
+    for number, group in enumerate(groups):
+        slices = sorted({slice_of(device) for device in group})
+        if len(slices) > 1:
+            raise ConfigError(
+                f"{role}.tp = {columns}: group {number} would lie on the slices "
+                f"{', '.join(map(str, slices))}; sizes of roles have to divide a slice's devices"
+            )
+    return [ring(group) for group in groups]
 
 
 def has_local_devices(mesh: Mesh) -> bool:

@@ -92,6 +92,12 @@ def parser() -> argparse.ArgumentParser:
         help="PersistentVolumeClaim that is mounted at /models; '' for none (%(default)s)",
     )
     made.add_argument(
+        "--models-bucket",
+        default="",
+        metavar="NAME",
+        help="bucket of Cloud Storage that GKE mounts at /models instead",
+    )
+    made.add_argument(
         "--cache-claim",
         default="",
         help="PersistentVolumeClaim that pods share for compiled programs (none)",
@@ -162,6 +168,8 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
         )
     if options.slices > 1 and any(work.tpu is None for work in works):
         raise ConfigError(f"--slices {options.slices}: only TPUs come in slices")
+    if options.models_bucket and not options.target.startswith("gke-"):
+        raise ConfigError(f"--models-bucket {options.models_bucket}: only GKE mounts buckets")
     if target.contained and deployment.server.http_port < 1:
         raise ConfigError(
             f"server.http_port = {deployment.server.http_port}: probes need a port of HTTP"
@@ -178,6 +186,7 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
                 image=options.image,
                 model=model,
                 models_claim=options.models_claim,
+                models_bucket=options.models_bucket,
                 cache_claim=options.cache_claim,
                 python=options.python,
                 leader=options.leader,

@@ -56,7 +56,8 @@ def head(rendering: Rendering, deployment: Deployment) -> str:
     if "api_keys" in files:
         secret.append('  --from-literal=metrics-key="$(head -n 1 FILE)" \\')
     secret[-1] = secret[-1].removesuffix(" \\")
-    claims = [claim for claim in (options.models_claim, options.cache_claim) if claim]
+    models = "" if options.models_bucket else options.models_claim
+    claims = [claim for claim in (models, options.cache_claim) if claim]
     lines = [rendering.command, *secret]
     if claims:
         lines.append(f"and PersistentVolumeClaims: {', '.join(claims)}; image {options.image}")

@@ -29,6 +29,7 @@ class Options(NamedTuple):
       image: that containers run.
       model: the model folder where the processes run; empty: the deployment's.
       models_claim: PersistentVolumeClaim with models, mounted at /models; empty: none.
+      models_bucket: of Cloud Storage, mounted there in its place (GKE's driver for gcsfuse).
       cache_claim: PersistentVolumeClaim that hosts share for compiled programs; empty: none.
       python: that hosts without containers run.
       leader: host of process 0, where nothing else says so.
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     image: str = ""
     model: str = ""
     models_claim: str = ""
+    models_bucket: str = ""
     cache_claim: str = ""
     python: str = "/opt/jaxserve/bin/python"
     leader: str = ""

@@ -130,7 +130,10 @@ def pod(
         "containers": [container],
         "volumes": volumes,
     }
-    return {"metadata": {"labels": labels(options, work)}, "spec": spec}
+    metadata: Tree = {"labels": labels(options, work)}
+    if options.models_bucket:
+        metadata["annotations"] = {"gke-gcsfuse/volumes": "true"}
+    return {"metadata": metadata, "spec": spec}
 
 
 def _environment(work: Workload, options: Options) -> list[Tree]:
@@ -201,7 +204,11 @@ def _volumes(
         items = [{"key": SECRET_FILES[key], "path": SECRET_FILES[key]} for key in files]
         secret = {"secretName": options.name, "items": items}
         found.append(("secrets", KEYS, True, {"secret": secret}))
-    if options.models_claim:
+    if options.models_bucket:
+        bucket = {"bucketName": options.models_bucket, "mountOptions": "implicit-dirs"}
+        driver = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True}
+        found.append(("models", "/models", True, {"csi": driver | {"volumeAttributes": bucket}}))
+    elif options.models_claim:
         claim = {"claimName": options.models_claim, "readOnly": True}
         found.append(("models", "/models", True, {"persistentVolumeClaim": claim}))
     cache: Tree = {"emptyDir": {}}

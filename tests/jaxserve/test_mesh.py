@@ -21,6 +21,8 @@ from jaxserve.mesh import (
     cached_sharding,
     has_local_devices,
     partition_spec,
+    ring,
+    role_groups,
     sharded_zeros,
 )
 
@@ -144,3 +146,145 @@ def test_zeros_are_made_where_they_belong():
     assert [shard.device.id for shard in array.addressable_shards] == [2, 3]
     assert [shard.data.shape for shard in array.addressable_shards] == [(2, 2, 1), (2, 2, 1)]
     assert not np.asarray(array, np.float32).any()
+
+
+class Chip(NamedTuple):
+    """A core of a chip of a stand-in for a slice."""
+
+    id: int
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    slice_index: int = 0
+    device_kind: str = "TPU v6 lite"
+    platform: str = "tpu"
+
+
+def slice_chips(x, y, slice_index=0, first_process=0):
+    """A slice of hosts of 2x2 chips, numbered along x, as libtpu numbers them."""
+    chips = []
+    for row in range(0, y, 2):
+        for column in range(0, x, 2):
+            host = first_process + (row // 2) * (x // 2) + column // 2
+            for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                place = (column + dx, row + dy, 0)
+                number = 1000 * slice_index + place[1] * x + place[0]
+                chips.append(Chip(number, host, place, slice_index=slice_index))
+    return chips
+
+
+def hops(group):
+    """From each device to the next, and from the last to the first, as links go."""
+    places = [device.coords for device in group]
+    return [
+        sum(abs(a - b) for a, b in zip(one, other, strict=True))
+        for one, other in zip(places, [*places[1:], places[0]], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (2, [1, 1]),
+        (4, [1] * 4),
+        (8, [1] * 8),
+        (16, [1] * 16),
+        (32, [1] * 32),
+        (6, [1, 1, 1, 1, 1, 1]),  # two of three hosts: 3 x 2 chips
+    ],
+)
+def test_a_group_is_a_ring_of_neighbours(count, expected):
+    chips = slice_chips(8, 8)
+    group = (
+        [chip for chip in chips if chip.coords[0] < 3 and chip.coords[1] < 2]
+        if (count == 6)
+        else chips[:count]
+    )
+    assert len(group) == count
+    ordered = ring(group)
+    assert sorted(ordered) == sorted(group)
+    assert hops(ordered) == expected
+
+
+def test_what_has_no_ring_stays_in_line():
+    line = [chip for chip in slice_chips(8, 2) if chip.coords[1] == 0]
+    assert hops(ring(line)) == [1] * 7 + [7]
+    odd = [Chip(3 * y + x, 0, (x, y, 0)) for y in range(3) for x in range(3)]
+    assert hops(ring(odd)) == [1] * 8 + [4]
+    bent = slice_chips(4, 4)[:3]
+    assert ring(bent) == bent
+    assert ring(["no", "coordinates"]) == ["no", "coordinates"]
+
+
+def test_cores_of_a_chip_stay_together():
+    cores = [
+        Chip(2 * n + core, 0, place, core)
+        for n, place in enumerate([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)])
+        for core in range(2)
+    ]
+    assert hops(ring(cores)) == [0, 1] * 4
+
+
+def cut(devices, **layout):
+    overrides = {key.replace("_", "."): value for key, value in layout.items()}
+    deployment = load_deployment(Path(__file__).parent, overrides)
+    (attention,), ffn = role_groups(deployment, by_process(devices))
+    return attention, ffn
+
+
+def test_roles_are_halves_of_a_slice():
+    """Step-3 on a v6e-64: attention on 8 x 4 chips, each FFN group on two hosts side by side."""
+    attention, ffn = cut(slice_chips(8, 8), attention_dp=32, ffn_ep=4, ffn_tp=8)
+    assert {chip.coords[1] for (chip,) in attention} == {0, 1, 2, 3}
+    assert {chip.coords[1] for group in ffn for chip in group} == {4, 5, 6, 7}
+    assert [hops(group) for group in ffn] == [[1] * 8] * 4
+
+
+def test_roles_have_whole_slices():
+    slices = [slice_chips(4, 4, 1, 4), slice_chips(4, 4, 0, 0)]
+    chips = [chip for pair in zip(*slices, strict=True) for chip in pair]
+    attention, ffn = cut(chips, attention_dp=8, attention_tp=2, ffn_ep=2, ffn_tp=8)
+    assert {chip.slice_index for group in attention for chip in group} == {0}
+    assert {chip.slice_index for group in ffn for chip in group} == {1}
+    with pytest.raises(ConfigError, match=r"ffn\.tp = 16: group 0 would lie on the slices 0, 1"):
+        cut(chips, attention_dp=8, ffn_ep=1, ffn_tp=16)
+
+
+def test_nodes_of_gpus_are_not_slices():
+    """JAX numbers fabrics of GPUs by the same attribute."""
+
+    class Gpu(NamedTuple):
+        id: int
+        process_index: int
+        slice_index: int
+        device_kind: str = "NVIDIA H100 80GB HBM3"
+
+    gpus = [Gpu(n, n, n // 8) for n in range(16)]
+    _, (group,) = cut(gpus, attention_tp=8, ffn_tp=8)
+    assert [gpu.id for gpu in group] == list(range(8, 16))
+    (group,), _ = cut(gpus, mode="colocated", attention_tp=16)
+    assert [gpu.id for gpu in group] == list(range(16))
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("v6e:8x8", {"attention_dp": 32, "ffn_ep": 4, "ffn_tp": 8}),
+        ("v5e:4x8", {"attention_dp": 4, "attention_tp": 4, "ffn_ep": 2, "ffn_tp": 8}),
+        ("v7x:2x2x4", {"attention_dp": 16, "ffn_ep": 2, "ffn_tp": 8}),
+    ],
+)
+def test_real_slices_are_cut_along_their_links(name, layout):
+    """The topologies that libtpu describes."""
+    pytest.importorskip("libtpu")
+    from jaxserve.planner.aot import topology
+
+    meshes = submeshes(topology(name).devices, **layout)
+    for mesh in (meshes.attention, meshes.ffn):
+        for group in mesh.devices:
+            assert max(hops(group)) <= 1
+        corners = np.array([device.coords for device in mesh.devices.flat])
+        box = np.prod(corners.max(0) - corners.min(0) + 1)
+        cores = 2 if name.startswith("v7x") else 1
+        assert box * cores == mesh.size, "a role is one block"

@@ -28,7 +28,7 @@ EVERY = [
     "--config qwen3-235b-a22b --hardware h100 --target kubernetes "
     "--set server.tls_certificate=c.pem --set server.tls_key=k.pem",
     "--config step3-v6e --hardware v6e --target gke-jobset",
-    "--config step3-v6e --hardware v6e --target gke-jobset --slices 2",
+    "--config step3-v6e --hardware v6e --target gke-jobset --slices 2 --models-bucket weights",
     "--config step3-v7x --hardware v7x --target gke-jobset --without-keys",
 ]
 
@@ -177,6 +177,7 @@ def test_a_deployment_survives_being_written(name: str, tmp_path) -> None:
             "server.http_port = -1: probes need a port of HTTP",
         ),
         ("--config demo-fleet --hardware v6e --target gke-jobset", "take gke-lws"),
+        ("--config demo --target kubernetes --models-bucket b", "only GKE mounts buckets"),
         ("--config demo-fleet --target kubernetes --slices 2", "of this deployment each worker"),
         ("--config step3 --hardware h100 --target kubernetes --slices 2", "only TPUs come in"),
         ("--config step3-v6e --hardware v6e --target gke-lws --slices 2", "take gke-jobset"),
@@ -189,6 +190,16 @@ def test_what_cannot_be_started_is_refused(
 ) -> None:
     assert main(command.split()) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_bucket_is_mounted_where_models_are() -> None:
+    (text,) = files_of(f"{V6E} --models-bucket weights").values()
+    assert "PersistentVolumeClaim" not in text
+    group = objects(text)["LeaderWorkerSet", "jaxserve"]["spec"]["leaderWorkerTemplate"]
+    pod = group["workerTemplate"]
+    assert pod["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+    (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "models")
+    assert volume["csi"]["volumeAttributes"]["bucketName"] == "weights"
 
 
 def test_files_are_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,201 @@
+"""A rehearsal on one machine: what the command renders is started, host by host, with the variables
+that each launcher sets, and clients get the tokens of one process.
+
+Hosts are network namespaces. Paths of containers are replaced, as there are none here; arguments
+and variables are those of the files.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.launch import jobset
+from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.workloads import workloads
+from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, hosts, surroundings
+from tests.jaxserve.launch.rendered import files_of, objects
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multihost,
+    pytest.mark.unoptimised,
+    pytest.mark.timeout(2000),
+    pytest.mark.skipif(not can_make_hosts(), reason="no network namespaces here"),
+]
+PROMPT, COUNT = "def fibonacci(n):\n", 24
+SMALL = [
+    *("lanes=1", "scheduler.slots=4", "scheduler.token_budget=16", "scheduler.token_buckets=[16]"),
+    *("scheduler.max_length=256", "scheduler.page_buckets=[16]", "cluster.start_seconds=600"),
+]
+PROCESSES = [*SMALL, "attention.processes=1", "ffn.processes=1"]
+TWO = " ".join(f"--set {setting}" for setting in PROCESSES)
+KEY = "a-key-of-a-rehearsal"
+SECRET = {"JAXSERVE_CLUSTER_TOKEN": "0123456789abcdef"}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[str]:
+    """The text of one process, colocated."""
+    with LLM("demo", overrides=[*SMALL, "mode=colocated"]) as llm:
+        (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=COUNT, temperature=0))
+        yield output.text
+
+
+def answer(url: str) -> str:
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    got = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert got.status_code == 200, got.text
+    return str(got.json()["choices"][0]["text"])
+
+
+def local(text: str, folder: Path) -> str:
+    """The same with paths of this machine for those of a container."""
+    return (
+        text.replace("/etc/jaxserve/", f"{folder}/")
+        .replace("/models/", f"{CONFIGS}/")
+        .replace("/run/secrets/jaxserve/", f"{folder}/")
+    )
+
+
+def unpack(text: str, folder: Path) -> None:
+    """The deployment file and the keys of a container."""
+    (folder / "deployment.yaml").write_text(local(text, folder))
+    (folder / "api-keys").write_text(f"{KEY}\n")
+
+
+def start_container(made: Hosts, name: str, container: Any, folder: Path, **known: str) -> None:
+    """Starts a container's command on a host, with the variables of its launcher."""
+    command = [
+        re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], local(word, folder))
+        for word in (*container["command"], *container["args"])
+    ]
+    made.start(name, command, SECRET | known)
+
+
+def drains(made: Hosts, number: int) -> None:
+    """SIGTERM to one process ends all, in order."""
+    made.processes[number].send_signal(signal.SIGTERM)
+    codes = [process.wait(END_SECONDS) for process in made.processes]
+    assert codes == [0] * len(codes), made.said()
+
+
+def test_leader_worker_set(expected: str, tmp_path: Path) -> None:
+    (text,) = files_of(f"--config demo --target kubernetes {TWO}").values()
+    tree = objects(text)
+    unpack(tree["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
+    group = tree["LeaderWorkerSet", "jaxserve"]["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2
+    with hosts(["jaxserve-0.jaxserve", "jaxserve-0-1.jaxserve"], tmp_path) as made:
+        for index, name in enumerate(made.addresses):
+            template = group["workerTemplate" if index else "leaderTemplate"]
+            (container,) = template["spec"]["containers"]
+            variables = {
+                "LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve",
+                "LWS_GROUP_SIZE": "2",
+                "LWS_WORKER_INDEX": f"{index}",
+            }
+            start_container(made, name, container, tmp_path, **variables)
+        url = made.wait_ready("jaxserve-0.jaxserve")
+        assert answer(url) == expected
+        follower = made.wait_ready("jaxserve-0-1.jaxserve")
+        assert httpx.get(f"{follower}/health").status_code == 200
+        drains(made, 1)
+
+
+def test_job_set_of_two_slices(expected: str, tmp_path: Path) -> None:
+    """A host a slice: each is number 0 of its Job."""
+    deployment = load_deployment("demo", PROCESSES)
+    works = workloads(deployment, slices=2, processes_of=lambda devices, kind, name: 1)
+    rendering = Rendering(deployment, works, Options(model="/models/demo"), "")
+    (text,) = jobset.render(rendering).values()
+    tree = objects(text)
+    unpack(tree["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
+    (jobs,) = tree["JobSet", "jaxserve"]["spec"]["replicatedJobs"]
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    assert (jobs["replicas"], jobs["template"]["spec"]["completions"]) == (2, 1)
+    names = [f"jaxserve-slice-{n}-0.jaxserve" for n in range(2)]
+    with hosts(names, tmp_path) as made:
+        for number, name in reversed(list(enumerate(names))):
+            variables = {"JOB_COMPLETION_INDEX": "0", "JAXSERVE_SLICE": f"{number}"}
+            start_container(made, name, container, tmp_path, **variables)
+        assert answer(made.wait_ready(names[0])) == expected
+        drains(made, 0)
+
+
+SRUN = """#!/usr/bin/env bash
+# As many tasks as hosts, each with what Slurm tells it.
+while [[ $1 == -* ]]; do shift; done
+number=0
+for host in ./on-*; do
+  SLURM_PROCID=$number SLURM_LOCALID=0 "$host" "$@" > "$number-task.log" 2>&1 &
+  number=$((number + 1))
+done
+trap 'kill -TERM $(jobs -p)' TERM
+while ! wait; do :; done
+"""
+
+
+def test_slurm(expected: str, tmp_path: Path) -> None:
+    """The script itself, with a stand-in for `srun`."""
+    shared = "--set server.host=0.0.0.0 --without-keys"
+    command = f"--config demo --hardware l4 --target slurm {TWO} {shared}"
+    for name, text in (files_of(command) | {"srun": SRUN}).items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with hosts(["node7", "node8"], tmp_path) as made:
+        for name in made.addresses:
+            (tmp_path / f"on-{name}").write_text(
+                f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n'
+            )
+            (tmp_path / f"on-{name}").chmod(0o755)
+        environment = surroundings() | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "SLURM_JOB_ID": "4097",
+            "SLURM_STEP_NODELIST": "node[7-8]",
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_NODES": "2",
+        }
+        script = subprocess.Popen(
+            ["bash", "jaxserve.sbatch"], cwd=tmp_path, env=environment, start_new_session=True
+        )
+        made.processes.append(script)
+        assert answer(made.wait_ready("node7")) == expected
+        script.send_signal(signal.SIGTERM)  # srun took the script's place
+        assert script.wait(END_SECONDS) == 0, made.said()
+
+
+def test_containers_of_a_fleet(expected: str, tmp_path: Path) -> None:
+    """A host a container, found by the names of their services."""
+    small = " ".join(f"--set {setting}" for setting in SMALL)
+    files = files_of(f"--config demo-fleet --target docker {small}")
+    unpack(files["deployment.yaml"], tmp_path)
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    with hosts(list(services), tmp_path) as made:
+        for name, service in services.items():
+            command = [local(word, tmp_path) for word in service["command"]]
+            made.start(name, ["python", "-u", "-m", "jaxserve.serve", *command], SECRET)
+        url = made.wait_ready("router")
+        assert answer(url) == expected
+        for name, service in services.items():
+            check = service["healthcheck"]["test"]
+            assert check[:3] == ["CMD", "python", "-c"]
+            subprocess.run([*made.on(name), "python3", "-c", check[3]], check=True, timeout=30)
+        for process in made.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(END_SECONDS) for process in made.processes]
+        assert codes == [0] * len(codes), made.said()
