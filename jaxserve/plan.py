@@ -2,7 +2,8 @@
 
 `tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's, or
 with `--world` what others measured, beside what we predict.
-`search` finds the cheapest layouts that meet a time per output token (TPOT). `simulate` runs a
+`search` finds the cheapest layouts that decode within a time per output token (TPOT). `deploy`
+sizes a whole deployment: prefill, the pages link, decoding and spares. `simulate` runs a
 deployment in simulated time; `calibrate` and `verify` compare predictions with measurements;
 `compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
 something would fail on the pod; 2 wrong arguments.
@@ -18,21 +19,29 @@ import msgspec
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.fleet.deploy_command import add_deploy
 from jaxserve.fleet.simulation_command import add_fleet
 from jaxserve.planner import report, world
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import deployment_text, write_largest
-from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.figures import draw
-from jaxserve.planner.hardware import Hardware, load_hardware
+from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Mode, Target
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
+from jaxserve.planner.quantities import assumptions, seconds, tokens
 from jaxserve.planner.search import Found, Plan, Searcher, front
+from jaxserve.planner.search_options import (
+    add_formats,
+    check_context,
+    count,
+    read_acceptance,
+    read_formats,
+    read_hardware,
+)
 from jaxserve.planner.search_view import (
     LEGEND,
     MODES,
@@ -46,7 +55,7 @@ from jaxserve.planner.search_view import (
 )
 from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.skew import read_skew
-from jaxserve.planner.stages import FORMATS, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 from jaxserve.planner.tables import figures, load_sources, tables
 from jaxserve.planner.text import (
     agreement,
@@ -125,14 +134,14 @@ class _Results(NamedTuple):
 
 
 def _search(options: argparse.Namespace) -> int:
-    attention, ffn = _hardware(options)
+    attention, ffn = read_hardware(options, options.attention_hardware, options.ffn_hardware)
     model = load_model(options.model, options.configs)
     context = tokens(options.context)
-    _check_context(options, context)
+    check_context(options, context)
     calculator = Calculator(
         model,
         context,
-        _formats(options, {**attention, **ffn}),
+        read_formats(options, {**attention, **ffn}),
         assumptions(options.assume),
         read_calibration(options.calibration, options.configs).of(Path(options.model).name),
     )
@@ -144,7 +153,7 @@ def _search(options: argparse.Namespace) -> int:
         shared_ranks=options.shared_ranks,
     )
     skew = read_skew(options.skew) if options.skew is not None else None
-    accepted = _accepted(options, calculator)
+    accepted = read_acceptance(options, calculator.model)
     searcher = Searcher(calculator, attention, ffn, accepted, skew)
     found = searcher.search(target)
     if not found.plans:
@@ -163,36 +172,6 @@ def _search(options: argparse.Namespace) -> int:
     else:
         _print(results, found.plans[0])
     return 0
-
-
-def _check_context(options: argparse.Namespace, context: int) -> None:
-    """Refuses a context that the model has no positions for."""
-    config = model_config(model_folder(options.model, options.configs))
-    if config is not None and context > config.max_positions:
-        raise ConfigError(
-            f"--context {options.context}: {options.model} has {config.max_positions} positions"
-        )
-
-
-def _formats(options: argparse.Namespace, hardware: dict[str, Hardware]) -> Formats:
-    """The number formats; what is not given is FP8, or INT8 if some of the hardware has no FP8."""
-    without = [name for name, each in hardware.items() if not each.stores("fp8")]
-    asked = {name: getattr(options, name) for name in ("weights", "cache", "dispatch")}
-    for name, value in asked.items():
-        if value == "fp8" and without:
-            raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
-        asked[name] = value or ("int8" if without else "fp8")
-    return Formats(**asked, compute=options.compute, core=options.core)
-
-
-def _accepted(options: argparse.Namespace, calculator: Calculator) -> Acceptance:
-    if not options.drafts:
-        return NO_DRAFTS
-    if not calculator.model.mtp_layers:
-        raise ConfigError(
-            f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
-        )
-    return acceptance(options.acceptance, options.drafts)
 
 
 def _results(
@@ -262,21 +241,6 @@ def _page(
     return report.page(title, sections)
 
 
-def _hardware(options: argparse.Namespace) -> tuple[dict[str, Hardware], dict[str, Hardware]]:
-    own = prices(options.price)
-    roles = []
-    for given in (options.attention_hardware, options.ffn_hardware):
-        names = given or options.hardware
-        if not names:
-            raise ConfigError("--hardware is missing, or one of the roles has none")
-        each = [name for text in names for name in text.lower().split(",") if name]
-        roles.append({name: load_hardware(name, own, options.configs) for name in each})
-    used = {*roles[0], *roles[1]}
-    if idle := sorted(set(own) - used):
-        raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
-    return roles[0], roles[1]
-
-
 def _write(
     options: argparse.Namespace, plan: Plan, searcher: Searcher, hardware: dict[str, Hardware]
 ) -> None:
@@ -318,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     )
     paper.set_defaults(run=_tables)
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
+    add_deploy(commands.add_parser("deploy", help="a whole deployment for requests at a rate"))
     simulate = commands.add_parser("simulate", help="a deployment, or a fleet, in simulated time")
     add_simulate(simulate)
     add_fleet(simulate)
@@ -345,36 +310,13 @@ def _search_options(command: argparse.ArgumentParser) -> None:
     add("--ffn-hardware", nargs="+", metavar="NAME", help="of the ffn role alone")
     add("--context", required=True, help="mean tokens of a running sequence, as 8192 or 8K")
     add("--tpot", required=True, help="time per output token, as 50ms")
-    add("--max-devices", type=_count, default=64, help="64")
+    add("--max-devices", type=count, default=64, help="64")
     add("--modes", nargs="+", choices=list(MODES), help="all of them")
-    formats = FORMATS
-    for name in ("weights", "cache", "dispatch"):
-        add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
-    add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
-    add("--skew", help="of the experts' popularity, as of simulate: places them, with replicas")
-    add("--shared-ranks", action="store_true", help="tries some for the shared expert alone")
-    add("--acceptance", default="0.85", help="of drafts: 0.85 each, or one each, as 0.9,0.7")
-    add("--compute", choices=("auto", *formats), default="auto", help="of matrix products")
-    add("--core", choices=("auto", *formats), default="auto", help="of attention's own products")
-    add("--best", type=_count, default=3, help="plans a mode: 3")
-    add("--price", nargs="+", default=[], metavar="NAME=USD", help="a device and hour")
-    add("--assume", nargs="+", default=[], metavar="NAME=VALUE", help="or `paper`; see the README")
-    add("--calibration", type=Path, metavar="FILE", help="measured stages, from `calibrate`")
+    add("--best", type=count, default=3, help="plans a mode: 3")
+    add_formats(command)
     add("--svg", type=Path, metavar="FILE", help="draws the front there")
     add("--write", type=Path, metavar="FILE", help="writes the cheapest plan's deployment there")
     command.set_defaults(run=_search)
-
-
-def _drafts(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 8:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 8")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 4096")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ class FleetSimulation:
 
     Args:
       deployment: of the fleet; a domain's part of it is what each domain runs. In `afd` mode all
-        domains are around one ffn worker, and one worker to the router.
+        domains are around one ffn worker, and one worker to the router; there may be several such
+        workers in `fleet.domains`.
       domain, prefill: stage times of the two roles' engines.
     """
 
@@ -120,14 +121,15 @@ class FleetSimulation:
         self._refused = 0
         self._lookups: list[tuple[int, int]] = []  # tokens looked for and found, of lost workers
         workers = deployment.prefill.workers if prefill is not None else 0
+        together = deployment.domains if deployment.mode == "afd" else 1
+        units = decode_workers(deployment)
         if workers and prefill is not None:
             made = deployment_of(deployment, "prefill")
             reserved = workers - deployment.prefill.long_workers
             for number in range(workers):
                 again = functools.partial(self._engine, made, prefill)
                 self._add(f"prefill {number}", "prefill", again, number >= reserved)
-        together = deployment.domains if deployment.mode == "afd" else 1
-        for number in range(deployment.domains // together):
+        for number in range(units):
             again = functools.partial(
                 self._engine, deployment, domain, elsewhere=workers > 0, domains=together
             )
@@ -176,7 +178,7 @@ class FleetSimulation:
             deployment,
             times,
             elsewhere=elsewhere,
-            prefixes=self._traffic.shared > 0,
+            prefixes=self._traffic.shared > 0 or self._traffic.hits > 0,
             domains=domains,
             host_seconds=conditions.host_seconds,
             disturb=lambda stage, seconds: conditions.jitter.draw(self._random, stage, seconds),
@@ -226,7 +228,7 @@ class FleetSimulation:
     def _arrive(self, number: int) -> None:
         prompt, output = self._traffic.lengths.draw(self._random)
         name = str(number)
-        shared = min(self._traffic.shared, prompt)
+        shared = min(max(self._traffic.shared, int(self._traffic.hits * prompt)), prompt)
         first = int(self._random.integers(self._traffic.prefixes)) if shared else 0
         # What follows is its own, which no prefix cache has.
         tokens = [SHARED + first] * shared + [number] * (prompt - shared)
@@ -318,15 +320,28 @@ class FleetSimulation:
             lookups += _lookups(worker)
         return sum(found for _, found in lookups) / max(1, sum(asked for asked, _ in lookups))
 
-    def _result(self) -> FleetResult:
-        counted = [
+    def samples(self) -> tuple[list[float], list[float]]:
+        """TTFT and TPOT of every request that counts, in seconds."""
+        counted = self._counted()
+        several = [seen for seen in counted if seen.tokens > 1]
+        return (
+            [seen.first - seen.arrival for seen in counted],
+            [(seen.last - seen.first) / (seen.tokens - 1) for seen in several],
+        )
+
+    def _counted(self) -> list[_Seen]:
+        end = self._traffic.requests - self._traffic.cool_down
+        return [
             seen
             for name, seen in self._seen.items()
-            if int(name) >= self._traffic.warm_up and seen.first >= 0
+            if self._traffic.warm_up <= int(name) < end and seen.first >= 0
         ]
+
+    def _result(self) -> FleetResult:
+        counted = self._counted()
         begin = min((seen.arrival for seen in counted), default=0.0)
         end = max((seen.last for seen in counted), default=0.0)
-        several = [seen for seen in counted if seen.tokens > 1]
+        ttft, tpot = self.samples()
         busy: dict[str, list[float]] = {}
         for worker in self._workers.values():
             times, length = worker.engine.busy, max(self._now, 1e-12)
@@ -341,8 +356,8 @@ class FleetSimulation:
             finished=len(counted),
             refused=self._refused,
             tokens_per_second=sum(seen.tokens for seen in counted) / max(end - begin, 1e-12),
-            ttft=percentiles([seen.first - seen.arrival for seen in counted]),
-            tpot=percentiles([(seen.last - seen.first) / (seen.tokens - 1) for seen in several]),
+            ttft=percentiles(ttft),
+            tpot=percentiles(tpot),
             waits={
                 "prefill": percentiles(
                     [s.prefill_wait for s in counted if s.prefill_wait is not None]
@@ -354,6 +369,13 @@ class FleetSimulation:
             found=self._found(),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},
         )
+
+
+def decode_workers(deployment: Deployment) -> int:
+    """Workers that decode, as the router sees them."""
+    if deployment.mode == "colocated":
+        return deployment.domains
+    return 1 if deployment.link.transport == "pull" else max(1, len(deployment.fleet.domains))
 
 
 def _lookups(worker: _Worker) -> list[tuple[int, int]]:

@@ -24,17 +24,22 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
       rate: requests a second, at random (Poisson); or evenly spaced.
       requests: how many.
       warm_up: the first so many do not count.
+      cool_down: neither do the last so many, which find an emptying fleet.
       shared: tokens with which a prompt begins like others.
       prefixes: how many such beginnings there are, each as frequent as any other.
+      hits: part of every prompt that is the beginning of a text that all have in common, beside
+        `shared`.
     """
 
     lengths: Lengths
     rate: float
     requests: int
     warm_up: int = 0
+    cool_down: int = 0
     even: bool = False
     shared: int = 0
     prefixes: int = 1
+    hits: float = 0.0
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):

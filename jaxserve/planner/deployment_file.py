@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.deployment import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
@@ -101,9 +101,25 @@ def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
         deployment = load_deployment(file)
         loaded = msgspec.structs.replace(config, modules=deployment.modules)
         check_capacity(loaded, deployment, memory_of(deployment))
+        if deployment.prefill.workers:
+            worker = deployment_of(deployment, "prefill")
+            check_capacity(loaded, worker, memory_of(worker))
     except ConfigError:
         file.unlink()
         raise
+
+
+def pages_beside(file: Path, config: ModelConfig, used: float) -> int:
+    """Pages of a DP group of the file's prefill workers, with a part of the memory that their least
+    number leaves, as `serve` counts."""
+    from jaxserve.roles.capacity import role_bytes  # imports JAX
+
+    whole = load_deployment(file)
+    worker = deployment_of(whole, "prefill")
+    loaded = msgspec.structs.replace(config, modules=whole.modules)
+    held = role_bytes(loaded, worker)[0]
+    free = worker.attention.memory_gb * 1e9 - held.total
+    return worker.cache.pages + max(0, int(used * free * worker.cache.pages / held.cache))
 
 
 def write_largest(

@@ -26,7 +26,7 @@ def add_scenario(command: argparse.ArgumentParser) -> None:
     """Adds the options that name a deployment, its hardware, assumptions and measurements."""
     add_deployment(command)
     add = command.add_argument
-    add("--hardware", metavar="NAME", help="of both roles")
+    add("--hardware", metavar="NAME", help="of both roles; what the deployment names")
     add("--attention-hardware", metavar="NAME", help="of the attention role alone")
     add("--ffn-hardware", metavar="NAME", help="of the ffn role alone")
     add("--assume", nargs="+", default=[], metavar="NAME=VALUE", help="or `paper`; see the README")
@@ -44,15 +44,19 @@ def read_deployment(options: argparse.Namespace) -> Deployment:
     return load_deployment(options.config, options.set)
 
 
-def read_roles(options: argparse.Namespace) -> Roles:
-    """The hardware of both roles.
+def read_roles(options: argparse.Namespace, deployment: Deployment | None = None) -> Roles:
+    """The hardware of both roles; where no option names it, that of the deployment.
 
     Raises:
       ConfigError: a role has none, or nobody knows it.
     """
     names = []
-    for given in (options.attention_hardware, options.ffn_hardware):
-        name = given or options.hardware
+    own = ("", "")
+    if deployment is not None:
+        named = deployment.attention.hardware
+        own = named, deployment.ffn.hardware or named
+    for given, told in zip((options.attention_hardware, options.ffn_hardware), own, strict=True):
+        name = given or options.hardware or told
         if not name:
             raise ConfigError("--hardware is missing, or one of the roles has none")
         names.append(name if name.endswith(".yaml") else name.lower())
@@ -70,4 +74,5 @@ def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
     model, stored = model_of(deployment, options.configs)
     measured = read_calibration(options.calibration, options.configs)
     assumed = assumptions(options.assume)
-    return scenario(deployment, model, stored, read_roles(options), context, assumed, measured)
+    roles = read_roles(options, deployment)
+    return scenario(deployment, model, stored, roles, context, assumed, measured)

@@ -116,8 +116,14 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     }
 
 
-def front_svg(title: str, fronts: Mapping[str, Sequence[Plan]], tpot: float) -> str:
-    """TPOT against cost, a line a mode, on logarithmic axes, with the target."""
+def front_svg(
+    title: str, fronts: Mapping[str, Sequence[Plan]], tpot: float, chosen: Plan | None = None
+) -> str:
+    """TPOT against cost, a line a mode, on logarithmic axes, with the target.
+
+    Args:
+      chosen: is marked.
+    """
     series = [
         Series(name, [(plan.tpot * 1e3, plan.dollars) for plan in plans])
         for name, plans in fronts.items()
@@ -126,4 +132,7 @@ def front_svg(title: str, fronts: Mapping[str, Sequence[Plan]], tpot: float) -> 
     costs = [cost for one in series for _, cost in one.points]
     target = [(tpot * 1e3, min(costs)), (tpot * 1e3, max(costs))]
     series.append(Series(f"target {tpot * 1e3:g} ms", target, dashed=True))
+    if chosen is not None:
+        place = [(chosen.tpot * 1e3, chosen.dollars)]
+        series.append(Series("chosen", place, line=False, names=["chosen"], chosen=True))
     return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)

@@ -1,5 +1,5 @@
-"""Charts as SVG: lines, points and bars on linear or logarithmic axes. Called by `figures.py` and
-`search_view.py`; it knows nothing of what it draws."""
+"""Charts as SVG: lines, points and bars on linear or logarithmic axes; and boxes with arrows.
+Called by `figures.py`, `search_view.py` and `deploy_drawing.py`; knows nothing of what it draws."""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +22,72 @@ class Series(NamedTuple):
     dashed: bool = False
     names: Sequence[str] = ()
     """Beside each point."""
+    chosen: bool = False
+    """Marked with a ring."""
+
+
+class Box(NamedTuple):
+    """A box with lines of text, the first in bold."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    lines: Sequence[str]
+    colour: str
+    several: bool = False
+    """Drawn as a pile."""
+    dashed: bool = False
+
+
+class Arrow(NamedTuple):
+    """From one place to another, with lines of text beside its middle."""
+
+    x: float
+    y: float
+    to_x: float
+    to_y: float
+    labels: Sequence[str]
+
+
+def diagram(
+    title: str, boxes: Sequence[Box], arrows: Sequence[Arrow], size: tuple[int, int]
+) -> str:
+    """Boxes and arrows.
+
+    Args:
+      size: width and height of the picture.
+    """
+    parts = [
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+        f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{_MUTED}"/></marker></defs>',
+        _text(20, 26, title, 15),
+    ]
+    for box in boxes:
+        shape = f'width="{box.width:g}" height="{box.height:g}" rx="6" stroke="{box.colour}"'
+        dash = ' stroke-dasharray="6 4"' if box.dashed else ""
+        for back in (8, 4, 0) if box.several else (0,):
+            parts.append(
+                f'<rect x="{box.x + back:g}" y="{box.y - back:g}" {shape} fill="white"{dash}/>'
+            )
+        for number, line in enumerate(box.lines):
+            place = box.y + 22 + 19 * number
+            weight = ' font-weight="600"' if not number else ""
+            parts.append(_text(box.x + 10, place, line, 12).replace("<text", f"<text{weight}"))
+    for arrow in arrows:
+        parts.append(
+            f'<line x1="{arrow.x:g}" y1="{arrow.y:g}" x2="{arrow.to_x:g}" y2="{arrow.to_y:g}" '
+            f'stroke="{_MUTED}" stroke-width="1.5" marker-end="url(#tip)"/>'
+        )
+        middle = (arrow.x + arrow.to_x) / 2, (arrow.y + arrow.to_y) / 2
+        upright = arrow.x == arrow.to_x
+        for number, label in enumerate(arrow.labels):
+            if upright:
+                parts.append(_text(middle[0] + 6, middle[1] + 4 + 15 * number, label, 11))
+            else:
+                place = middle[1] - 8 if not number else middle[1] + 4 + 15 * number
+                parts.append(_text(middle[0], place, label, 11, "middle"))
+    return _document(parts, size)
 
 
 def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: bool = False) -> str:
@@ -42,7 +108,13 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
             parts.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
             )
-        if not one.dashed:
+        if one.chosen:
+            parts += [
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="9" fill="none" stroke="{colour}" '
+                'stroke-width="3"/>'
+                for a, b in places
+            ]
+        elif not one.dashed:
             parts += [
                 f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in places
             ]
@@ -158,9 +230,10 @@ def _number(value: float) -> str:
     )
 
 
-def _document(parts: Sequence[str]) -> str:
+def _document(parts: Sequence[str], size: tuple[int, int] = (_WIDTH, _HEIGHT)) -> str:
+    width, height = size
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="system-ui, sans-serif">'
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>' + "".join(parts) + "</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="system-ui, sans-serif">'
+        f'<rect width="{width}" height="{height}" fill="white"/>' + "".join(parts) + "</svg>\n"
     )

@@ -1,0 +1,451 @@
+"""Sizes a whole deployment: prefill workers, the pages link, decode units and spares, for requests
+at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
+
+The decode units are the layouts that `search.py` finds, with what an arriving request takes of them
+by Little's law; prefill workers are colocated layouts of their own. Of both the cheapest fleet is
+taken. Plain arithmetic; no JAX.
+"""
+
+from collections.abc import Iterator, Mapping
+from statistics import NormalDist
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.deploy_decode import DecodeUnit, Pace
+from jaxserve.planner.deploy_demand import Demand, Level, Requests
+from jaxserve.planner.deploy_fleet import (
+    Fleet,
+    Handoff,
+    Overloaded,
+    Prediction,
+    after_prefill,
+    predict,
+    units_for,
+    workers_for,
+)
+from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, Steps, capacity, steps_of
+from jaxserve.planner.deploy_spares import Spares
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layouts import Layout, Layouts, Mode, Target
+from jaxserve.planner.models import CostModel
+from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.search import Found, Plan, Searcher
+from jaxserve.planner.search_options import MONTH
+from jaxserve.planner.skew import Skew
+from jaxserve.planner.stages import Calculator
+
+TRIED = 3
+"""Layouts of a mode that are looked at closely."""
+KEPT = 0.25
+"""Least part of a prefill worker's memory that is left for pages."""
+
+
+class Hosts(NamedTuple):
+    """Hardware by name that the parts may use."""
+
+    prefill: Mapping[str, Hardware]
+    attention: Mapping[str, Hardware]
+    ffn: Mapping[str, Hardware]
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the deployment is for.
+
+    Attributes:
+      positions: the model's.
+      prefill_devices, decode_devices: of a worker and of a unit: these alone are tried; 0: all.
+    """
+
+    demand: Demand
+    ttft: Level
+    tpot: Level
+    positions: int
+    page: int
+    target: Target
+    spares: Spares
+    pages_latency: float = 2e-3
+    prefill_devices: int = 0
+    decode_devices: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence, at most."""
+        return min(self.positions, self.demand.longest(self.page))
+
+    @property
+    def percents(self) -> tuple[float, float]:
+        """Of TTFT and TPOT."""
+        return self.ttft.percent, self.tpot.percent
+
+
+class Role(NamedTuple):
+    """What one role rents."""
+
+    name: str
+    hardware: Hardware
+    devices: int
+    spare_hosts: int
+
+    @property
+    def chips(self) -> float:
+        """As they are sold, with spares."""
+        spare = self.spare_hosts * self.hardware.devices_per_host
+        return (self.devices + spare) / self.hardware.jax_devices
+
+    @property
+    def dollars(self) -> float:
+        """USD an hour."""
+        return self.chips * self.hardware.price * self.hardware.jax_devices
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan for a whole deployment."""
+
+    fleet: Fleet
+    link: Handoff
+    prediction: Prediction
+    roles: tuple[Role, ...]
+    plan: Plan
+    """The search's, of a decode unit."""
+
+    @property
+    def dollars(self) -> float:
+        """USD an hour."""
+        return sum(role.dollars for role in self.roles)
+
+    def dollars_of(self, *, prefill: bool) -> float:
+        """USD an hour of prefill, or of decoding."""
+        return sum(role.dollars for role in self.roles if (role.name == "prefill") == prefill)
+
+
+class Costs(NamedTuple):
+    """USD."""
+
+    month: float
+    million_in: float
+    """Tokens of prompts, found ones included: what prefill costs."""
+    million_out: float
+    """Tokens of outputs: what decoding costs."""
+
+    @classmethod
+    def of(cls, made: Deployment, requests: Requests, rate: float) -> "Costs":
+        """Of a deployment at work."""
+
+        def million(dollars: float, tokens: np.ndarray) -> float:
+            return dollars / 3600 / (rate * float(tokens.mean())) * 1e6
+
+        return cls(
+            made.dollars * MONTH,
+            million(made.dollars_of(prefill=True), requests.prompt),
+            million(made.dollars_of(prefill=False), requests.output),
+        )
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """The best deployment, and the best of other kinds."""
+
+    best: Deployment
+    others: tuple[Deployment, ...]
+    found: Found
+    """Of the search for decode units."""
+
+
+class Sizer:
+    """One model on some hardware.
+
+    Args:
+      calculator: the model and its formats; of its context nothing is looked at.
+      searcher: of the decode units, at the demand's mean context.
+      hosts: what may be rented.
+      skew: of the experts' popularity.
+    """
+
+    def __init__(
+        self,
+        calculator: Calculator,
+        searcher: Searcher,
+        hosts: Hosts,
+        asked: Asked,
+        skew: Skew | None = None,
+    ):
+        self._calculator, self.searcher, self._hosts = calculator, searcher, hosts
+        self.asked, self._skew = asked, skew
+        self._steps: dict[tuple[Layout, int, Demand], Steps] = {}
+        self._loads: dict[object, ExpertLoads] = {}
+
+    @property
+    def context(self) -> int:
+        """Mean tokens of a running sequence, for which the search looked."""
+        return self.searcher.calculator.context
+
+    @property
+    def model(self) -> CostModel:
+        """What is to be served."""
+        return self._calculator.model
+
+    def requests(self, demand: Demand) -> Requests:
+        """Of a demand, as the deployment cuts them."""
+        return demand.requests(self.asked.longest, self.asked.page)
+
+    def plan(self) -> Planned:
+        """The cheapest deployment.
+
+        Raises:
+          ConfigError: nothing meets the targets; says which part cannot.
+        """
+        asked, demand = self.asked, self.asked.demand
+        requests = self.requests(demand)
+        found = self.searcher.search(asked.target)
+        candidates = [
+            plan for plan in found.plans if asked.decode_devices in (0, plan.layout.devices)
+        ]
+        if not candidates:
+            raise NoUnitError(found)
+        made: dict[Mode, Deployment] = {}
+        refused: list[str] = []
+        workers = list(self._workers(requests))
+        if not workers:
+            raise ConfigError(self._no_worker())
+        for plan in self._closest(candidates, requests, demand.rate):
+            unit = self.unit(plan, requests)
+            if isinstance(unit, str):
+                refused.append(unit)
+                continue
+            one = self._cheapest(plan, unit, workers, requests, demand)
+            if isinstance(one, str):
+                refused.append(one)
+                continue
+            mode = plan.layout.mode
+            if mode not in made or _price(one) < _price(made[mode]):
+                made[mode] = one
+        if not made:
+            raise ConfigError("no deployment meets it: " + "; ".join(dict.fromkeys(refused)))
+        best, *others = sorted(made.values(), key=_price)
+        return Planned(best=best, others=tuple(others), found=found)
+
+    def _closest(self, plans: list[Plan], requests: Requests, rate: float) -> Iterator[Plan]:
+        """The layouts of every mode that are cheapest for the rate, by the search's figures."""
+
+        def dollars(plan: Plan) -> float:
+            sequences = rate * float(requests.output.mean()) * plan.tpot
+            peak = sequences + NormalDist().inv_cdf(0.999) * sequences**0.5
+            units = -(-peak // plan.sequences)
+            return float(units * plan.dollars * plan.tokens_per_second)
+
+        left: dict[Mode, int] = {}
+        for plan in sorted(plans, key=lambda plan: (dollars(plan), plan.layout.devices)):
+            mode = plan.layout.mode
+            left[mode] = left.get(mode, TRIED) - 1
+            if left[mode] >= 0:
+                yield plan
+
+    def unit(self, plan: Plan, requests: Requests, room: int = 0) -> DecodeUnit | str:
+        """A decode unit of the plan's layout, or why it is none.
+
+        Args:
+          room: slots at most, as memory allows; 0: the plan's.
+        """
+        layout, target = plan.layout, self.asked.tpot.seconds
+        hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
+        pace = Pace(self.searcher, self._calculator, layout, hardware, self._experts(layout))
+        slots = pace.largest(requests, room or self._room(plan, requests), target)
+        if not slots:
+            return (
+                f"with sequences of unequal lengths not even one a DP group is within "
+                f"{target * 1e3:g} ms in {layout.devices} devices ({layout.mode})"
+            )
+        table = pace.table(requests, slots)
+        return DecodeUnit(layout, slots, hardware, table, plan.tokens_a_step)
+
+    def _room(self, plan: Plan, requests: Requests) -> int:
+        """Slots whose sequences fit with their unequal lengths, twice the standard deviation of
+        their sum above the mean."""
+        count = plan.batch * plan.layout.lanes
+        more = 2 * requests.context_spread / (requests.context * count**0.5)
+        return max(1, int(plan.batch / (1 + more)))
+
+    def _experts(self, layout: Layout) -> ExpertLoads | None:
+        moe = self._calculator.model.moe
+        if self._skew is None or moe is None or layout.ep == 1:
+            return None
+        sizes = layout.slots(moe.experts)
+        if sizes not in self._loads:
+            random = np.random.default_rng(0)
+            rows = self._skew.popularity(random, self._calculator.model.layers, moe.experts)
+            self._loads[sizes] = ExpertLoads(random, rows, sizes, top_k=moe.top_k, placed=True)
+        return self._loads[sizes]
+
+    def _workers(self, requests: Requests) -> Iterator[PrefillWorker]:
+        """Prefill workers that hold the weights, and pages beside them."""
+        asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
+        modes: tuple[Mode, ...] = ("ep", "tp")
+        target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
+        layouts = Layouts(calculator.model, hosts, hosts, skewed=self._skew is not None)
+        for layout in layouts.of(target):
+            if asked.prefill_devices not in (0, layout.devices) or layout.shared_ranks:
+                continue
+            hardware = hosts[layout.attention]
+            weights = calculator.attention_weights(layout.tp)
+            weights += calculator.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
+            if weights > hardware.memory * (1 - calculator.assumed.reserve - KEPT):
+                continue
+            for chunk in CHUNKS:
+                if chunk == CHUNKS[0] or chunk < 2 * requests.computed.mean():
+                    yield PrefillWorker(layout, chunk, hardware)
+
+    def _no_worker(self) -> str:
+        names = ", ".join(self._hosts.prefill)
+        most = self.asked.prefill_devices or self.asked.target.max_devices
+        return f"no prefill worker: the weights do not fit on up to {most} devices of {names}"
+
+    def steps(self, worker: PrefillWorker, demand: Demand) -> Steps:
+        """Of a prefill worker with the demand's prompts."""
+        key = worker.layout, worker.chunk, demand
+        if key not in self._steps:
+            experts = self._experts(worker.layout)
+            self._steps[key] = steps_of(worker, self._calculator, self.requests(demand), experts)
+        return self._steps[key]
+
+    def _cheapest(
+        self,
+        plan: Plan,
+        unit: DecodeUnit,
+        workers: list[PrefillWorker],
+        requests: Requests,
+        demand: Demand,
+    ) -> Deployment | str:
+        """With this unit, and the prefill workers that cost least; or why there are none."""
+        asked = self.asked
+        units = units_for(unit, requests, demand.rate, *_parts(asked.tpot))
+        if units is None:
+            return f"no number of units meets {asked.tpot.text}"
+        best: Deployment | None = None
+        for worker in workers:
+            made = self.size(plan, unit, units, worker, demand)
+            if isinstance(made, Deployment) and (best is None or _price(made) < _price(best)):
+                best = made
+        return best or (
+            f"no prefill worker of up to {asked.target.max_devices} devices meets {asked.ttft.text}"
+        )
+
+    def size(
+        self, plan: Plan, unit: DecodeUnit, units: int, worker: PrefillWorker, demand: Demand
+    ) -> Deployment | None:
+        """The fewest of these prefill workers; None: no number of them meets the TTFT."""
+        asked, requests = self.asked, self.requests(demand)
+        steps, link = self.steps(worker, demand), self.link(worker, unit)
+        fewest = max(
+            1, int(demand.rate * requests.prompt.mean() / capacity(worker, steps, requests))
+        )
+        after = after_prefill(unit, units, fewest, link, requests, demand.rate)
+        if isinstance(after, Overloaded):
+            return None
+        rest = sum(after[1].values(), np.zeros(len(requests.prompt)))
+        count = workers_for(worker, steps, rest, requests, demand.rate, *_parts(asked.ttft))
+        if count is None:
+            return None
+        fleet = Fleet(worker, steps, count, unit, units)
+        found = predict(fleet, link, requests, demand.rate, asked.percents)
+        if isinstance(found, Overloaded):
+            return None
+        roles = self._roles(fleet)
+        return Deployment(fleet=fleet, link=link, prediction=found, roles=roles, plan=plan)
+
+    def link(self, worker: PrefillWorker, unit: DecodeUnit) -> Handoff:
+        """The pages link between them, at the network of the slower."""
+        calculator = self._calculator
+        size = sum(
+            group.layers * calculator.cache_row(group, 1)
+            for group in calculator.model.attention
+            if group.kind != "lightning"
+        )
+        ends = (
+            worker.hardware.network * worker.layout.devices,
+            unit.hardware[0].network * unit.layout.attention_devices,
+        )
+        return Handoff(
+            token_bytes=size,
+            bytes_per_second=min(ends),
+            latency=self.asked.pages_latency,
+            page=self.asked.page,
+        )
+
+    def _roles(self, fleet: Fleet) -> tuple[Role, ...]:
+        spares, layout = self.asked.spares, fleet.unit.layout
+        a, f = fleet.unit.hardware
+        parts = [
+            ("prefill", fleet.worker.hardware, fleet.workers * fleet.worker.layout.devices),
+            ("attention", a, fleet.units * layout.attention_devices),
+            ("ffn", f, fleet.units * layout.ffn_devices),
+        ]
+        if layout.mode != "afd":
+            parts = [parts[0], ("decode", *parts[1][1:])]
+        return tuple(
+            Role(name, hardware, devices, spares.hosts(-(-devices // hardware.devices_per_host)))
+            for name, hardware, devices in parts
+        )
+
+    def under(self, made: Deployment, demand: Demand) -> tuple[Prediction | Overloaded, Fleet]:
+        """What the same fleet does with another demand; and that fleet, whose times differ."""
+        fleet = self._as_with(made, demand)
+        link, requests = made.link, self.requests(demand)
+        return predict(fleet, link, requests, demand.rate, self.asked.percents), fleet
+
+    def again(self, made: Deployment, demand: Demand) -> Deployment | None:
+        """A deployment of the same workers and units for another demand; None: no number of them
+        meets the targets."""
+        unit, requests = self._as_with(made, demand).unit, self.requests(demand)
+        if unit.pace[0][1] > self.asked.tpot.seconds:
+            return None
+        units = units_for(unit, requests, demand.rate, *_parts(self.asked.tpot))
+        if units is None:
+            return None
+        return self.size(made.plan, unit, units, made.fleet.worker, demand)
+
+    def with_slots(self, made: Deployment, slots: int) -> Deployment:
+        """The same workers and units, as many as it takes where a unit has no more slots.
+
+        Raises:
+          ConfigError: no number of them meets the targets.
+        """
+        demand = self.asked.demand
+        unit = made.fleet.unit._replace(slots=slots)
+        requests = self.requests(demand)
+        units = units_for(unit, requests, demand.rate, *_parts(self.asked.tpot))
+        again = units and self.size(made.plan, unit, units, made.fleet.worker, demand)
+        if not again:
+            raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
+        return again
+
+    def _as_with(self, made: Deployment, demand: Demand) -> Fleet:
+        """The fleet with its times for other requests; a unit's pages hold fewer longer ones."""
+        fleet, requests = made.fleet, self.requests(demand)
+        own = self.requests(self.asked.demand)
+        steps = self.steps(fleet.worker, demand)
+        if requests.context == own.context:
+            return fleet._replace(steps=steps)
+        unit = fleet.unit
+        layout = unit.layout
+        pace = Pace(self.searcher, self._calculator, layout, unit.hardware, self._experts(layout))
+        slots = max(1, int(unit.slots * own.context / requests.context))
+        table = pace.table(requests, slots)
+        return fleet._replace(steps=steps, unit=unit._replace(slots=slots, pace=table))
+
+
+class NoUnitError(ConfigError):
+    """No decode unit meets the TPOT; carries what the search found."""
+
+    def __init__(self, found: Found):
+        super().__init__("no decode unit meets the TPOT")
+        self.found = found
+
+
+def _price(made: Deployment) -> tuple[float, float]:
+    return made.dollars, made.prediction.ttft_asked
+
+
+def _parts(level: Level) -> tuple[float, float]:
+    return level.percent, level.seconds

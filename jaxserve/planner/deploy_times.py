@@ -1,0 +1,48 @@
+"""Seconds of a step, from the rooflines and the pipeline that `plan simulate` runs. Called by
+`deploy_prefill.py` and `deploy_decode.py`."""
+
+import numpy as np
+
+from jaxserve.planner.lanes import Colocated, Disaggregated
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
+
+
+def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
+    """A step's sequences; messages are padded to the fullest DP group."""
+    most = int(np.bincount(group, tokens, layout.dp).max(initial=1))
+    return Rows(layout.dp, group, tokens, length, most)
+
+
+def colocated_seconds(layout: Layout, times: Rooflines, rows: Rows) -> float:
+    """Of one step of a colocated worker."""
+    pipeline = Colocated(layers=times.layers, lanes=1, groups=layout.dp)
+    pipeline.begin(0, 0, 0.0, times.step(rows))
+    return pipeline.advance(0.0)[1]
+
+
+def cycle_seconds(layout: Layout, steps: list[StepTimes], layers: int) -> float:
+    """Between two steps of a lane, when every lane goes on with a next step at once.
+
+    Args:
+      steps: of the lanes in turn, so many as are to be run, at least three a lane.
+    """
+    lanes = layout.lanes
+    pipeline: Colocated | Disaggregated
+    if layout.mode == "afd":
+        pipeline = Disaggregated(layers=layers, lanes=lanes, groups=layout.dp)
+    else:
+        pipeline = Colocated(layers=layers, lanes=lanes, groups=layout.dp)
+    ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
+    for number, times in enumerate(steps[:lanes]):
+        pipeline.begin(number, number, 0.0, times)
+    for number in range(lanes, len(steps)):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+        pipeline.begin(lane, number, 0.0, steps[number])
+    for _ in range(lanes):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+    # The first steps fill the pipeline, and the last of every lane run in an emptying one.
+    cycles = [(one[-2] - one[0]) / (len(one) - 2) for one in ends.values()]
+    return float(np.mean(cycles))
