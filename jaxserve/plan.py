@@ -38,15 +38,18 @@ from jaxserve.planner.search_options import (
     add_formats,
     check_context,
     count,
+    price_lines,
     read_acceptance,
     read_formats,
     read_hardware,
 )
 from jaxserve.planner.search_view import (
+    DECODE_ONLY,
     LEGEND,
     MODES,
     best_of,
     check_lines,
+    dollars_a_month,
     front_svg,
     layout_text,
     plan_tree,
@@ -67,6 +70,10 @@ from jaxserve.planner.text import (
 )
 
 NOTHING = "nothing meets the target"
+DECODE_TABLES = (
+    "decode only: costs of output tokens, as the paper has them, without prompts; prices are the "
+    "paper's of 2025-07, not verified"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,13 +122,14 @@ def _tables(options: argparse.Namespace) -> int:
             papers = [index for index, row in enumerate(rows) if row[0].startswith(" ")]
             sections.append((f"{each.name}: {each.title}", report.table(rows, quiet=papers)))
         sections += [("Pictures", "\n".join(pictures.values()))]
+        sections.insert(0, ("What they are of", report.lines([DECODE_TABLES])))
         title = "Step-3's tables and figures, computed and printed"
         options.html.write_text(report.page(title, sections), encoding="utf-8")
     if options.json:
         print(json_text([as_tree(table) for table in everything]))
     else:
         print("\n\n".join(map(compared_text, everything)))
-        print(f"\ntables: {agreement(printed)}\nfigures: {agreement(drawn)}")
+        print(f"\n{DECODE_TABLES}\ntables: {agreement(printed)}\nfigures: {agreement(drawn)}")
     return 0
 
 
@@ -166,11 +174,12 @@ def _search(options: argparse.Namespace) -> int:
     if options.svg:
         options.svg.write_text(_picture(options, results, calculator, target), encoding="utf-8")
     if options.html:
-        options.html.write_text(_page(options, results, calculator, target), encoding="utf-8")
+        page = _page(options, results, calculator, target, price_lines(hardware, options.price))
+        options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json_text(_tree(results, calculator)))
+        print(json_text(_tree(results, calculator, price_lines(hardware, options.price))))
     else:
-        _print(results, found.plans[0])
+        _print(results, found.plans[0], price_lines(hardware, options.price))
     return 0
 
 
@@ -195,17 +204,24 @@ def _results(
     return results
 
 
-def _print(results: _Results, cheapest: Plan) -> None:
+def _print(results: _Results, cheapest: Plan, prices: list[str]) -> None:
+    print(f"{DECODE_ONLY}\n")
     for mode, plans in results.best.items():
         print(f"{MODES[mode]}\n\n{plans_text(plans) if plans else NOTHING}\n")
         if plans:
             print("\n".join(check_lines(results.rules[mode])) + "\n")
     print(LEGEND)
-    print(f"cheapest: {layout_text(cheapest)}, {cheapest.dollars:.3f} USD a million")
+    print(
+        f"cheapest: {layout_text(cheapest)}, {cheapest.dollars:.3f} USD a million tokens out, "
+        f"{dollars_a_month(cheapest):,.0f} USD a month"
+    )
+    print("\n".join(prices))
 
 
-def _tree(results: _Results, calculator: Calculator) -> dict[str, Any]:
+def _tree(results: _Results, calculator: Calculator, prices: list[str]) -> dict[str, Any]:
     return {
+        "scope": DECODE_ONLY,
+        "prices": prices,
         "best": [plan_tree(plan) for plans in results.best.values() for plan in plans],
         "front": [plan_tree(plan) for plans in results.fronts.values() for plan in plans],
         "checks": {
@@ -218,15 +234,21 @@ def _tree(results: _Results, calculator: Calculator) -> dict[str, Any]:
 def _picture(
     options: argparse.Namespace, results: _Results, calculator: Calculator, target: Target
 ) -> str:
-    title = f"{options.model}, {calculator.context:,} tokens: cost against TPOT"
+    title = f"{options.model}, {calculator.context:,} tokens, decode alone: cost against TPOT"
     named = {MODES[mode]: plans for mode, plans in results.fronts.items()}
-    return front_svg(title, named, target.tpot)
+    plans = [plans[0] for plans in results.best.values() if plans]
+    cheapest = min(plans, key=lambda plan: plan.dollars)
+    return front_svg(title, named, target.tpot, cheapest)
 
 
 def _page(
-    options: argparse.Namespace, results: _Results, calculator: Calculator, target: Target
+    options: argparse.Namespace,
+    results: _Results,
+    calculator: Calculator,
+    target: Target,
+    prices: list[str],
 ) -> str:
-    sections = []
+    sections = [("What it is", report.lines([DECODE_ONLY, *prices]))]
     for mode, plans in results.best.items():
         content = f"<p>{NOTHING}</p>"
         if plans:

@@ -298,8 +298,8 @@ class Sizer:
 
     def _no_worker(self) -> str:
         names = ", ".join(self._hosts.prefill)
-        most = self.asked.prefill_devices or self.asked.target.max_devices
-        return f"no prefill worker: the weights do not fit on up to {most} devices of {names}"
+        most = self.asked.prefill_devices or f"up to {self.asked.target.max_devices}"
+        return f"no prefill worker: the weights do not fit on {most} devices of {names}"
 
     def steps(self, worker: PrefillWorker, demand: Demand) -> Steps:
         """Of a prefill worker with the demand's prompts."""

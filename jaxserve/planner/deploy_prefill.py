@@ -140,9 +140,10 @@ def prefill_times(
     queue = waiting(rate, chunks * step, groups)
     if queue is None:
         return None
-    # Groups step together: who comes while others compute waits for their step to end.
+    # Groups step together: who comes while others compute waits for the rest of their step, and
+    # for the one that is enqueued.
     others = 1 - (1 - busy) ** (worker.layout.dp - 1)
-    compute = np.ceil(chunks) * step + others * step / 2
+    compute = np.ceil(chunks) * step + others * 1.5 * step
     return PrefillTimes(queue, step, compute)
 
 

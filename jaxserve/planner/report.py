@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from html import escape
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; margin: 2rem auto; max-width: 76rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; margin: 2rem auto; max-width: 92rem;
   padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
-th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid #e3e8ed }
-th:first-child, td:first-child { text-align: left }
+th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #e3e8ed }
+td { white-space: nowrap } th { vertical-align: bottom }
+th:first-child, td:first-child { text-align: left; white-space: normal }
 .muted td { color: #616e7c; border-bottom: none } .wrong { color: #b42318; font-weight: 600 }
 svg { max-width: 100%; height: auto }
 """

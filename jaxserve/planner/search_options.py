@@ -82,7 +82,9 @@ def price_lines(hardware: Mapping[str, Hardware], own: Iterable[str] = ()) -> li
     given = {item.partition("=")[0].strip().lower() for item in own}
     lines = []
     for name, one in sorted(hardware.items()):
-        source = "given by --price" if name in given else f"{one.sources['price']}; not verified"
+        source = "given by --price" if name in given else one.sources["price"]
+        if name not in given and "not verified" not in source:
+            source += "; not verified"
         chip = one.price * one.jax_devices
         month = f"{chip * MONTH:,.0f} a month of {MONTH:g} hours"
         lines.append(f"price of {name}: {chip:g} USD an accelerator and hour, {month} ({source})")

@@ -8,10 +8,22 @@ import msgspec
 from jaxserve.planner.checks import Check
 from jaxserve.planner.layouts import Mode
 from jaxserve.planner.search import STAGES, Plan
+from jaxserve.planner.search_options import MONTH
 from jaxserve.planner.svg import Series, chart
 from jaxserve.planner.text import grid
 
 MODES: dict[Mode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
+
+
+DECODE_ONLY = (
+    "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
+    "prefill, too"
+)
+
+
+def dollars_a_month(plan: Plan) -> float:
+    """USD for a plan's devices."""
+    return plan.dollars * plan.tokens_per_second * 3600 * MONTH / 1e6
 
 
 def best_of(plans: Sequence[Plan], mode: Mode, count: int) -> list[Plan]:
@@ -37,7 +49,7 @@ def plans_text(plans: Sequence[Plan]) -> str:
 def plans_rows(plans: Sequence[Plan]) -> list[list[str]]:
     """A heading, and a row a plan."""
     heading = ["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]
-    heading += ["slowest", "tokens/s/device", "USD/M", "GB A", "GB F"]
+    heading += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
     rows = [heading]
     for plan in plans:
         name, bound = plan.slowest
@@ -51,6 +63,7 @@ def plans_rows(plans: Sequence[Plan]) -> list[list[str]]:
                 f"{name}: {bound}",
                 f"{plan.tokens_per_device:.0f}",
                 f"{plan.dollars:.3f}",
+                f"{dollars_a_month(plan):,.0f}",
                 f"{plan.attention_bytes / 1e9:.1f}",
                 f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
             ]
@@ -111,6 +124,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_and_device": plan.tokens_per_device,
         "dollars_per_million_tokens": plan.dollars,
+        "dollars_a_month": dollars_a_month(plan),
         "attention_bytes": plan.attention_bytes,
         "ffn_bytes": plan.ffn_bytes,
     }

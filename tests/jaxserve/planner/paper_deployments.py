@@ -5,6 +5,7 @@ results, so that they prove nothing. `python -m tests.jaxserve.planner.paper_dep
 comparison, `test_paper_deployments.py` holds it.
 """
 
+import sys
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Assumptions, Calculator, Formats
-from jaxserve.planner.text import grid
+from jaxserve.planner.text import grid, json_text
 
 PAGE = 64
 POSITIONS = 163840
@@ -214,8 +215,11 @@ def compare() -> list[Compared]:
 
 
 def main() -> None:
-    """Prints the comparison."""
+    """Prints the comparison, for people or (`--json`) for programs."""
     found = compare()
+    if "--json" in sys.argv:
+        print(json_text([one._asdict() for one in found]))
+        return
     rows = [["", "", "published", "planned", "error"]]
     rows += [
         [one.system, one.quantity, f"{one.published:g}", f"{one.planned:.4g}", f"{one.error:+.1%}"]

@@ -1,0 +1,116 @@
+"""`plan deploy`, as it is typed."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from jaxserve.config.deployment import deployment_of, load_deployment
+from jaxserve.plan import main
+from jaxserve.serve import main as serve
+
+DEPLOY = ["deploy", "--model", "qwen3-30b-a3b", "--hardware", "h100", "--rate", "200"]
+DEPLOY += ["--prompts", "512", "--outputs", "32", "--prefix-hits", "0.25", "--spread", "0.3"]
+DEPLOY += ["--ttft", "p95=200ms", "--tpot", "p95=20ms", "--max-devices", "2"]
+"""Two devices: what is tried is little."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A plan that is written, drawn and simulated: (its folder, what was printed)."""
+    folder = tmp_path_factory.mktemp("plan")
+    asked = [*DEPLOY, "--write", str(folder / "plan.yaml"), "--html", str(folder / "plan.html")]
+    asked += ["--json", "--simulate", "--modes", "tp"]
+    # In a process of its own: checking the types of every call takes minutes here.
+    command = [sys.executable, "-m", "jaxserve.plan", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=True)
+    return folder, json.loads(done.stdout)
+
+
+def test_what_is_predicted_is_simulated(made):
+    _, tree = made
+    predicted, simulated = tree["prediction"], tree["simulated"]
+    assert simulated["refused"] == 0
+    assert simulated["requests"] >= 500
+    for what, share in (("ttft", 0.2), ("tpot", 0.1)):
+        for name in ("mean", "p50", "p90", "p95"):
+            assert predicted[what][name] == pytest.approx(simulated[what][name], rel=share)
+    assert predicted["ttft_asked"] <= 0.2
+    assert predicted["tpot_asked"] <= 0.02
+
+
+def test_the_written_file(made, capsys):
+    folder, tree = made
+    assert serve(["--config", str(folder / "plan.yaml"), "--check"]) == 0
+    assert "a prefill worker:" in capsys.readouterr().out
+    deployment = load_deployment(folder / "plan.yaml")
+    assert deployment.prefill.workers == tree["prefill"]["workers"] == len(deployment.fleet.prefill)
+    assert len(deployment.fleet.domains) == tree["decode"]["units"]
+    worker = deployment_of(deployment, "prefill")
+    assert worker.scheduler.token_budget == tree["prefill"]["chunk"]
+    assert worker.cache.pages * 64 > 10 * worker.scheduler.max_length
+    assert deployment.fleet.ttft_seconds == 0.2
+
+
+def test_the_money_adds_up(made):
+    _, tree = made
+    hour = sum(role["dollars_an_hour"] for role in tree["roles"])
+    assert hour == pytest.approx(2.5 * sum(role["chips"] for role in tree["roles"]))
+    assert tree["dollars_a_month"] == pytest.approx(730 * hour)
+    million = tree["dollars_per_million_tokens"]
+    tokens = 200 * 3600 / 1e6
+    assert million["in"] * 512 * tokens + million["out"] * 32 * tokens == pytest.approx(
+        hour, rel=0.01
+    )
+    assert len(tree["sensitivity"]) == 11
+    assert "not verified" in tree["prices"][0]
+
+
+def test_the_page_has_a_drawing(made):
+    folder, _ = made
+    text = (folder / "plan.html").read_text(encoding="utf-8")
+    start = text.index("<svg")
+    drawing = ElementTree.fromstring(text[start : text.index("</svg>") + 6])
+    words = "".join(drawing.itertext())
+    for part in ("router", "prefill workers", "KV pages", "decode units"):
+        assert part in words
+    assert ">chosen<" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rate", "0"], "--rate 0: expected 0.001 to 1e+06"),
+        (["--spread", "7"], "--spread 7: expected 0 to 3"),
+        (["--prefix-hits", "1"], "--prefix-hits 1: expected 0 to 0.99"),
+        (["--prompts", "many"], "--prompts 'many': expected a number of tokens"),
+        (["--prompts", "40K"], "--prompts 40K and --outputs 32: qwen3-30b-a3b has 40960 positions"),
+        (["--ttft", "p10=2s"], "--ttft 'p10=2s': expected a percentile from p50 to p99.9"),
+        (["--tpot", "p95=soon"], "--tpot 'soon': expected a time above 0"),
+        (["--spares", "-1"], "--spares -1: expected 0 to 4096"),
+        (["--failures", "12h"], "--failures '12h': expected hours"),
+        (["--simulate"], "--simulate: without --write"),
+        (["--drafts", "2"], "--drafts 2: qwen3-30b-a3b has no multi-token-prediction module"),
+        (["--hardware", "h101"], "'h101' is not known; did you mean 'h100'"),
+        (["--pages-latency", "0"], "--pages-latency '0': expected a time above 0"),
+        (["--price", "v6e=1"], "--price v6e: not among the hardware: h100"),
+    ],
+)
+def test_what_is_wrong_is_named(capsys, more, message):
+    assert main([*DEPLOY, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tpot", "p95=1ms"], "no layout reaches 1 ms a token"),
+        (["--hardware", "l4", "--max-devices", "1"], "nothing fits on up to 1 devices"),
+        (["--prefill-devices", "3"], "no prefill worker: the weights do not fit on 3 devices"),
+    ],
+)
+def test_what_cannot_be_met_is_said(capsys, more, message):
+    assert main([*DEPLOY, "--modes", "tp", *more]) == 1
+    assert message in capsys.readouterr().err
