@@ -142,7 +142,7 @@ def prefill_times(
         return None
     # Groups step together: who comes while others compute waits for the rest of their step, and
     # for the one that is enqueued.
-    others = 1 - (1 - busy) ** (worker.layout.dp - 1)
+    others = 1 - (1 - busy) ** worker.layout.dp
     compute = np.ceil(chunks) * step + others * 1.5 * step
     return PrefillTimes(queue, step, compute)
 

@@ -32,7 +32,7 @@ def test_equal_prompts():
     assert times.step == pytest.approx(STEPS.seconds(busy))
     assert times.queue.busy == pytest.approx(rate * 2.5 * times.step / 8)
     # Three chunks, and one step and a half that others have begun or enqueued.
-    waits = (1 - (1 - busy) ** 3) * 1.5
+    waits = (1 - (1 - busy) ** 4) * 1.5
     assert times.compute == pytest.approx((3 + waits) * times.step)
 
 
