@@ -56,13 +56,19 @@ class TestSearch:
             "colocated TP\n",
             "FFN batch (§5.3): ",
             "cheapest: ",
+            "decode only: prompts come computed",
+            " USD a month",
+            "USD/month",
+            "price of v6e: 2.7 USD an accelerator and hour, 1,971 a month of 730 hours (https://",
+            "not verified since",
         ):
             assert part in text
 
     def test_for_programs(self, capsys):
         assert main([*SEARCH, "--hardware", "v6e", "--tpot", "50ms", "--json", "--best", "2"]) == 0
         tree = json.loads(capsys.readouterr().out)
-        assert set(tree) == {"best", "front", "checks", "assumptions"}
+        assert set(tree) == {"scope", "prices", "best", "front", "checks", "assumptions"}
+        assert tree["scope"].startswith("decode only")
         for plan in tree["best"]:
             assert plan["tpot_seconds"] <= 0.05
             assert set(plan["stages"]) == {"attend", "dispatch", "ffn", "combine"}
