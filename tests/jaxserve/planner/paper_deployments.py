@@ -66,7 +66,7 @@ def deepseek() -> list[Compared]:
         hits=HITS,
     )
     h800 = load_hardware("h800")
-    sizer = _sizer(h800, Formats(cache="bfloat16", compute="fp8"), demand)
+    sizer = _sizer(h800, Formats(cache="bfloat16", compute="fp8", core="bfloat16"), demand)
     requests = sizer.requests(demand)
     prefill = max(
         capacity(worker, sizer.steps(worker, demand), requests)
@@ -81,8 +81,8 @@ def deepseek() -> list[Compared]:
     name = "DeepSeek's day, H800"
     given = (
         "published: tokens in and out, hits, EP 32 and EP 144, 21 tokens/s a request; inferred: "
-        f"{demand.prompt} in, {demand.output} out a request (mean context 4,989); rooflines, all "
-        "products in FP8 (theirs of attention are in BF16)"
+        f"{demand.prompt} in, {demand.output} out a request (mean context 4,989); rooflines, "
+        "FP8 but for attention's own products"
     )
     read = "READ BACK: the published tokens/s a node in, the published number of nodes out"
     return [
@@ -94,25 +94,7 @@ def deepseek() -> list[Compared]:
     ]
 
 
-DIE = Hardware(
-    name="Ascend 910C die",
-    price=1.0,
-    teraflops={"bfloat16": 376, "int8": 752},
-    memory_gb=68.7,
-    memory_gb_s=1600,
-    devices_per_host=16,
-    link_gb_s=196,
-    link_devices=768,
-    network_gb_s=400,
-    sources={
-        "price": "none is known; nothing here uses it",
-        "teraflops": "CloudMatrix384, arXiv 2506.12708: 752 and 1,504 a chip of two dies",
-        "memory_gb": "the same: 128 GB a chip",
-        "memory_gb_s": "the same: 3.2 TB/s a chip",
-        "link_gb_s": "the same: 392 GB/s one way a chip",
-        "network_gb_s": "the same: 400 Gbit/s of RDMA a chip",
-    },
-)
+DIE = load_hardware("910c")
 TTFT, TPOT, ACCEPTED = 0.9, 0.0348, 1.9
 PREFILL_WORKERS = 4
 
