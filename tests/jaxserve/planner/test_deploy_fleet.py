@@ -86,8 +86,8 @@ def test_what_is_short_is_named():
 
 def test_workers_for_a_percentile():
     rest = REQUESTS.prompt * 0.0
-    few = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 50.0, 0.17)
-    many = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 99.0, 0.17)
+    few = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 50.0, 0.26)
+    many = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 99.0, 0.26)
     assert few is not None
     assert many is not None
     # Two groups a worker, a chunk in 0.1 s: at least 5 workers.
