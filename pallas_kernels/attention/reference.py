@@ -13,9 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from pallas_kernels.quantize.bits import as_bits, from_bits
+from pallas_kernels.varying import vary_like
 
 GATHERED_BYTES = 8 * 2**20
 """Most bytes of FP32 keys and values gathered from the pages at one time."""
+
+BLOCK_TOKENS = 128
+"""Positions that longer contexts are read in: as many blocks as the longest sequence there has."""
 
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
@@ -76,12 +80,21 @@ def paged_attention(
     scale: float,
     window: int,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """Gather the pages of every token's sequence and attend, a block of tokens at a time."""
+    """Gather the pages of every token's sequence and attend, a block of tokens at a time.
+
+    Where tables have room for more than `BLOCK_TOKENS` positions, these are taken block by block,
+    up to the last one that a token sees: the time is proportional to the sequences, not to the
+    tables.
+    """
     tokens, q_heads, head_dim = queries.shape
     kv_heads, page_size = cache.k_pages.shape[1:3]
     grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
     context = page_table.shape[1] * page_size
+    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
+    if context > BLOCK_TOKENS and not window:
+        output, lse = _attend_to_blocks(grouped, cache, pages_of_token, position, scale, width)
+        return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
     first = jnp.zeros_like(position)
     if window:
         # The pages in which the visible positions of a token may lie.
@@ -101,7 +114,6 @@ def paged_attention(
         return _attend_one(query, cache, pages, visible, scale)
 
     inputs = (grouped, pages_of_token, first, position)
-    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
     block = max(1, GATHERED_BYTES // (context * kv_heads * width * 4))
     if tokens <= block:
         output, lse = jax.vmap(attend_one)(inputs)
@@ -138,6 +150,94 @@ def _attend_one(
         weights *= jnp.where(visible, _gather(v_scales, pages), 0.0)[:, None]
     output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
     return output.astype(query.dtype), (largest + jnp.log(total))[..., 0]
+
+
+def _attend_to_blocks(
+    queries: Float[Array, "tokens kv_heads group head_dim"],
+    cache: Cache,
+    pages_of_token: Int32[Array, "tokens pages"],
+    position: Int32[Array, " tokens"],
+    scale: float,
+    width: int,
+) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
+    """Attend block by block of `BLOCK_TOKENS` positions, with a running maximum (Milakov and
+    Gimelshein, 2018, "Online normalizer calculation for softmax"); `width` is that of a key and a
+    value together."""
+    tokens, kv_heads, page_size = len(queries), *cache.k_pages.shape[1:3]
+    count = -(-BLOCK_TOKENS // page_size)
+    at_once = max(1, GATHERED_BYTES // (count * page_size * kv_heads * width * 4))
+    pages = jnp.pad(pages_of_token, ((0, 0), (0, -pages_of_token.shape[1] % count)))
+
+    def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        return _attend_some(*some, cache, count, scale)
+
+    if tokens <= at_once:
+        return attend((queries, pages, position))
+    missing = -tokens % at_once
+    inputs = [
+        jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)), constant_values=fill)
+        for array, fill in ((queries, 0), (pages, 0), (position, -1))
+    ]
+    parts = jax.lax.map(
+        attend, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in inputs)
+    )
+    output, lse = (part.reshape(-1, *part.shape[2:])[:tokens] for part in parts)
+    return output, lse
+
+
+def _attend_some(
+    queries: Float[Array, "tokens kv_heads group head_dim"],
+    pages_of_token: Int32[Array, "tokens pages"],
+    position: Int32[Array, " tokens"],
+    cache: Cache,
+    count: int,
+    scale: float,
+) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
+    """Attend from some tokens, `count` pages of each at a time."""
+    highest = jax.lax.Precision.HIGHEST
+    block = count * cache.k_pages.shape[2]
+    wide = queries.astype(jnp.float32)
+
+    def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, mixed = state
+        pages = jax.lax.dynamic_slice_in_dim(pages_of_token, index * count, count, axis=1)
+        place = index * block + jnp.arange(block, dtype=jnp.int32)
+        visible = (place <= position[:, None])[:, None, None]  # [tokens, 1, 1, block]
+        gather = jax.vmap(_gather, in_axes=(None, 0))
+        keys = gather(cache.k_pages, pages)
+        values = (
+            keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages, pages)
+        )
+        v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
+        # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
+        values = jnp.where(visible[:, 0, 0, None, :, None], values, 0.0)
+        scores = scale * jnp.einsum("tkgd,tkcd->tkgc", wide, keys, precision=highest)
+        if cache.k_scales is not None:
+            scores *= gather(cache.k_scales, pages)[:, :, None]
+        scores = jnp.where(visible, scores, -jnp.inf)
+        now = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        finite = jnp.where(jnp.isneginf(now), 0.0, now)
+        weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(largest - finite)
+        total = total * kept + jnp.sum(weights, axis=-1)
+        if v_scales is not None:
+            weights *= jnp.where(visible, gather(v_scales, pages)[:, :, None], 0.0)
+        seen = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision=highest)
+        return now, total, mixed * kept[..., None] + seen
+
+    rows = queries.shape[:3]
+    start = (
+        jnp.full(rows, -jnp.inf),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, cache.v_width), jnp.float32),
+    )
+    others = (queries, pages_of_token, position, *jax.tree.leaves(tuple(cache)[:4]))
+    start = jax.tree.map(lambda array: vary_like(array, others), start)
+    blocks = (jnp.max(position) + block) // block
+    largest, total, mixed = jax.lax.fori_loop(0, blocks, step, start)
+    # A padding token sees nothing: its largest score is -inf and its total 0.
+    total = jnp.where(total == 0, 1.0, total)
+    output = (mixed / total[..., None]).astype(queries.dtype)
+    return output, largest + jnp.log(total)
 
 
 def _gather(

@@ -1,8 +1,14 @@
 """The suite for plain XLA."""
 
+from pallas_kernels.attention import reference
 from pallas_kernels.target import Target
-from tests.pallas_kernels.attention.suite import PagedAttentionSuite
+from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
 
 
 class TestReference(PagedAttentionSuite):
     target = Target("reference", "cpu")
+
+    def test_tokens_in_parts(self, monkeypatch):
+        """Two tokens at a time, the last one with padding; more than one block of positions."""
+        monkeypatch.setattr(reference, "GATHERED_BYTES", 2 * 128 * 32 * 4)
+        self.check(self.case(Sizes(), [(9 * self.page_size + 3, 2), (130, 1), (1, 1), (3, 1)]))
