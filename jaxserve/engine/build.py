@@ -213,6 +213,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
     """One step of every bucket on every lane, all padding but one token that is written nowhere."""
     deployment = runtime.deployment
     plans = []
+    slots = deployment.scheduler.slots
+    options: dict[str, Any] = {"rules": SlotRules(), "logprobs": 0, "targets": [0]}
     for bucket in runtime.buckets:
         for place in range(deployment.lanes * deployment.runtime_domains):
             lane, domain = divmod(place, deployment.runtime_domains)
@@ -224,13 +226,10 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
                 sample=True,
                 temperature=1.0,
                 top_k=2,
-                rules=SlotRules(),
-                logprobs=0,
-                targets=[0],
                 drafts=bucket.drafts,
+                **({} if bucket.is_small(slots) else options),
             )
             groups = [[row] for _ in range(deployment.attention.dp)]
-            slots = deployment.scheduler.slots
             plan = plan_of_rows(lane, -1, bucket, groups, slots=slots)
             if deployment.drafts:
                 said = [] if deployment.modules else [SaidTokens(0, 0, bytes(4))]

@@ -243,10 +243,12 @@ class LaneSlots:
         tokens = np.bincount(rows // self.slots, counts).max()
         told = np.maximum(np.minimum(reach + self._ahead, self.room[rows]), reach)
         pages = -(-int(told.max()) // self.page_size)
+        large = bool(options) and own is None  # small steps have none
+        bucket_tokens = max(int(tokens), self.slots) if large else int(tokens)
         plan = StepPlan.of(
             self.lane,
             number,
-            buckets.smallest(int(tokens), pages, 0 if own is None else buckets.drafts),
+            buckets.smallest(bucket_tokens, pages, 0 if own is None else buckets.drafts),
             columns=np.stack([rows, counts, reach - slack, sample_counts]),
             token_ids=token_ids,
             new_sequences=[

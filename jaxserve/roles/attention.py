@@ -67,7 +67,7 @@ class AttentionExecutables(NamedTuple):
     enter: jax.stages.Compiled
     attend: dict[LayerKind, jax.stages.Compiled]
     leave: jax.stages.Compiled
-    sampling: SamplingExecutables
+    sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None = None
     passes: PassExecutables | None = None
     """None: there are no prediction modules, or the step has no drafts."""

@@ -42,7 +42,7 @@ class ColocatedExecutables(NamedTuple):
     """What a step of one bucket runs."""
 
     step: jax.stages.Compiled
-    sampling: SamplingExecutables
+    sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None = None
     predict: jax.stages.Compiled | None = None
     """Passes of prediction modules; None: there are none, or the step has no drafts."""

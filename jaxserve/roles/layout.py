@@ -45,6 +45,11 @@ class Bucket(msgspec.Struct, frozen=True):
         """The same for what sees no pages."""
         return Bucket(self.tokens, 1, self.drafts)
 
+    def is_small(self, slots: int) -> bool:
+        """Whether a step has fewer tokens than a DP group has slots: then it samples after each of
+        its tokens, not in each slot, and no request of it has options (`roles/sampling.py`)."""
+        return not self.drafts and self.tokens < slots
+
     @property
     def undrafted(self) -> "Bucket":
         """The same for what does not know of drafts."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.mesh import AnyMesh, cached_sharding
-from jaxserve.model.attention.batch import RaggedBatch, ragged_batch
+from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.sampler import SamplerState, sample
@@ -100,9 +100,12 @@ class TokenPrograms:
         leaves: Sequence[Array],
         bucket: Bucket,
     ) -> tuple[Array, ...]:
-        """`verify_step` or `sample_step`, as the bucket has drafts or not."""
+        """`verify_step` or `sample_step`, as the bucket has drafts or not; for fewer tokens than
+        slots `sample_few`."""
         if bucket.drafts:
             return self.verify_step(x, last_tokens, fields, leaves, bucket.drafts)
+        if bucket.is_small(self.slots):
+            return self.sample_few(x, last_tokens, fields, leaves)
         return self.sample_step(x, last_tokens, fields, leaves)
 
     def sample_step(
@@ -121,6 +124,25 @@ class TokenPrograms:
         with jax.named_scope("head"):
             logits = self.templates.head.merge(leaves)(x[row])
         return *self.draw(logits, last_tokens, fields), logits
+
+    def sample_few(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "tokens vocab"]]:
+        """What `sample_step` gives, by head and sampler on every token instead of every slot: there
+        are fewer. The logits are the tokens', too."""
+        tokens = x.shape[0]
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x)
+        slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
+        each = {name: values[slot] for name, values in _sampling(fields).items()}
+        drawn = drawn_tokens(logits, sampler_state(each | {"kv_length": fields["kv_length"][slot]}))
+        row = jnp.clip(fields["query_start"][1:] - 1, 0, tokens - 1)
+        last = jnp.where(fields["sample"] > 0, drawn[row], last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp"), logits
 
     def draw(
         self,

@@ -31,8 +31,10 @@ class SamplingExecutables(NamedTuple):
 def options_programs(
     programs: TokenPrograms, buckets: Sequence[Bucket]
 ) -> dict[ProgramKey, Program]:
-    """What runs after a step that has a request with options; the longest to compile first."""
+    """What runs after a step that has a request with options; the longest to compile first. Small
+    steps have none: the scheduler gives such requests larger ones."""
     wanted = {}
+    buckets = [bucket for bucket in buckets if not bucket.is_small(programs.slots)]
     for bucket in buckets:
         tokens = bucket.of_tokens
         wanted[ProgramKey("choose", None, tokens)] = sampling_programs.choose(programs, bucket)
@@ -44,9 +46,11 @@ def options_programs(
     return wanted
 
 
-def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables:
-    """Picks those of one bucket out of everything that was compiled."""
+def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables | None:
+    """Picks those of one bucket out of everything that was compiled; None: it is a small one."""
     tokens = bucket.of_tokens
+    if ProgramKey("choose", None, tokens) not in compiled:
+        return None
     return SamplingExecutables(
         choose=compiled[ProgramKey("choose", None, tokens)],
         logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1, bucket.drafts))],
@@ -62,8 +66,8 @@ class Finished(NamedTuple):
     """int32 [groups, slots], replicated over the mesh; of a step with drafts [groups, slots,
     1 + drafts], with `REJECTED` behind the tokens that hold."""
     logits: jax.Array
-    """FP32 [groups * slots, vocab], of a step with drafts 1 + drafts rows a slot; rows after which
-    nothing was sampled mean nothing."""
+    """FP32 [groups * slots, vocab], of a step with drafts 1 + drafts rows a slot, of a small step
+    [groups * tokens, vocab]; rows after which nothing was sampled mean nothing."""
     last: jax.Array
     """What this process computes last in the step: when it is there, so is everything before."""
     logprobs: jax.Array | None = None
@@ -101,7 +105,7 @@ class Sampling:
     def finish(
         self,
         plan: StepPlan,
-        executables: SamplingExecutables,
+        executables: SamplingExecutables | None,
         batch: jax.Array,
         before: jax.Array,
         left: tuple[jax.Array, ...],
@@ -112,6 +116,7 @@ class Sampling:
 
         Args:
           plan, batch: the step, and its array.
+          executables: of its bucket; None: it is a small one, and the step has no options.
           before: the lane's last tokens before the step.
           left: last tokens, sampled tokens, logits, and with drafts lengths, as the step's last
             program left them.
@@ -119,6 +124,8 @@ class Sampling:
         """
         last, sampled, logits, *lengths = left
         logprobs = scores = None
+        if executables is None:
+            return last, Finished(plan, sampled, logits, sampled), lengths
         if plan.has_rules:
             rules = self._put(rules_array(plan, self._groups, self._slots, self._vocab))
             last, sampled, self._counts[plan.lane], *lengths = executables.choose(

@@ -425,7 +425,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert any(plan.groups)
         sizes = [sum(len(row.token_ids) for row in rows) for rows in plan.groups]
         drafts, rows_of_all = plan.bucket.drafts, [row for rows in plan.groups for row in rows]
-        fitting = [b for b in limits.token_buckets if b >= max(sizes) and b > drafts]
+        least = limits.slots if plan.plan.options and not drafts else 1
+        fitting = [b for b in limits.token_buckets if b >= max(*sizes, least) and b > drafts]
         assert plan.bucket.tokens == min(fitting)
         assert drafts == (limits.drafts if any(row.drafts for row in rows_of_all) else 0)
         pages = [-(-row.kv_length // limits.page_size) for row in rows_of_all]
