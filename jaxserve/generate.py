@@ -22,6 +22,7 @@ from jaxserve.config.command_line import (
 )
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.llm import LLM
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Recorder
@@ -35,8 +36,10 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
-Pieces = Generator[tuple[str, int, str]]
-"""New text, how many tokens it took, and in the last piece why it ended."""
+Pieces = Generator[tuple[str, list[int], str]]
+"""New text, its tokens, and in the last piece why it ended."""
+Asked = str | list[int]
+"""A prompt: its text, or its token ids."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         given = {name: value for name in OPTIONAL if (value := getattr(options, name)) is not None}
         given |= {"stop": tuple(options.stop), "ignore_eos": options.ignore_eos}
+        asked = _token_ids(prompt) if options.tokens else prompt
         SamplingParams(**given).validate()  # before a model is loaded or a server asked
         source = _from_server if options.server else _from_model
-        with contextlib.closing(source(options, prompt, given)) as pieces:
-            _print(pieces)
+        with contextlib.closing(source(options, asked, given)) as pieces:
+            _print(pieces, options.tokens)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -65,43 +69,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _from_model(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
-    deployment = read_deployment(options.config, options.model, options.set)
+def _token_ids(text: str) -> list[int]:
+    """The ids in a text, with blanks or commas between them."""
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not word.isdecimal():
+            raise InvalidRequestError("prompt", f"{word!r} is no token id (--tokens)")
+    return [int(word) for word in words]
+
+
+def _from_model(options: argparse.Namespace, prompt: Asked, given: dict[str, Any]) -> Pieces:
+    deployment = read_deployment(options.config, options.model, options.set, Sizing())
     check_timeline(options.timeline, deployment)
     recorder = Recorder() if options.timeline else None
     with LLM(deployment, recorder=recorder) as llm:
-        tokens: str | list[int] = prompt
+        tokens = prompt
         if options.chat:
             system = [{"role": "system", "content": options.system}] if options.system else []
             tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
         for piece in llm.stream(tokens, SamplingParams(**given)):
-            yield piece.text, len(piece.token_ids), piece.finish_reason or ""
+            yield piece.text, piece.token_ids, piece.finish_reason or ""
     if recorder is not None:
         spans = recorder.ended()
         summary = timeline_view.write(options.timeline, spans)
         print(f"{options.timeline}: {timeline_view.describe(summary)}", file=sys.stderr)
 
 
-def _from_server(options: argparse.Namespace, prompt: str, given: dict[str, Any]) -> Pieces:
-    request = pb.GenerateRequest(text=prompt, **given)
+def _from_server(options: argparse.Namespace, prompt: Asked, given: dict[str, Any]) -> Pieces:
+    if isinstance(prompt, str):
+        request = pb.GenerateRequest(text=prompt, **given)
+    else:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **given)
     with grpc.insecure_channel(options.server, options=CHANNEL_OPTIONS) as channel:
         for event in InferenceStub(channel).GenerateStream(request):
             reason = ""
             if event.HasField("finish"):
                 name = pb.FinishReason.Name(event.finish.reason)
                 reason = name.removeprefix("FINISH_REASON_").lower()
-            yield event.delta.text, len(event.delta.token_ids), reason
+            yield event.delta.text, list(event.delta.token_ids), reason
 
 
-def _print(pieces: Pieces) -> None:
-    """Text to standard output as it comes, a line about it to standard error."""
+def _print(pieces: Pieces, as_tokens: bool) -> None:
+    """Text, or token ids, to standard output as it comes, a line about it to standard error."""
     total, started, ended = 0, 0, ""
     first = time.monotonic()
-    for text, count, reason in pieces:
+    for text, tokens, reason in pieces:
+        count = len(tokens)
         if count and not total:
             first, started = time.monotonic(), count
         total, ended = total + count, reason
-        sys.stdout.write(text)
+        sys.stdout.write("".join(f"{token} " for token in tokens) if as_tokens else text)
         sys.stdout.flush()
     seconds = time.monotonic() - first
     print(flush=True)
@@ -124,6 +141,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", required=True, help="the text to complete; - reads it")
     made.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
+    )
+    made.add_argument(
+        "--tokens",
+        action="store_true",
+        help="the prompt is token ids, with blanks or commas between, and so is the completion",
     )
     made.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     made.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
@@ -155,6 +177,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error("--timeline: not with --server, whose stages run elsewhere")
     if options.chat and not here:
         made.error("--chat: not with --server, which takes finished prompts")
+    if options.tokens and options.chat:
+        made.error("--chat: not with --tokens, which are a finished prompt")
     if options.system is not None and not options.chat:
         made.error("--system: only with --chat")
     return options

@@ -19,6 +19,7 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.open import open_engine
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.observe.timeline import Recorder
 from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generation import Generation
@@ -75,7 +76,9 @@ class LLM:
         recorder: Recorder | None = None,
     ):
         if not isinstance(deployment, Deployment):
-            deployment = load_deployment(deployment, overrides)
+            sizing = Sizing()
+            deployment = load_deployment(deployment, overrides, choose=sizing)
+            sizing.log()
         elif overrides:
             raise ConfigError("overrides: only with a file or folder; a Deployment is complete")
         self.deployment = deployment

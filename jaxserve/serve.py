@@ -27,6 +27,7 @@ from jaxserve.config.shrink import shrunk
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.logs import configure
 
 
@@ -35,13 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     configure(options.log_format)
     try:
-        deployment = read_deployment(options.config, options.model, options.set)
+        process = from_arguments(options)
+        sizing = Sizing() if process.processes == 1 and not process.role else None
+        deployment = read_deployment(options.config, options.model, options.set, sizing)
         if options.check:
             from jaxserve.commands.checking import check
 
-            return check(deployment)
+            return check(deployment, sizing.table() if sizing else "")
+        if sizing is not None:
+            sizing.log()
         check_timeline(options.timeline, deployment)
-        process = from_arguments(options)
         # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
         # is back sooner without engine, tokenizers and servers.
         if process.role == "router":

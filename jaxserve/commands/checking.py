@@ -1,4 +1,6 @@
-"""`serve --check`: what a deployment weighs. No device is touched, and no weight is read."""
+"""`serve --check`: what a deployment weighs, and how what it leaves open was chosen.
+
+No weight is read, and no device touched, unless an accelerator's memory decides over a size."""
 
 import sys
 
@@ -14,8 +16,12 @@ from jaxserve.roles.capacity import check_capacity, describe, memory_of
 from jaxserve.roles.kernel_coverage import kernel_gaps
 
 
-def check(deployment: Deployment) -> int:
-    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names."""
+def check(deployment: Deployment, chosen: str = "") -> int:
+    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names.
+
+    Args:
+      chosen: the keys that were not written, with reasons.
+    """
     config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     workers = {"": deployment}
     if deployment.prefill.workers:
@@ -23,6 +29,8 @@ def check(deployment: Deployment) -> int:
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
         parts.append(title + describe(config, worker, memory_of(worker)))
+    if chosen:
+        parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
     try:
         for worker in workers.values():

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.config.auto import Choose
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.errors import ConfigError
 
@@ -29,22 +30,28 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_deployment(
-    config: str | None, model: str | None, overrides: Sequence[str] = ()
+    config: str | None,
+    model: str | None,
+    overrides: Sequence[str] = (),
+    choose: Choose | None = None,
 ) -> Deployment:
     """The deployment of a command's `--config`, `--model` and `--set`; one of the first is given.
+
+    `choose` is as of `load_deployment`.
 
     Raises:
       ConfigError: as `load_deployment`, or `model` is no folder.
     """
     if model is None:
         assert config is not None
-        return load_deployment(config, overrides)
+        return load_deployment(config, overrides, choose=choose)
     folder = Path(model).resolve()
     if not folder.is_dir():
         raise ConfigError(f"--model {model}: no such folder")
     if config is None:
-        return load_deployment(folder, overrides)
-    return load_deployment(config, [*overrides, f"model={json.dumps(str(folder))}"])
+        return load_deployment(folder, overrides, choose=choose)
+    overrides = [*overrides, f"model={json.dumps(str(folder))}"]
+    return load_deployment(config, overrides, choose=choose)
 
 
 def check_timeline(folder: Path | None, deployment: Deployment) -> None:

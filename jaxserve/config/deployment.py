@@ -15,6 +15,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from jaxserve.config.auto import Choose, drop_auto, written_keys
 from jaxserve.config.checks import complete
 from jaxserve.config.roles import expand_roles
 from jaxserve.config.sections import (
@@ -48,9 +49,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     other unknown entries are refused."""
     mode: Literal["afd", "colocated"] = "afd"
     """`afd`: separate attention and ffn meshes; `colocated`: one mesh of the attention role's
-    sizes, one program per step."""
+    sizes, one program per step. `auto`: `colocated`, unless the file has sizes of an ffn mesh or
+    of a link."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of weights and activations: `bfloat16` or `float32`."""
+    """Dtype of weights and activations: `bfloat16` or `float32`. `auto`: `float32` on CPUs, which
+    multiply it faster, where it fits; else `bfloat16`."""
     strict_kernels: bool = False
     """Whether a worker on a TPU or a GPU refuses to start where a program has no kernel for the
     model's sizes or formats, and plain XLA would run far more slowly; false: it logs a warning.
@@ -117,7 +120,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def load_deployment(
-    path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
+    path: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    choose: Choose | None = None,
 ) -> Deployment:
     """Reads a deployment file and applies dotted overrides.
 
@@ -125,6 +131,7 @@ def load_deployment(
       path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder
         (then every other field has its default).
       overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
+      choose: values for the keys that are `auto` (`auto.py`); None: fixed ones.
 
     Raises:
       ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
@@ -162,10 +169,12 @@ def load_deployment(
         _set(tree, key, value)
     expand_roles(tree)
     _check_keys(tree, Deployment, "")
-    try:
-        deployment = msgspec.convert(tree, Deployment)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"deployment: {error}") from None
+    drop_auto(tree)
+    deployment = _converted(tree)
+    if choose is not None:
+        for key, value in choose(deployment, written_keys(tree)).items():
+            _set(tree, key, value)
+        deployment = _converted(tree)
     deployment = complete(deployment)
     if deployment.prefill.workers:
         prefill = deployment_of(deployment, "prefill")  # refuses what does not fit
@@ -177,6 +186,13 @@ def load_deployment(
                 f"devices, a prefill worker that were to stand in for one has {prefill.devices}"
             )
     return deployment
+
+
+def _converted(tree: Mapping[str, Any]) -> Deployment:
+    try:
+        return msgspec.convert(tree, Deployment)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"deployment: {error}") from None
 
 
 def deployment_of(deployment: Deployment, role: str) -> Deployment:

@@ -26,9 +26,11 @@ class AttentionRole(Section, frozen=True):
     """The attention mesh: embedding, attention, KV cache, router, head and sampler."""
 
     dp: Size = 1
-    """DP groups; each has its own page pool and sequences."""
+    """DP groups; each has its own page pool and sequences. `auto`: with `tp` all devices of the
+    process, where nothing of the cache is stored twice and a device has the fewest weights; a CPU
+    is one device."""
     tp: Size = 1
-    """Devices of a DP group, which divide the query heads among them."""
+    """Devices of a DP group, which divide the query heads among them. `auto`: as of `dp`."""
     weights: Weights = "auto"
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks or `dtype`),
     `bfloat16`, `float32`, `fp8`, `int8`. Embedding, head, norms and router are never quantised."""
@@ -119,9 +121,11 @@ class Cache(Section, frozen=True):
     """The paged KV cache of one DP group."""
 
     page_size: Size = 16
-    """Tokens per page."""
+    """Tokens per page. `auto`: 64, on CPUs 16."""
     pages: Annotated[int, Meta(ge=1, le=2**30)] = 512
-    """Pages per DP group, shared by its lanes."""
+    """Pages per DP group, shared by its lanes. `auto`: what fits beside weights and activations, no
+    more than twice what all slots can fill; on CPUs 1,024 tokens a slot, or one longest sequence,
+    in half of the host's free memory."""
     format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Format of keys and values: `auto` (= `dtype`), `float32`, `bfloat16`, or `fp8` and `int8`
     with one scale per token and head."""
@@ -133,17 +137,22 @@ class SchedulerLimits(Section, frozen=True):
     """Limits of a step; they determine the compiled buckets."""
 
     slots: Size = 8
-    """Sequences per DP group and lane."""
+    """Sequences per DP group and lane. `auto`: as many of 4,096 tokens as fit, 8 to 256; on CPUs
+    32."""
     max_length: Annotated[int, Meta(ge=2, le=2**24)] = 1024
-    """Longest sequence, prompt and output together, in tokens."""
+    """Longest sequence, prompt and output together, in tokens. `auto`: the model's positions, or
+    what fits."""
     token_budget: Size = 128
-    """Tokens per DP group and step: decode tokens first, then prefill chunks."""
+    """Tokens per DP group and step: decode tokens first, then prefill chunks. `auto`: 512, on CPUs
+    128, and at least what decoding takes."""
     token_buckets: list[Size] = []
     """Padded step sizes in tokens, ascending, the last equal to `token_budget`; more buckets mean
-    less padding and a longer start. Empty: `slots` and `token_budget`."""
+    less padding and a longer start. Steps of fewer tokens than `slots` have no requests with
+    penalties, biases, grammars or log-probabilities. `auto` or empty: `slots` and `token_budget`;
+    on CPUs also 1 and 8."""
     page_buckets: list[Size] = []
-    """Padded pages per sequence, ascending, the last covering `max_length`. Empty: a quarter of the
-    longest and all of it."""
+    """Padded pages per sequence, ascending, the last covering `max_length`. `auto` or empty: those
+    of the longest, and quarters of it down to 1,024 tokens; on CPUs the longest alone."""
     prefill_tokens: Annotated[int, Meta(ge=0, le=65536)] = 0
     """Most prefill tokens per DP group in a step that also decodes, which keeps the pace of tokens
     even. 0: what decoding leaves of the budget."""

@@ -85,7 +85,9 @@ class LocalFaces:
     ):
         access = Access.from_config(server)
         self._tokenizer = Tokenizer.from_folder(model)
-        self._template = _chat_template(model)
+        self._template = _chat_template(model) if self._tokenizer.knows_text else None
+        if not self._tokenizer.knows_text:
+            logger.warning("%s: no tokenizer: prompts are token ids, and there are no chats", model)
         self._generator: TextGenerator | None = None
         self._grpc = GrpcServer(
             server.host,

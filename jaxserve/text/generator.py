@@ -17,6 +17,7 @@ from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
 from jaxserve.text.grammars import Grammars
+from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.output import GenerationOutput, joined
 from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
@@ -185,6 +186,8 @@ class TextGenerator:
           OverloadedError, DrainingError, EngineFailedError: from the engine.
         """
         params.validate()
+        if params.stop and not self.tokenizer.knows_text:
+            raise InvalidRequestError("stop", f"{MISSING}, and stop_token_ids to end at")
         token_ids = self.encode(prompt)
         request_id = new_request_id() if request_id is None else checked_request_id(request_id)
         generation = Generation(

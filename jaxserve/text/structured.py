@@ -17,6 +17,7 @@ import llguidance
 import msgspec
 import numpy as np
 
+from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**16
@@ -278,6 +279,8 @@ class GrammarCompiler:
         return TokenGrammar(compiled, matcher, self._words, self._tokenizer.token_bytes)
 
     def _compile(self, compiled: str) -> llguidance.LLMatcher:
+        if not self._tokenizer.knows_text:
+            raise GrammarError(MISSING)
         matcher = llguidance.LLMatcher(
             self._llguidance_tokenizer, compiled, limits=self._limits, log_level=0
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxserve.config.special_tokens import SpecialTokens, collect_special_tokens
 from jaxserve.errors import CheckpointError
+from jaxserve.text.no_vocabulary import NoVocabulary
 from jaxserve.text.tiktoken_files import TiktokenVocabulary
 from jaxserve.text.vocabulary import TokenizersVocabulary, Vocabulary
 
@@ -35,6 +36,7 @@ class Tokenizer:
       special_ids: ids of the tokens that have no text.
       longest_token: characters of the longest token, added ones included; a text of n tokens has
         at most n times as many.
+      knows_text: False where the checkpoint has no tokenizer, only token ids (`no_vocabulary.py`).
     """
 
     def __init__(
@@ -60,15 +62,17 @@ class Tokenizer:
         self.vocab_size = vocabulary.size
         self.special_ids = vocabulary.special_ids
         self.longest_token = vocabulary.longest_token
+        self.knows_text = not isinstance(vocabulary, NoVocabulary)
         self._prefix = vocabulary.prefix(bos_token_id, add_bos)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json or tiktoken.model, and the special ids from the files next to it.
+        """Reads tokenizer.json or tiktoken.model, and the special ids from the files next to it; of
+        weights without either, a tokenizer that refuses texts.
 
         Raises:
-          CheckpointError: the file is missing, a file is truncated or wrong, or there are more
-            ids than the model has; lists all.
+          CheckpointError: there is neither of them nor weights, a file is truncated or wrong, or
+            there are more ids than the model has; lists all.
         """
         folder = Path(folder)
         problems: list[str] = []
@@ -97,7 +101,8 @@ class Tokenizer:
           add_bos: False for a chat prompt, whose template writes its own special tokens.
 
         Raises:
-          ValueError: `text` has lone surrogates, so it is not valid Unicode.
+          ValueError: `text` has lone surrogates, so it is not valid Unicode; or there is no
+            tokenizer.
         """
         try:
             text.encode()
@@ -138,6 +143,8 @@ def _read_vocabulary(
     except CheckpointError as error:
         problems.append(str(error))
         return None
+    if any(path.suffix == ".safetensors" or path.is_dir() for path in folder.iterdir()):
+        return NoVocabulary(special.vocab_size or 0)
     problems.append(f"no file {json_path.name} or {ranks_path.name}")
     return None
 

@@ -29,6 +29,7 @@ EXCHANGES = ("gather", "alltoall")
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
 
 LIMITS: dict[str, Any] = {
+    "mode": "afd",
     "dtype": "float32",
     "cache.page_size": 8,
     "cache.pages": 40,

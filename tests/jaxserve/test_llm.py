@@ -186,6 +186,19 @@ def test_errors_of_construction(engine: FakeEngine, tmp_path: Path, folder: Path
         LLM(folder)
 
 
+def test_token_ids_alone_where_there_is_no_tokenizer(engine: FakeEngine, folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "model.safetensors")
+    with LLM(folder) as llm:
+        output = llm.generate([5, 6, 7])[0]
+        assert (output.text, output.token_ids) == ("", ids_of("one two three"))
+        with pytest.raises(InvalidRequestError, match="prompt: the model folder has no tokenizer"):
+            llm.generate("hi")
+        with pytest.raises(InvalidRequestError, match=r"stop: .* stop_token_ids to end at"):
+            llm.generate([5], SamplingParams(stop=("a",)))
+        with pytest.raises(InvalidRequestError, match=r"messages: .* no chat template"):
+            llm.chat([{"role": "user", "content": "hi"}])
+
+
 # ------------------------------------------------------------------------------------- chat
 
 TEMPLATE = (

@@ -184,7 +184,7 @@ class TestColocated:
 
 def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
     """What the Python face generates."""
-    with LLM(folder, overrides=overrides) as llm:
+    with LLM(folder, overrides={"mode": "afd"} | overrides) as llm:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 

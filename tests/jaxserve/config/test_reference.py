@@ -26,9 +26,11 @@ def test_defaults() -> None:
     lines = table().splitlines()
     assert lines[2].startswith("| `model` | required | Folder with config.json,")
     for start in (
-        "| `attention.dp` | `1` | ",
+        "| `attention.dp` | `auto` | ",
+        "| `ffn.ep` | `1` | ",
         "| `cache.prefix` | `true` | ",
-        "| `scheduler.token_buckets` | `[]` | ",
+        "| `scheduler.token_buckets` | `auto` | ",
+        "| `link.addresses` | `[]` | ",
         '| `server.api_keys` | `""` | ',
         "| `server.drain_seconds` | `30.0` | ",
     ):

@@ -163,6 +163,23 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_weights_without_a_tokenizer_leave_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7, "vocab_size": 300}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.knows_text, tokenizer.eos_token_ids) == (False, {7})
+    assert (tokenizer.vocab_size, tokenizer.decode([1, 2]), tokenizer.has_text(1)) == (
+        300,
+        "",
+        False,
+    )
+    with pytest.raises(
+        ValueError, match=r"no tokenizer \(tokenizer.json or tiktoken.model\): send"
+    ):
+        tokenizer.encode("hello")
+    assert BYTE_LEVEL.knows_text
+
+
 def test_every_broken_file_is_listed(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level())
     whole = (tmp_path / "tokenizer.json").read_text()

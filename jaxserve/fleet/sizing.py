@@ -1,0 +1,121 @@
+"""Chooses what a deployment leaves open, where this process has all of it to itself.
+
+Called by `llm.py`, `serve.py`, `generate.py` and `doctor`, through `load_deployment`. On a CPU no
+JAX backend is started: how many devices are simulated is decided later, by the layout.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config.auto import AUTO_KEYS
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from jaxserve.roles.sizing import Choice, Machine
+
+logger = logging.getLogger(__name__)
+
+
+class Sizing:
+    """What `load_deployment` takes as `choose`; remembers what was chosen, and why.
+
+    Args:
+      machine: the devices; None: those that are here.
+    """
+
+    def __init__(self, machine: "Machine | None" = None):
+        self._machine = machine
+        self.found: dict[str, Choice] = {}
+
+    def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
+        """See `Choose`; nothing where processes share the deployment, or its model is unreadable:
+        whoever loads it says why."""
+        from jaxserve.checkpoint.hf import read_config
+        from jaxserve.roles.sizing import choose_sizes
+
+        if written.issuperset(AUTO_KEYS) or is_shared(deployment):
+            return {}
+        try:
+            config, _ = read_config(
+                deployment.model, deployment.ignored_model_keys, deployment.modules
+            )
+        except CheckpointError:
+            return {}
+        machine = self._machine or this_machine()
+        self.found = choose_sizes(config, deployment, written, machine)
+        return {key: choice.value for key, choice in self.found.items()}
+
+    @property
+    def line(self) -> str:
+        """What was chosen, on one line; empty if nothing was."""
+        return ", ".join(f"{key} {_short(choice.value)}" for key, choice in self.found.items())
+
+    def table(self) -> str:
+        """What was chosen and why, a key a line."""
+        width = max(map(len, self.found), default=0)
+        values = {key: _short(choice.value) for key, choice in self.found.items()}
+        most = max(map(len, values.values()), default=0)
+        return "\n".join(
+            f"{key.ljust(width)}  {values[key].ljust(most)}  {choice.reason}"
+            for key, choice in self.found.items()
+        )
+
+    def log(self) -> None:
+        """Says what was chosen."""
+        if self.found:
+            logger.info("sizes: %s (serve --check says why)", self.line)
+
+
+def is_shared(deployment: Deployment) -> bool:
+    """Whether several processes read the deployment: then they must find the same in it."""
+    roles = deployment.attention, deployment.ffn
+    return bool(
+        deployment.link.transport == "pull"
+        or deployment.prefill.workers
+        or deployment.domains > 1
+        or deployment.fleet.domains
+        or any(role.processes > 1 for role in roles)
+    )
+
+
+def this_machine() -> "Machine":
+    """The devices of this process. Starts a JAX backend unless they are the CPU's."""
+    import jax
+
+    from jaxserve.fleet.hardware import choose_platform
+    from jaxserve.mesh import memory_limit
+    from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, Machine
+
+    if choose_platform() == "cpu":
+        free = free_host_memory()
+        return Machine("cpu", 1, None if free is None else round(HOST_PART * free))
+    devices = jax.local_devices()
+    known = [size for device in devices if (size := memory_limit(device)) is not None]
+    memory = round(DEVICE_PART * min(known)) if known else None
+    return Machine("tpu" if devices[0].platform == "tpu" else "gpu", len(devices), memory)
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of the host's memory that nobody uses, of the container's where it has fewer."""
+    sizes = []
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                sizes.append(int(line.split()[1]) * 1024)
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        sizes.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        pass
+    return min(sizes, default=None)
+
+
+def _short(value: Any) -> str:
+    return str(value).replace(" ", "")

@@ -1,0 +1,145 @@
+"""What an open deployment becomes, on machines that are not here: numbers worked out by hand."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.config.auto import AUTO_KEYS
+from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.sizing import Sizing
+from jaxserve.roles.capacity import check_capacity, role_bytes
+from jaxserve.roles.sizing import Machine
+
+GB = 10**9
+HOST = Machine("cpu", 1, 8 * GB)
+TPUS = Machine("tpu", 8, 30 * GB)
+GPU = Machine("gpu", 1, 70 * GB)
+
+
+def sized(model: str, machine: Machine, **overrides) -> Deployment:
+    written = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_deployment(CONFIGS / "models" / model, written, choose=Sizing(machine))
+
+
+def test_a_small_model_on_a_cpu():
+    deployment = load_deployment(CONFIGS / "demo", choose=Sizing(HOST))
+    assert (deployment.mode, deployment.dtype, deployment.devices) == ("colocated", "float32", 1)
+    limits = deployment.scheduler
+    assert (limits.slots, limits.max_length, limits.token_budget) == (32, 2048, 128)
+    assert limits.token_buckets == [1, 8, 32, 128]
+    assert limits.page_buckets == [128]
+    assert (deployment.cache.page_size, deployment.cache.pages) == (16, 32 * 1024 // 16)
+
+
+def test_positions_that_a_host_has_no_room_for():
+    """30.5 B parameters in 2 bytes are 61.06 GB; 48 layers of 2 x 4 heads x 128 x 2 bytes make
+    98,304 bytes a token, 1.572864 MB a page of 16: of 62 GB 0.83 are left, for 530 pages."""
+    deployment = sized("qwen3-30b-a3b", Machine("cpu", 1, 62 * GB))
+    part = role_bytes(read_config(deployment.model)[0], deployment)[0]
+    assert deployment.dtype == "bfloat16"
+    assert deployment.cache.pages == (62 * GB - part.total + part.cache) // 1_572_864
+    assert 400 < deployment.cache.pages < 540
+    assert deployment.scheduler.max_length == deployment.cache.pages * 16 < 40_960
+    assert deployment.scheduler.page_buckets == [deployment.cache.pages]
+
+
+def test_a_dense_model_on_eight_chips():
+    """8 K and V heads: tp 8 stores nothing twice, and a chip reads an eighth of the weights."""
+    deployment = sized("qwen3-32b", TPUS)
+    assert (deployment.mode, deployment.dtype) == ("colocated", "bfloat16")
+    assert (deployment.attention.dp, deployment.attention.tp) == (1, 8)
+    limits = deployment.scheduler
+    assert (limits.slots, limits.max_length, limits.token_budget) == (128, 40_960, 512)
+    assert limits.token_buckets == [128, 512]
+    assert limits.page_buckets == [40, 160, 640]
+    config = read_config(deployment.model)[0]
+    check_capacity(config, deployment, {"attention": TPUS.memory, "ffn": TPUS.memory})
+    more = msgspec.structs.replace(deployment.cache, pages=deployment.cache.pages + 1)
+    one_more = msgspec.structs.replace(deployment, cache=more)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_capacity(config, one_more, {"attention": TPUS.memory, "ffn": TPUS.memory})
+
+
+def test_kv_heads_are_not_copied():
+    """4 K and V heads on 8 chips: tp 4, and experts over dp 2; latents have one head."""
+    attention = sized("qwen3-30b-a3b", TPUS).attention
+    assert (attention.dp, attention.tp) == (2, 4)
+    attention = sized("deepseek-v3", Machine("gpu", 16, 140 * GB)).attention
+    assert (attention.dp, attention.tp) == (16, 1)
+
+
+def test_one_device_that_the_model_is_too_large_for():
+    """Nothing is chosen around it: the refusal has the numbers."""
+    deployment = sized("qwen3-235b-a22b", GPU)
+    config = read_config(deployment.model)[0]
+    with pytest.raises(ConfigError, match=r"weights 470\.\d\d \+ KV pages"):
+        check_capacity(config, deployment, {"attention": GPU.memory, "ffn": GPU.memory})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"scheduler__slots": 5}, {"scheduler.slots": 5}),
+        ({"attention__tp": 2}, {"attention.tp": 2, "attention.dp": 4}),
+        ({"cache__pages": 100}, {"cache.pages": 100, "scheduler.max_length": 6400}),
+        ({"attention__memory_gb": 9.0}, {"attention.memory_gb": 9.0}),
+        ({"scheduler__token_buckets": [7, 512], "scheduler__slots": 7}, {}),
+        ({"mode": "afd"}, {"mode": "afd", "attention.dp": 1, "ffn.ep": 1}),
+        ({"ffn__ep": 2}, {"mode": "afd", "ffn.ep": 2}),
+        ({"link__dispatch": "int8"}, {"mode": "afd"}),
+        ({"ffn__weights": "float32"}, {"dtype": "float32"}),
+        ({"dtype": "auto", "scheduler__max_length": "auto"}, {"scheduler.max_length": 40_960}),
+    ],
+    ids=str,
+)
+def test_what_is_written_stays(overrides, expected):
+    tree = msgspec.to_builtins(sized("qwen3-30b-a3b", TPUS, **overrides))
+    written = {key.replace("__", "."): v for key, v in overrides.items() if v != "auto"}
+    for key, value in (written | expected).items():
+        section, _, name = key.rpartition(".")
+        assert (tree[section] if section else tree)[name] == value, key
+
+
+def test_more_drafts_take_a_larger_budget_and_no_small_steps():
+    drafts = {"speculative__method": "ngram", "speculative__drafts": 7}
+    limits = sized("qwen3-30b-a3b", HOST, **drafts).scheduler
+    assert (limits.token_budget, limits.token_buckets) == (256, [32, 256])
+
+
+@pytest.mark.parametrize("name", [p.stem for p in CONFIGS.glob("*.yaml")])
+def test_shipped_deployments_are_what_their_files_say(name):
+    """Whatever the machine; a test without devices could not tell them otherwise."""
+    sizing = Sizing(HOST)
+    assert load_deployment(name, choose=sizing) == load_deployment(name)
+    assert not sizing.found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"domains": 2}, {"prefill.workers": 1}, {"attention.processes": 2, "attention.dp": 2}],
+    ids=str,
+)
+def test_processes_that_share_a_deployment_choose_nothing(overrides):
+    folder = CONFIGS / "models/qwen3-32b"
+    assert load_deployment(folder, overrides, choose=Sizing(HOST)) == load_deployment(
+        folder, overrides
+    )
+
+
+def test_a_folder_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path):
+    assert load_deployment(tmp_path, choose=Sizing(HOST)) == load_deployment(tmp_path)
+
+
+def test_what_was_chosen_is_told():
+    sizing = Sizing(TPUS)
+    load_deployment(CONFIGS / "models/qwen3-32b", {"lanes": 2}, choose=sizing)
+    assert list(sizing.found) == list(AUTO_KEYS)
+    assert sizing.line.startswith("mode colocated, dtype bfloat16, attention.dp 1, attention.tp 8,")
+    lines = sizing.table().splitlines()
+    assert lines[2].split("  ", 1)[0] == "attention.dp"
+    assert "8 of 8 devices, weights 8.19 GB on each, 8 K and V heads" in lines[3]
+    assert "GB of weights and activations) / 2.097 MB a page" in sizing.table()

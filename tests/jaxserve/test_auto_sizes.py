@@ -1,0 +1,62 @@
+"""A model folder without a tokenizer, as `LLM` sizes it: its tokens are those of the NumPy model at
+every size of step, and nothing compiles after the start."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.llm import LLM
+from tests.jaxserve import layouts
+from tests.reference.step3_numpy import Step3Numpy
+
+pytestmark = pytest.mark.unoptimised
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return layouts.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as llm:
+        yield llm
+
+
+def test_sizes(llm: LLM) -> None:
+    deployment, limits = llm.deployment, llm.deployment.scheduler
+    assert (deployment.mode, deployment.dtype) == ("colocated", "float32")
+    assert limits.max_length == 2048
+    assert limits.token_buckets == [1, 8, 32, 128]
+    assert limits.page_buckets == [128]
+    assert deployment.cache.pages == 32 * 1024 // 16
+    assert not llm.tokenizer.knows_text
+
+
+def test_tokens_of_every_size_of_step(llm: LLM, folder: Path) -> None:
+    """1, 5 and 12 sequences take steps of 1, 8 and 32 tokens; prompts take more. A request with
+    options, one with a temperature of 0 among random ones, and a context of several blocks."""
+    draw, reference = random.Random(3), Step3Numpy.from_folder(folder)
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    compiled: list[str] = []
+    listener = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    prompts = [[draw.randrange(161) for _ in range(n)] for n in (7, 150, 1, 30, 3, *[2] * 7)]
+    expected = [reference.greedy(prompt, 6) for prompt in prompts]
+    for count in (1, 2, 5, 12):
+        outputs = llm.generate(prompts[:count], greedy)
+        assert [output.token_ids for output in outputs] == expected[:count]
+    params = [greedy, SamplingParams(max_tokens=6, seed=4, ignore_eos=True)]
+    alone = llm.generate(prompts[1], params[1])[0].token_ids
+    mixed = [output.token_ids for output in llm.generate(prompts[:2], params)]
+    assert mixed == [expected[0], alone]
+    penalised = SamplingParams(
+        max_tokens=6, temperature=0.0, ignore_eos=True, logit_bias={expected[0][0]: -100.0}
+    )
+    assert llm.generate(prompts[0], penalised)[0].token_ids[0] != expected[0][0]
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert not [name for name in compiled if "backend_compile" in name]
