@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench import (
+    compare,
     drafts,
     experts,
     fleet,
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     of_experts = benches.add_parser("experts", help="what moving experts gains and costs")
     of_experts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_experts.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
+    compare.add_arguments(benches.add_parser("compare", help="a folder beside transformers"))
     of_kills = benches.add_parser("kills", help="ffn workers are killed while requests run")
     of_kills.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_kills.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="deployment")
@@ -114,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return machine.run(options)
         if options.bench == "stages":
             return stages.run(options)
+        if options.bench == "compare":
+            return compare.run(options)
         if options.bench == "kills":
             return kills.run(
                 options.config, options.kills, options.standbys, options.set, options.json
