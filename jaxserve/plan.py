@@ -2,9 +2,10 @@
 
 `tables` prints Step-3's cost tables from model and hardware files, each cell beside the paper's, or
 with `--world` what others measured, beside what we predict.
-`search` finds the cheapest layouts that decode within a time per output token (TPOT). `deploy`
-sizes a whole deployment: prefill, the pages link, decoding and spares. `simulate` runs a
-deployment in simulated time; `calibrate` and `verify` compare predictions with measurements;
+`search` finds the cheapest layouts that decode within a time per output token (TPOT), `map` whether
+AFD, EP or TP is the cheapest, by models, hardware, contexts and TPOTs. `deploy` sizes a whole
+deployment: prefill, the pages link, decoding and spares. `simulate` runs a deployment in simulated
+time; `calibrate` and `verify` compare predictions with measurements;
 `compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
 something would fail on the pod; 2 wrong arguments.
 """
@@ -32,6 +33,7 @@ from jaxserve.planner.layouts import Mode, Target
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
+from jaxserve.planner.payoff_command import add_map
 from jaxserve.planner.quantities import assumptions, seconds, tokens
 from jaxserve.planner.search import Found, Plan, Searcher, front
 from jaxserve.planner.search_options import (
@@ -304,6 +306,7 @@ def parser() -> argparse.ArgumentParser:
     )
     paper.set_defaults(run=_tables)
     _search_options(commands.add_parser("search", help="the cheapest layouts that meet a target"))
+    add_map(commands.add_parser("map", help="where AFD, EP and TP are the cheapest"))
     add_deploy(commands.add_parser("deploy", help="a whole deployment for requests at a rate"))
     simulate = commands.add_parser("simulate", help="a deployment, or a fleet, in simulated time")
     add_simulate(simulate)

@@ -61,7 +61,8 @@ def prices(items: Sequence[str]) -> dict[str, float]:
 
 
 def jitter(items: Sequence[str], stall: str) -> Jitter:
-    """`0.05` for every stage, `combine=0.3` for one; a stall as `0.001:1ms`.
+    """`0.05` for every stage, `combine=0.3` for one; a stall as `0.001:1ms`, or with the exponent
+    of a heavy tail, as `0.001:1ms:1.5`.
 
     Raises:
       ConfigError: an unknown stage, a spread that is not in [0, 10], or no such stall.
@@ -81,11 +82,17 @@ def jitter(items: Sequence[str], stall: str) -> Jitter:
     if not stall:
         return Jitter(spread=spread)
     probability, colon, duration = stall.partition(":")
-    chance = _number(probability)
+    duration, more, tail = duration.partition(":")
+    chance, exponent = _number(probability), _number(tail) if more else 0.0
     if not colon or chance is None or not 0 <= chance <= 1:
         raise ConfigError(f"--stall {stall!r}: expected probability:time, as in 0.001:1ms")
+    if exponent is None or (more and not 0.5 <= exponent <= 100):
+        raise ConfigError(f"--stall {stall!r}: expected an exponent from 0.5 to 100, as in 1.5")
     return Jitter(
-        spread=spread, stall_probability=chance, stall_seconds=seconds(duration, "--stall")
+        spread=spread,
+        stall_probability=chance,
+        stall_seconds=seconds(duration, "--stall"),
+        stall_exponent=exponent,
     )
 
 
@@ -99,17 +106,23 @@ def _number(text: str) -> float | None:
 PAPER = Assumptions(overlap=1.0, broadcast=True, host_seconds=0.0, host_device_seconds=0.0)
 """How Step-3's own system moves rows (§7.1)."""
 
+PUBLISHED = msgspec.structs.replace(PAPER, overlapped=True, whole_dense=True, replicas=True)
+"""AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
+
 
 def assumptions(items: Sequence[str]) -> Assumptions:
-    """`compute=0.8`, `broadcast=true`; `paper` stands for how Step-3's system moves rows.
+    """`compute=0.8`, `broadcast=true`; `paper` stands for how Step-3's system moves rows,
+    `published` for that and for two overlapping batches of colocated EP.
 
     Raises:
       ConfigError: an unknown name (lists the known ones) or a value out of range.
     """
-    tree = msgspec.to_builtins(PAPER if "paper" in items else Assumptions())
+    named = {"paper": PAPER, "published": PUBLISHED}
+    chosen = [named[item] for item in items if item in named]
+    tree = msgspec.to_builtins(chosen[-1] if chosen else Assumptions())
     for item in items:
         name, equals, text = item.partition("=")
-        if item == "paper":
+        if item in named:
             continue
         if not equals or name not in tree:
             raise ConfigError(

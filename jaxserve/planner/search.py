@@ -172,6 +172,10 @@ class Searcher:
             return None
         return mean_busiest(self._skew, layout.slots(moe.experts))
 
+    def room(self, layout: Layout) -> int:
+        """Sequences a DP group and lane that fit; 0: not even the weights, or not one."""
+        return max(0, self._room(layout)[0])
+
     def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
         """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
         calculator = self._memory(layout)

@@ -35,7 +35,12 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     add("--warm-up", type=int, default=10, help="steps that do not count: 10")
     add("--link", choices=get_args(LinkMode), default="duplex", help="duplex")
     add("--jitter", nargs="+", default=[], metavar="[STAGE=]SPREAD", help="of stages' durations")
-    add("--stall", default="", metavar="PROBABILITY:TIME", help="of every stage and device")
+    add(
+        "--stall",
+        default="",
+        metavar="PROBABILITY:TIME[:EXPONENT]",
+        help="of every stage and device; with an exponent, TIME is the shortest of a Pareto's",
+    )
     add(
         "--skew",
         help="of the experts' popularity: its spread, zipf:EXPONENT, or counts as JSON; without: a "

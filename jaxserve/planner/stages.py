@@ -377,7 +377,7 @@ class Calculator(NamedTuple):
 
     def exchange_kind(self, group: FFNLayers, mesh: ExchangeMesh) -> ExchangeKind:
         """How the rows of such a layer are exchanged, as the engine decides it."""
-        if not group.experts or mesh.ranks == 1 or self.assumed.broadcast:
+        if not group.experts or mesh.ranks == 1 or self._broadcast(mesh):
             return "gather"
         if self.exchange != "auto":
             return self.exchange
@@ -386,7 +386,11 @@ class Calculator(NamedTuple):
 
     def own_rows(self, mesh: ExchangeMesh) -> float:
         """The part of all rows that the ffn devices that have most get from the link."""
-        return 1 / mesh.peers if self.assumed.broadcast else mesh.own
+        return 1 / mesh.peers if self._broadcast(mesh) else mesh.own
+
+    def _broadcast(self, mesh: ExchangeMesh) -> bool:
+        """Whether AFD's link brings every row to every island of the ffn devices."""
+        return self.assumed.broadcast and mesh.split
 
     def _row_bytes(self, group: FFNLayers) -> RowBytes:
         return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, self.formats.rows)
@@ -409,12 +413,12 @@ class Calculator(NamedTuple):
             reached = reach(group.experts, group.top_k, mesh.routed)
             if mesh.shared:  # whichever kind of rank gets more
                 reached = max(reached, 1 / mesh.shared)
-        elif self.assumed.broadcast:
+        elif self._broadcast(mesh):
             reached = self.needed(group, mesh.ranks)
         rows = Rows(
             tokens * self.own_rows(mesh), self._row_bytes(group), reached, group.shared_d_ff > 0
         )
-        brought = self.assumed.broadcast
+        brought = self._broadcast(mesh)
         moving = exchange_bytes_seconds(kind, hardware, mesh, rows, brought=brought)
         most = busiest if kind == "alltoall" else 1.0
         there, back = (most * seconds / self.assumed.network for seconds in moving)

@@ -16,15 +16,17 @@ ERRORS = {
     # Not measured by the paper: it takes for granted that 3072 rows an FFN instance, one and a half
     # times 2A2F's, still move within the instance in time.
     ("Step-3 3A4F, upcycled to 600 B", "tokens/s/GPU"): -0.30,
+    # 69 % of them are what an instance has experts for.
+    ("Step-3 3A4F, upcycled, needed rows alone", "tokens/s/GPU"): -0.05,
     ("xDeepServe 3 x 160 + 288", "iteration ms"): -0.01,
     ("xDeepServe 3 x 160 + 288", "TPOT ms"): -0.01,
     ("xDeepServe colocated EP288", "dispatch µs, mean"): 0.0,
     ("xDeepServe colocated EP288", "combine µs, mean"): -0.03,
     ("xDeepServe colocated EP288", "iteration ms with gap"): 0.0,
     ("xDeepServe colocated EP288", "TPOT ms"): 0.0,
-    # A lognormal spread has no such tails: the paper's are from imbalance and pauses.
-    ("xDeepServe colocated EP288", "dispatch µs, most"): -0.75,
-    ("xDeepServe colocated EP288", "combine µs, most"): -0.82,
+    # With a lognormal spread alone -0.75 and -0.82: the paper's tails are from pauses.
+    ("xDeepServe colocated EP288", "dispatch µs, most"): -0.10,
+    ("xDeepServe colocated EP288", "combine µs, most"): -0.17,
 }
 
 
@@ -40,7 +42,7 @@ def test_errors():
     rows = compared_rows(found)
     assert len(rows) == len(ERRORS) + 1
     lines = inputs(found)
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert all("the paper's: " in line and "calibrated: " in line for line in lines)
 
 

@@ -78,6 +78,8 @@ class TestJitter:
         found = jitter(["0.05", "combine=0.3"], "0.001:1ms")
         assert found.spread == {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
         assert (found.stall_probability, found.stall_seconds) == (0.001, 1e-3)
+        assert found.stall_exponent == 0.0
+        assert jitter([], "0.001:1ms:1.5").stall_exponent == 1.5
 
     def test_none(self):
         assert jitter([], "") == Jitter()
@@ -87,7 +89,7 @@ class TestJitter:
         with pytest.raises(ConfigError, match="--jitter"):
             jitter([item], "")
 
-    @pytest.mark.parametrize("stall", ["0.1", "2:1ms", "0.1:never"])
+    @pytest.mark.parametrize("stall", ["0.1", "2:1ms", "0.1:never", "0.1:1ms:0", "0.1:1ms:x"])
     def test_a_wrong_stall(self, stall):
         with pytest.raises(ConfigError, match="--stall"):
             jitter([], stall)

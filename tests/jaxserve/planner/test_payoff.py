@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from jaxserve.plan import main
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Target
+from jaxserve.planner.models import load_model
+from jaxserve.planner.payoff import Case, Mix, cases, map_rows, map_summary
+from jaxserve.planner.quantities import PUBLISHED
+from jaxserve.planner.search import Searcher
+from jaxserve.planner.stages import Assumptions, Calculator, Formats
+
+QWEN = load_model("qwen3-30b-a3b")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Case]:
+    named = {"h800": load_hardware("h800")}
+    mix = Mix("h800", named, named)
+    args = QWEN, mix, [4096], [0.02, 0.05], Formats(), Assumptions()
+    return list(cases("qwen3-30b-a3b", *args, most=2))
+
+
+def test_costs_are_those_of_a_search_within_some_percent(found):
+    named = {"h800": load_hardware("h800")}
+    searcher = Searcher(Calculator(QWEN, 4096, Formats(), Assumptions()), named, named)
+    for case in found:
+        plans = searcher.search(Target(tpot=case.tpot, max_devices=2)).plans
+        for mode, plan in case.best.items():
+            cheapest = min(each.dollars for each in plans if each.layout.mode == mode)
+            assert plan.tpot <= case.tpot
+            assert 1 - 1e-9 <= plan.dollars / cheapest <= 1.25
+
+
+def test_rows_and_summary(found):
+    heading, row = map_rows(found)
+    assert heading == ["", "hardware", "context", "20 ms", "50 ms"]
+    assert row[:3] == ["qwen3-30b-a3b", "h800", "4K"]
+    assert all(case.winner in ("ep", "tp") for case in found)
+    assert row[3].split()[0] == found[0].winner
+    assert row[3].endswith(f"x{found[0].ratio:.2f}")
+    assert map_summary(found).startswith("AFD is the cheapest of 0 of 2 cases, in 0 of them alone")
+
+
+def test_nothing_meets_an_absurd_target():
+    named = {"h800": load_hardware("h800")}
+    args = QWEN, Mix("h800", named, named), [4096], [1e-6], Formats(), Assumptions()
+    (case,) = cases("qwen3-30b-a3b", *args, most=2)
+    assert (case.winner, case.ratio) == (None, None)
+    assert map_rows([case])[1][-1] == "-"
+
+
+def test_published_systems_overlap_and_colocation_is_not_broadcast_to():
+    """A broadcast is of AFD's link: EP exchanges as before."""
+    deepseek = Calculator(load_model("deepseek-v3"), 4096, Formats(), PUBLISHED)
+    named = {"h800": load_hardware("h800")}
+    layouts = list(Searcher(deepseek, named, named).layouts(Target(tpot=0.05, max_devices=32)))
+    wide = next(each for each in layouts if each.mode == "ep" and each.dp == 32)
+    group = deepseek.model.ffn[1]
+    assert deepseek.exchange_kind(group, wide.ffn_mesh) == "alltoall"
+    afd = next(each for each in layouts if each.mode == "afd" and each.ep > 1)
+    assert deepseek.exchange_kind(group, afd.ffn_mesh) == "gather"
+
+
+def test_the_command(capsys):
+    command = "map --models qwen3-30b-a3b --hardware h20+h800 --contexts 4K --tpots 50ms"
+    assert main([*command.split(), "--max-devices", "2", "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)
+    assert case["hardware"] == "h20+h800"
+    assert case["best"]["afd"]["attention"] == "h20"
+    assert case["best"]["tp"]["attention"] in ("h20", "h800")
+    assert main(["map", "--max-devices", "0"]) == 2
+    assert "--max-devices 0: from 1 to 512" in capsys.readouterr().err
+    assert main(["map", "--hardware", "h20+h9000"]) == 2
+    assert "hardware 'h9000' is not known" in capsys.readouterr().err
