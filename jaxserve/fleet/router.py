@@ -56,6 +56,8 @@ from jaxserve.observe.view import PipelineView
 
 MOST_NAMED = 32
 """Requests that a line of the log names."""
+PREFILL_SECONDS = 5.0
+"""That a router waits for a first prefill worker when a domain is there which could do without."""
 CLOSE_SECONDS = 2.0
 """For requests that are cancelled at the end."""
 
@@ -102,6 +104,8 @@ class RouterEngine:
         self._status = "ready"
         self._idle = threading.Condition(self._lock)
         self._there = threading.Event()
+        self._recomputes = deployment.pages.on_failure == "recompute"
+        self._alone_since: float | None = None  # a domain is there, and no prefill worker
         self.connections = WorkerConnections(
             self._registry.places,
             token,
@@ -120,7 +124,9 @@ class RouterEngine:
         self.connections.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is a domain, and a prefill worker if there are to be any, in time."""
+        """Whether there is a domain in time, and a prefill worker if there are to be any; where
+        domains compute prompts without one (`pages.on_failure`), one that does not come is waited
+        for only `PREFILL_SECONDS` longer."""
         return self._there.wait(seconds)
 
     # -------------------------------------------------------------------------- `TokenEngine`
@@ -255,6 +261,11 @@ class RouterEngine:
 
     def turn(self) -> None:
         """See `Receiver`."""
+        since = self._alone_since
+        waited = 0.0 if since is None else time.monotonic() - since
+        if self._recomputes and waited > PREFILL_SECONDS and not self._there.is_set():
+            logger.warning("no prefill worker is there: domains compute prompts themselves")
+            self._there.set()
         while self._cancelled:
             with self._lock:
                 ended = self._send(self._coordinator.cancel(self._cancelled.popleft()))
@@ -446,6 +457,8 @@ class RouterEngine:
             self._info = {**first.info, "max_length": longest}
         if not placement.absent("prefill") or not self._coordinator.wants_prefill:
             self._there.set()
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
 
 
 def _seconds(deadline: float | None) -> float | None:

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
+from jaxserve.fleet import router as router_module
 from jaxserve.fleet.router import RouterEngine
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import (
@@ -263,6 +264,27 @@ def test_a_worker_that_comes_back_is_used():
         fleet.results.until(lambda: len(fleet.results.last) == 2)
         assert fleet.results.tokens == {"a": expected(LONG, 5, 3), "b": expected(LONG, 4, 3)}
         assert fleet.router.status == "ready"
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_a_router_that_starts_while_no_prefill_worker_is_there(on_failure, monkeypatch):
+    monkeypatch.setattr(router_module, "PREFILL_SECONDS", 0.1)
+    with rig(1, 1, pages__on_failure=on_failure) as fleet:
+        fleet.prefills[0].kill()
+        late = RouterEngine(fleet.deployment, TOKEN, MODEL)
+        late.start()
+        try:
+            until(lambda: late.status == "ready")  # a domain is there
+            if on_failure == "fail":
+                assert not late.wait(1.0)
+                return
+            assert late.wait(SECONDS)
+            results, params = Results(), SamplingParams(max_tokens=5, seed=3)
+            late.submit(LONG, params, results, request_id="a")
+            results.until(lambda: "a" in results.last)
+            assert results.tokens["a"] == expected(LONG, 5, 3)
+        finally:
+            late.close()
 
 
 def test_nobody_comes():
