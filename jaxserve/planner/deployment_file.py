@@ -57,6 +57,7 @@ def deployment_text(
         f"{plan.dollars:.3f} USD a million.",
         f"model: {_path(model, folder)}",
         f"mode: {'colocated' if colocated else 'afd'}",
+        f"dtype: {'float32' if a.platform == 'cpu' else 'bfloat16'}",
         f"lanes: {layout.lanes}",
         "attention:",
         f"  dp: {layout.dp}",
