@@ -177,7 +177,7 @@ class _Peer:
         self._changed = threading.Condition()
         self._queue: deque[FetchJob] = deque()
         self._kept: set[str] = set()
-        self._released: deque[str] = deque()
+        self._released: dict[str, None] = {}  # in order, until it has been said
         self._streams: list[threading.Thread] = []
         self._connections: set[Connection] = set()
         self._idle = 0
@@ -207,7 +207,7 @@ class _Peer:
         """Says as soon as possible that a lease is over."""
         with self._changed:
             self._kept.discard(hand_off)
-            self._released.append(hand_off)
+            self._released[hand_off] = None
             self._used()
 
     def leave(self, hand_off: str) -> None:
@@ -239,13 +239,14 @@ class _Peer:
         """Sends what is due over a connection; on its reader's thread."""
         with self._changed:
             released = [*self._released]
-            self._released.clear()
             due = time.monotonic() - self._renewed > self._client.lease_seconds / 3
             kept = sorted(self._kept) if due else []
             if due:
                 self._renewed = time.monotonic()
         for hand_off in released:
-            connection.release(hand_off)
+            connection.release(hand_off)  # or raises, and the next connection says it
+            with self._changed:
+                self._released.pop(hand_off, None)
         if kept:
             connection.renew(kept)
 
@@ -278,7 +279,7 @@ class _Peer:
             try:
                 while not self._closing:
                     connected = any(each.failure is None for each in self._connections)
-                    if self._queue or (self._kept and not connected):
+                    if self._queue or ((self._kept or self._released) and not connected):
                         return True
                     if time.monotonic() - self._last > IDLE_SECONDS and not self._kept:
                         return False
@@ -349,6 +350,7 @@ class _Peer:
         else:  # It was only to connect: whoever fetches will be told.
             with self._changed:
                 self._kept.clear()
+                self._released.clear()
 
     def _drop(self, connection: Connection | None) -> None:
         if connection is not None:

@@ -147,6 +147,16 @@ class TestFetches:
             time.sleep(0.5)
             assert len(holder.renewed) <= count + 1
 
+    def test_a_release_is_said_over_the_next_connection(self):
+        with serving() as (server, holder), client(lease_seconds=60.0) as link:
+            taker, source = ask(link, server)
+            until(lambda: taker.ended)
+            (peer,) = link._peers.values()
+            for connection in list(peer._connections):
+                connection.fail("lost")
+            link.release(source)
+            until(lambda: holder.released == ["a"])
+
     def test_cancelled_fetches_are_not_told(self):
         with serving() as (server, holder), client() as link:
             slow, _ = ask(link, server, "slow", key="s")
