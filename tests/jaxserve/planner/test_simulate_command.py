@@ -92,10 +92,6 @@ def test_what_a_rebalance_brings(capsys, asked):
         (["--stall", "often"], "--stall 'often'"),
         (["--host", "never"], "--host 'never'"),
         (["--hardware", "h900"], "hardware 'h900' is not known; did you mean 'h800'?"),
-        (
-            ["--set", "dtype=float32", "--set", "cache.format=auto"],
-            "cache.format: the planner knows bfloat16, fp8, int8, not float32",
-        ),
         (["--calibration", "none.json"], "none.json: No such file"),
     ],
 )
