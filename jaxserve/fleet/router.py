@@ -56,8 +56,11 @@ from jaxserve.observe.view import PipelineView
 
 MOST_NAMED = 32
 """Requests that a line of the log names."""
-PREFILL_SECONDS = 5.0
-"""That a router waits for a first prefill worker when a domain is there which could do without."""
+RUNNING_SECONDS = 2.0
+"""Within which a router meets a domain of a fleet that runs already."""
+PREFILL_SECONDS, START_SECONDS = 5.0, 120.0
+"""That a router waits for a first prefill worker when there is a domain that could do without: in a
+fleet that runs, and in one that starts."""
 CLOSE_SECONDS = 2.0
 """For requests that are cancelled at the end."""
 
@@ -106,6 +109,7 @@ class RouterEngine:
         self._there = threading.Event()
         self._recomputes = deployment.pages.on_failure == "recompute"
         self._alone_since: float | None = None  # a domain is there, and no prefill worker
+        self._started, self._patience = time.monotonic(), START_SECONDS
         self.connections = WorkerConnections(
             self._registry.places,
             token,
@@ -121,12 +125,13 @@ class RouterEngine:
 
     def start(self) -> None:
         """Begins to look for workers."""
+        self._started = time.monotonic()
         self.connections.start()
 
     def wait(self, seconds: float) -> bool:
         """Whether there is a domain in time, and a prefill worker if there are to be any; where
         domains compute prompts without one (`pages.on_failure`), one that does not come is waited
-        for only `PREFILL_SECONDS` longer."""
+        for only `PREFILL_SECONDS` longer, or `START_SECONDS`."""
         return self._there.wait(seconds)
 
     # -------------------------------------------------------------------------- `TokenEngine`
@@ -263,7 +268,7 @@ class RouterEngine:
         """See `Receiver`."""
         since = self._alone_since
         waited = 0.0 if since is None else time.monotonic() - since
-        if self._recomputes and waited > PREFILL_SECONDS and not self._there.is_set():
+        if self._recomputes and waited > self._patience and not self._there.is_set():
             logger.warning("no prefill worker is there: domains compute prompts themselves")
             self._there.set()
         while self._cancelled:
@@ -459,6 +464,8 @@ class RouterEngine:
             self._there.set()
         elif self._alone_since is None:
             self._alone_since = time.monotonic()
+            runs = self._alone_since - self._started < RUNNING_SECONDS
+            self._patience = PREFILL_SECONDS if runs else START_SECONDS
 
 
 def _seconds(deadline: float | None) -> float | None:

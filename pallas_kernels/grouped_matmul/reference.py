@@ -6,11 +6,9 @@ with any kernel.
 The rows are cut into blocks of `BLOCK_ROWS` that never cross a group, and a loop runs over the
 non-empty blocks. The time is thus proportional to the rows, not the groups, and the weights of a
 group are read once per `BLOCK_ROWS` of its rows. On CPU, at decode sizes, this is 2 to 10 times
-faster than `jax.lax.ragged_dot` or than multiplying all rows by all groups.
-
-A few rows behind a group's last whole block are taken one by one: XLA multiplies a single row
-straight from the weights, at the speed of memory, but packs these first for several rows, which
-takes the time of more than `FEW_ROWS` single ones (experts of 512 x 256 in FP32, AMD EPYC).
+faster than `jax.lax.ragged_dot` or than multiplying all rows by all groups. A single row would cost
+less by itself, as XLA packs no weights for it, but its sums would then depend on how many other
+rows its group has, and tokens on what else is in a batch.
 """
 
 from collections.abc import Callable
@@ -31,8 +29,6 @@ from pallas_kernels.quantize.quant_array import QuantArray
 from pallas_kernels.varying import vary_like
 
 BLOCK_ROWS = 8
-FEW_ROWS = 5
-"""Most rows of a group that are taken one by one."""
 
 WeightArray = Array | QuantArray
 
@@ -93,7 +89,7 @@ def _map_blocks(
     weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
-    blocks_of_group = (group_sizes + BLOCK_ROWS - 1 - FEW_ROWS) // BLOCK_ROWS
+    blocks_of_group = -(-group_sizes // BLOCK_ROWS)
     block_end = jnp.cumsum(blocks_of_group)  # [groups]: where a group's blocks end
     block_start = block_end - blocks_of_group
     # The last block may reach past the last row.
@@ -110,25 +106,6 @@ def _map_blocks(
         result = jnp.where(owned[:, None], result, before)
         return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
 
-    single_of_group = jnp.maximum(group_sizes - blocks_of_group * BLOCK_ROWS, 0)
-    single_end = jnp.cumsum(single_of_group)  # [groups]
-    single = jnp.arange(count, dtype=jnp.int32)
-    group_of_single = jnp.sum(single_end[:, None] <= single, axis=0)
-    group_of_single = jnp.minimum(group_of_single, len(single_end) - 1)
-    place_of_single = (row_end - single_end)[group_of_single] + single
-
-    def run_row(index: Array, output: Array) -> Array:
-        group, place = group_of_single[index], place_of_single[index]
-        row = jax.lax.dynamic_slice_in_dim(rows, place, 1)
-        one = jax.tree.map(
-            lambda stack: jax.lax.dynamic_index_in_dim(stack, group, keepdims=False), weights
-        )
-        return jax.lax.dynamic_update_slice_in_dim(output, function(row, *one), place, axis=0)
-
     output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-2]), rows.dtype)
     output = vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))
-    if not count:
-        return output[:0]
-    if count > FEW_ROWS:
-        output = jax.lax.fori_loop(0, block_end[-1], run_block, output)
-    return jax.lax.fori_loop(0, single_end[-1], run_row, output)[:count]
+    return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]

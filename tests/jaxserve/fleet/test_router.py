@@ -267,8 +267,17 @@ def test_a_worker_that_comes_back_is_used():
 
 
 @pytest.mark.parametrize("on_failure", ["recompute", "fail"])
-def test_a_router_that_starts_while_no_prefill_worker_is_there(on_failure, monkeypatch):
-    monkeypatch.setattr(router_module, "PREFILL_SECONDS", 0.1)
+@pytest.mark.parametrize(
+    "patience",
+    [
+        {"PREFILL_SECONDS": 0.1, "RUNNING_SECONDS": SECONDS},
+        {"START_SECONDS": 0.1, "RUNNING_SECONDS": 0},
+    ],
+    ids=["the fleet runs", "it starts"],
+)
+def test_a_router_that_starts_while_no_prefill_worker_is_there(on_failure, patience, monkeypatch):
+    for name, seconds in patience.items():
+        monkeypatch.setattr(router_module, name, seconds)
     with rig(1, 1, pages__on_failure=on_failure) as fleet:
         fleet.prefills[0].kill()
         late = RouterEngine(fleet.deployment, TOKEN, MODEL)
