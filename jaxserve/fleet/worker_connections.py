@@ -247,7 +247,9 @@ class WorkerConnections:
                 self._turn()
             except Exception:
                 logger.exception("workers' connections")
-        for wire in list(self._wires.values()):
+        with self._lock:
+            dialled, self._dialled = self._dialled, []
+        for wire in (*self._wires.values(), *dialled):
             wire.socket.close()
         self._selector.close()
         self._woken.close()
@@ -371,6 +373,9 @@ class WorkerConnections:
                 self._due[place.address] = self._clock.now + DIAL_SECONDS
             return
         with self._lock:
+            if self._stopping:
+                wire.socket.close()
+                return
             self._dialled.append(wire)
         self.wake()
 
