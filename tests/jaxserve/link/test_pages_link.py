@@ -171,7 +171,7 @@ class TestFetches:
             assert [each.failure for each in (slow, waiting, queued)] == [None] * 3
             assert queued.next == 0
             until(lambda: not server.room.taken)
-            assert link.counters.queued == 0
+            until(lambda: link.counters.queued == 0)
 
 
 class TestRefusals:
