@@ -7,6 +7,7 @@ there. By Little's law as many sequences decode at a time as requests come a sec
 seconds that one of them decodes.
 """
 
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -226,16 +227,7 @@ def workers_for(
         waited = times.queue.draw(np.random.default_rng(1), SAMPLE)
         return float(np.percentile(waited + times.compute + rest, percent)) <= seconds
 
-    high = 1
-    while not meets(high):
-        high *= 2
-        if high > 2**16:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(middle) else (middle, high)
-    return high
+    return _fewest(meets)
 
 
 def units_for(
@@ -250,6 +242,12 @@ def units_for(
             return False
         return unit.tpot(occupied(found.sequences, percent) / units) <= tpot
 
+    return _fewest(meets)
+
+
+def _fewest(meets: Callable[[int], bool]) -> int | None:
+    """The least number that meets something which all larger ones meet, too; None: none up to
+    65,536 does."""
     high = 1
     while not meets(high):
         high *= 2
