@@ -13,11 +13,15 @@ import msgspec
 import yaml
 
 from jaxserve.config.model import ModelConfig
-from jaxserve.errors import ConfigError
 from jaxserve.planner.deploy import Asked, Deployment
 from jaxserve.planner.deploy_demand import Requests
 from jaxserve.planner.deploy_fleet import occupied
-from jaxserve.planner.deployment_file import deployment_text, pages_beside, write_deployment
+from jaxserve.planner.deployment_file import (
+    deployment_text,
+    largest_written,
+    pages_beside,
+    write_deployment,
+)
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Searcher
@@ -25,6 +29,8 @@ from jaxserve.planner.search import Searcher
 HELD_SLOTS = 16
 """Prompts of a DP group of a prefill worker at a time."""
 PORT = 9100
+PRECISION = 0.02
+"""Of the slots, where `serve` refuses the most."""
 USED = 0.95
 """Part of a prefill worker's free memory that becomes pages."""
 
@@ -66,24 +72,9 @@ class Writer:
         Raises:
           ConfigError: `serve` would refuse it whatever the slots.
         """
-        high = self.slots(made)
-        try:
-            self._write(made, requests, high)
-            return high
-        except ConfigError:
-            if high == 1:
-                raise
-        low = 1
-        self._write(made, requests, low)
-        while high - low > max(1, low // 50):
-            middle = (low + high) // 2
-            try:
-                self._write(made, requests, middle)
-                low = middle
-            except ConfigError:
-                high = middle
-        self._write(made, requests, low)
-        return low
+        return largest_written(
+            lambda slots: self._write(made, requests, slots), self.slots(made), PRECISION
+        )
 
     def _write(self, made: Deployment, requests: Requests, slots: int) -> None:
         tree, head = self._tree(made, requests, slots)

@@ -142,25 +142,44 @@ def write_largest(
     Raises:
       ConfigError: `serve` would refuse even one sequence a DP group and lane.
     """
+    plans = {plan.batch: plan}
+
+    def write(batch: int) -> None:
+        if batch not in plans:
+            plans[batch] = searcher.evaluate(plan.layout, batch)
+        write_deployment(file, text_of(plans[batch]), config)
+
+    return plans[largest_written(write, plan.batch)]
+
+
+def largest_written(write: Callable[[int], None], most: int, part: float = 0.0) -> int:
+    """Writes with the largest number from 1 to `most` that is taken, or one less than this part
+    below it; returns it.
+
+    Args:
+      write: raises ConfigError where `serve` would refuse what it writes.
+
+    Raises:
+      ConfigError: even 1 is refused.
+    """
     try:
-        write_deployment(file, text_of(plan), config)
-        return plan
+        write(most)
+        return most
     except ConfigError:
-        if plan.batch == 1:
+        if most == 1:
             raise
-    low, high = 1, plan.batch - 1  # what fits, if anything does, and what has not been tried
-    best = searcher.evaluate(plan.layout, low)
-    write_deployment(file, text_of(best), config)
-    while low < high:
-        middle = (low + high + 1) // 2
-        tried = searcher.evaluate(plan.layout, middle)
+    low, high, last = 1, most, 1  # what is taken, what is refused, and what was tried last
+    write(low)
+    while high - low > max(1, part * low):
+        last = (low + high) // 2
         try:
-            write_deployment(file, text_of(tried), config)
-            low, best = middle, tried
+            write(last)
+            low = last
         except ConfigError:
-            high = middle - 1
-    write_deployment(file, text_of(best), config)
-    return best
+            high = last
+    if last != low:
+        write(low)
+    return low
 
 
 def _path(model: Path, folder: Path) -> str:
