@@ -6,6 +6,7 @@ of `worker_connections.py`. It has no JAX, no model and no state outside this pr
 """
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -108,8 +109,8 @@ class RouterEngine:
         self._idle = threading.Condition(self._lock)
         self._there = threading.Event()
         self._recomputes = deployment.pages.on_failure == "recompute"
-        self._alone_since: float | None = None  # a domain is there, and no prefill worker
-        self._started, self._patience = time.monotonic(), START_SECONDS
+        self._started = time.monotonic()
+        self._alone_at = math.inf  # when domains serve without a first prefill worker
         self.connections = WorkerConnections(
             self._registry.places,
             token,
@@ -266,9 +267,7 @@ class RouterEngine:
 
     def turn(self) -> None:
         """See `Receiver`."""
-        since = self._alone_since
-        waited = 0.0 if since is None else time.monotonic() - since
-        if self._recomputes and waited > self._patience and not self._there.is_set():
+        if time.monotonic() > self._alone_at and not self._there.is_set():
             logger.warning("no prefill worker is there: domains compute prompts themselves")
             self._there.set()
         while self._cancelled:
@@ -462,10 +461,10 @@ class RouterEngine:
             self._info = {**first.info, "max_length": longest}
         if not placement.absent("prefill") or not self._coordinator.wants_prefill:
             self._there.set()
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
-            runs = self._alone_since - self._started < RUNNING_SECONDS
-            self._patience = PREFILL_SECONDS if runs else START_SECONDS
+        elif self._recomputes and self._alone_at == math.inf:
+            now = time.monotonic()
+            runs = now - self._started < RUNNING_SECONDS
+            self._alone_at = now + (PREFILL_SECONDS if runs else START_SECONDS)
 
 
 def _seconds(deadline: float | None) -> float | None:
