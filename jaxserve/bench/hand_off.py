@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_leaves import RandomLeaves
+from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
@@ -114,7 +114,7 @@ def start_worker(deployment: Deployment, config: ModelConfig, role: str) -> Engi
     """An engine with random weights and one end of the pages link: of a prefill worker or of a
     domain."""
     runtime = build_runtime(
-        deployment, config=config, names=step3_names(config), source=RandomLeaves()
+        deployment, config=config, names=step3_names(config), open_source=open_random
     )
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=frozenset())

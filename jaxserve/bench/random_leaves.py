@@ -6,7 +6,8 @@ from typing import Self
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.source import Sources
+from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.config.deployment import Deployment
 from jaxserve.model.module import Template
 
 
@@ -51,3 +52,8 @@ class RandomLeaves:
             jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
             for value, sharding in zip(values, shardings, strict=True)
         ]
+
+
+def open_random(deployment: Deployment, names: CheckpointNames) -> RandomLeaves:
+    """In place of a deployment's own weights, for `build_runtime`."""
+    return RandomLeaves()

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.random_leaves import RandomLeaves
+from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
@@ -70,7 +70,7 @@ def _engine() -> Engine:
     deployment = load_deployment(CONFIG, SETTINGS)
     config, names = read_config(deployment.model, deployment.ignored_model_keys)
     config = msgspec.structs.replace(config, vocab=VOCAB)
-    runtime = build_runtime(deployment, config=config, names=names, source=RandomLeaves())
+    runtime = build_runtime(deployment, config=config, names=names, open_source=open_random)
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()

@@ -75,12 +75,12 @@ def build_runtime(
     observer: Observer | None = None,
     config: ModelConfig | None = None,
     names: CheckpointNames | None = None,
-    source: LeafSource | None = None,
     open_source: OpenSource = open_folder,
 ) -> Runtime:
     """Loads and compiles a deployment on this process's devices.
 
-    `config`, `names` and `source` replace the model folder (benches with random weights).
+    `config` and `names` replace what the model folder says, and `open_source` may replace its
+    weights (benches with random ones).
 
     Raises:
       ConfigError, CheckpointError: before anything large is allocated.
@@ -94,7 +94,7 @@ def build_runtime(
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
-    source = source or open_source(deployment, names)
+    source = open_source(deployment, names)
     driver: Cell | ColocatedWorker
     if deployment.mode == "colocated":
         built = build_colocated(templates, deployment, meshes.attention, source, names)
