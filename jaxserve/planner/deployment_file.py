@@ -10,9 +10,9 @@ import msgspec
 from jaxserve.config.deployment import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.search import Plan, Searcher
-from jaxserve.planner.stages import Assumptions, Formats
 
 PAGE = {"gpu": 64, "tpu": 128}
 """Tokens of a page. The TPU kernels take an 8-bit cache in multiples of 128."""

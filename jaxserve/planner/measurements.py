@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.calibration import (
     NOTHING,
     Asked,
@@ -27,7 +28,7 @@ from jaxserve.planner.hardware import Hardware, known_hardware, load_hardware, u
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.stage_times import Rooflines, Rows
-from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
+from jaxserve.planner.stages import Calculator
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Mode, Target
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.skew import Skew
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 MODES: tuple[Mode, ...] = ("afd", "ep", "tp")
 

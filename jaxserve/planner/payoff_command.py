@@ -7,12 +7,12 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner import report
+from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import load_model
 from jaxserve.planner.payoff import Case, Mix, cases, map_rows, map_summary, map_tree
 from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
 from jaxserve.planner.skew import read_skew
-from jaxserve.planner.stages import Formats
 from jaxserve.planner.text import grid, json_text
 
 PRODUCTS = ("auto", "bfloat16", "fp8", "int8")

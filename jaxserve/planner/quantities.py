@@ -8,8 +8,8 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.timeline import AFDStage
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
-from jaxserve.planner.stages import Assumptions
 
 
 def seconds(text: str, option: str = "--tpot") -> float:

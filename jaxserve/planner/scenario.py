@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Mode
@@ -18,7 +19,7 @@ from jaxserve.planner.models import CostModel, load_model, model_config
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines
-from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
+from jaxserve.planner.stages import Calculator
 
 
 class Roles(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import FORMATS, Formats
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import CostModel, model_config, model_folder
 from jaxserve.planner.quantities import prices
-from jaxserve.planner.stages import FORMATS, Formats
 
 MONTH = 730.0
 """Hours of a month, for what is paid by the hour."""

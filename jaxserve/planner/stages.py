@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
 from jaxserve.model.ffn.traffic import (
@@ -23,113 +22,13 @@ from jaxserve.model.ffn.traffic import (
     reach,
     row_bytes,
 )
+from jaxserve.planner.assumptions import SCALE, SIZE, Assumptions, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
 from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
 from jaxserve.planner.fabric import gather_bandwidth, hops
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
-
-Format = Literal["bfloat16", "fp8", "int8", "float32"]
-FORMATS: tuple[Format, ...] = ("bfloat16", "fp8", "int8")
-"""Those that are planned for; FP32 is what simulated devices compute in."""
-
-SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
-SCALE = 4
-"""Bytes of a scale."""
-
-
-class Formats(msgspec.Struct, frozen=True, kw_only=True):
-    """Number formats for storage, transfer and computation."""
-
-    weights: Format = "fp8"
-    cache: Format = "fp8"
-    dispatch: Format = "fp8"
-    compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
-    """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
-    others and for attention (FP32, where that is the dtype). Otherwise all products use this
-    format, as in the paper's FP8."""
-    core: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
-    """Format of attention's own products, where it differs from `compute`: DeepSeek multiplies
-    weights in FP8 and attends in BF16."""
-    rows: Literal["bfloat16", "float32"] = "bfloat16"
-    """The deployment's `dtype`: of rows, embedding and head."""
-
-    @property
-    def linear(self) -> str:
-        """Format of products with weights."""
-        if self.compute != "auto":
-            return self.compute
-        return "int8" if self.weights == "int8" else self.rows
-
-    @property
-    def attention(self) -> str:
-        """Format of attention's products."""
-        chosen = self.compute if self.core == "auto" else self.core
-        return self.rows if chosen == "auto" else chosen
-
-    def of(self, stage: MeasuredStage) -> str:
-        """What matters to a stage, as the name of a fit."""
-        match stage:
-            case "attend":
-                return f"{self.weights}, cache {self.cache}, products {self.attention}"
-            case "ffn":
-                return f"{self.weights}, products {self.linear}"
-            case "dispatch":
-                return self.dispatch
-        return self.rows
-
-
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Constants that correct rooflines towards measured times.
-
-    Compute, memory and stage_seconds are fitted to Step-3's layers in its table 9, which come out
-    within 17 % on H800, H20 and A800; the other models' there, to which nothing is fitted, within
-    26 %. The network's share is what §5.4 reports of DeepEP. The others are guesses.
-    """
-
-    compute: float = 0.7
-    """Share of the peak FLOP/s."""
-    memory: float = 0.9
-    """Share of the peak memory bandwidth."""
-    network: float = 0.8
-    """Share of the peak of network and fast link."""
-    stage_seconds: float = 50e-6
-    """Launches, norms, routing, sorting: a constant of every attend and ffn stage."""
-    crossing_seconds: float = 20e-6
-    """Latency of a message from one role to the other."""
-    collective_seconds: float = 10e-6
-    """Latency of a collective within a role."""
-    hop_seconds: float = 1e-6
-    """More of it for every link between the two farthest devices of a torus. A guess."""
-    host_seconds: float = 3e-6
-    """Of the host, for a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
-    host_device_seconds: float = 10e-6
-    """And for each device of the role on a host: a call and a message with its answer take 36 and
-    44 µs with eight devices (the same table, CPU devices)."""
-    imbalance: float = 0.0
-    """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
-    are equally popular, which is what a perfect placement leaves."""
-    replicas: bool = False
-    """Whether slots beyond the number of experts hold replicas that even the ranks out, as after a
-    rebalance (DeepSeek's 288 of 256 experts), or nothing."""
-    overlap: float = 0.0
-    """Share of the ffn role's collectives that its products hide. The engine's programs do one
-    after the other; Step-3's kernels hide them (§7.1)."""
-    broadcast: bool = False
-    """Whether a row goes to every ffn host directly and attention sums their results (Step-3
-    §7.1), or to one ffn device, and from there to the hosts that need it."""
-    forward: bool = False
-    """With `broadcast`: whether a row goes only to the hosts that have an expert of it, and is
-    spread only there. The shared expert counts as one that each host has its share of."""
-    whole_dense: bool = False
-    """Whether a colocated deployment has its dense FFNs whole on every DP group, which then
-    exchange nothing, as SGLang's. The engine cuts them over all devices."""
-    overlapped: bool = False
-    """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
-    SGLang and of vLLM do. The engine's step is one program of one batch."""
-    reserve: float = 0.1
-    """Share of the memory for activations and the compiler."""
 
 
 class StageTime(NamedTuple):

@@ -15,13 +15,14 @@ from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.drafts import NO_DRAFTS, acceptance
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Mode
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import assumptions
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]

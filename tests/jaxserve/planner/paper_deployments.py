@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy import Asked, Hosts, Sizer
 from jaxserve.planner.deploy_decode import DecodeUnit, Pace
 from jaxserve.planner.deploy_demand import Demand, Level, Requests
@@ -20,7 +21,7 @@ from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 from jaxserve.planner.text import grid, json_text
 
 PAGE = 64

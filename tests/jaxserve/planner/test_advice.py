@@ -1,11 +1,12 @@
 import pytest
 
 from jaxserve.planner.advice import why_not
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 
 def advice(model: str, hardware: str, context: int, tpot: float, devices: int, **formats) -> str:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.deploy_prefill import PrefillWorker, Steps, capacity, prefill_times, steps_of
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 LAYOUT = Layout(mode="ep", attention="h100", ffn="h100", dp=4, tp=1, ep=4, ffn_tp=1, lanes=1)
 WORKER = PrefillWorker(LAYOUT, 1000, load_hardware("h100"))

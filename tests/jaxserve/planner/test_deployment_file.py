@@ -4,12 +4,13 @@ import msgspec
 import pytest
 
 from jaxserve.config.deployment import load_deployment
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import cost_model, model_config, model_folder
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 
 def written(tmp_path, name: str, layout: Layout, batch: int, formats: Formats):

@@ -2,12 +2,13 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.drafts import Acceptance, acceptance, passes
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 
 def searcher(*shares: float, context: int = 8192) -> Searcher:

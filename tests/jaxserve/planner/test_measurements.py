@@ -5,6 +5,7 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
     calibration,
@@ -15,7 +16,7 @@ from jaxserve.planner.measurements import (
     read_measurements,
 )
 from jaxserve.planner.models import load_model
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 ATTEND = {
     "device_kind": "NVIDIA H200",

@@ -5,8 +5,9 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.models import cost_model, known_models, load_model, model_config
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 from jaxserve.roles.capacity import role_bytes
 
 

@@ -3,13 +3,14 @@ import json
 import pytest
 
 from jaxserve.plan import main
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.payoff import Case, Mix, cases, map_rows, map_summary
 from jaxserve.planner.quantities import PUBLISHED
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 QWEN = load_model("qwen3-30b-a3b")
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.quantities import PAPER, assumptions, jitter, prices, seconds, tokens
-from jaxserve.planner.stages import Assumptions
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
@@ -8,7 +9,7 @@ from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.search import Plan, Searcher, colocated_seconds, front, layer_seconds
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
-from jaxserve.planner.stages import Assumptions, Calculator, Format, Formats
+from jaxserve.planner.stages import Calculator
 
 
 def searcher(

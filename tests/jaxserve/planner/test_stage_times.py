@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from jaxserve.model.ffn.placement import SlotSizes
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
@@ -10,7 +11,7 @@ from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, layer_kinds
-from jaxserve.planner.stages import Assumptions, Calculator, Formats
+from jaxserve.planner.stages import Calculator
 
 LAYOUT = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=2, ffn_tp=8, lanes=3)
 

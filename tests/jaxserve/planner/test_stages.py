@@ -6,11 +6,12 @@ import pytest
 
 from jaxserve.link.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.stages import Assumptions, Calculator, Formats, StageTime, blocks_met
+from jaxserve.planner.stages import Calculator, StageTime, blocks_met
 from tests.jaxserve.planner.paper_systems import upcycled
 
 IDEAL = Assumptions(
