@@ -78,7 +78,9 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     members = [Member("router", [*shared, "--role", "router"], 0)]
     for runtime, (name, role, number) in enumerate(names, 1):
         arguments = [*shared, "--role", role, "--worker", f"{number}"]
-        worker = Member(name, arguments, runtime)
+        # Without prefill workers domains compute prompts, and without a domain the others.
+        awaited = role != "prefill" and domains == 1
+        worker = Member(name, arguments, runtime, awaited=awaited)
         if links and role == "prefill":
             listens, dialled = links[2 * number : 2 * number + 2]
             arguments += ["--set", f"pages.listen={listens}", "--set", f"pages.address={dialled}"]

@@ -26,9 +26,10 @@ def start(
     process: int,
     pin: bool,
     log: Path | None = None,
+    nicer: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this launcher; with `pin`, on the core of its number. What it
-    prints comes through pipes, or goes to the end of a file."""
+    """Starts a process that ends with this launcher; with `pin`, on the core of its number; `nicer`
+    than this launcher. What it prints comes through pipes, or goes to the end of a file."""
     with contextlib.ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
@@ -40,7 +41,7 @@ def start(
             # A Ctrl-C reaches the launcher alone, which decides who is told.
             start_new_session=True,
             # It makes system calls alone, so threads that print do no harm.
-            preexec_fn=_prepare(process, pin),  # noqa: PLW1509
+            preexec_fn=_prepare(process, pin, nicer),  # noqa: PLW1509
         )
 
 
@@ -53,8 +54,8 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _prepare(process: int, pin: bool) -> Callable[[], None]:
-    """What a process does before it becomes Python: be pinned, and end with this launcher."""
+def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
+    """What a process does before it becomes Python: be pinned, be nice, end with this launcher."""
     launcher = os.getpid()
     cores = sorted(os.sched_getaffinity(0)) if pin else []
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -62,6 +63,7 @@ def _prepare(process: int, pin: bool) -> Callable[[], None]:
     def prepare() -> None:
         if pin:
             os.sched_setaffinity(0, {cores[process % len(cores)]})
+        os.nice(nicer)
         if libc is not None:
             set_parent_death_signal = 1
             libc.prctl(set_parent_death_signal, signal.SIGTERM)
@@ -78,10 +80,11 @@ def print_output(processes: Mapping[int, subprocess.Popen[bytes]]) -> list[threa
     """Copies the output of processes, line by line, with their numbers in front."""
 
     def copy(process: int, source: IO[bytes], target: IO[bytes]) -> None:
-        for line in source:
-            with _printing, contextlib.suppress(OSError, ValueError):
-                target.write(f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
-                target.flush()
+        with source:
+            for line in source:
+                with _printing, contextlib.suppress(OSError, ValueError):
+                    target.write(f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
+                    target.flush()
 
     printers = []
     for process, child in processes.items():

@@ -5,6 +5,7 @@ Used by `fleet.py` and `runtimes.py`.
 """
 
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -20,6 +21,11 @@ MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
 """For the other processes of a runtime to say what they know, after one of them has died."""
 LOOK_SECONDS = 0.02
+START_NICENESS = 5
+"""Added while a process starts again that nobody waits for: a third of the share of those beside
+it that serve."""
+CAP_SYS_NICE = 23
+"""Number of the capability that lowers a niceness (capabilities(7))."""
 
 
 class Member(NamedTuple):
@@ -32,6 +38,7 @@ class Member(NamedTuple):
       listens: where it listens, if somebody stands in front of the address that others dial.
       dialled: that address.
       pages: both, of a prefill worker's pages server.
+      awaited: whether requests wait while it is gone: others cannot do its work.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Member(NamedTuple):
     listens: str = ""
     dialled: str = ""
     pages: tuple[str, ...] = ()
+    awaited: bool = True
 
 
 def with_peers(workers: Sequence[Member]) -> list[Member]:
@@ -127,14 +135,19 @@ class Supervisor:
         first = self._children[0].poll()
         return first is not None and (told or first == 0 or 0 not in self._restarts.members)
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, again: bool = False) -> None:
         member = self._members[number]
+        environment, nicer = self._environment, 0
+        if again and not member.awaited and may_become_less_nice():
+            environment = {**environment, "JAXSERVE_SERVING_NICE": f"{os.nice(0)}"}
+            nicer = START_NICENESS
         child = start(
             [*self._command, *member.arguments],
-            self._environment,
+            environment,
             number,
             self._pin,
             None if self._logs is None else self._logs / f"{number}.log",
+            nicer,
         )
         self._children[number] = child
         if self._logs is None:
@@ -183,4 +196,15 @@ class Supervisor:
             if not left and now >= due:
                 del self._due[runtime]
                 for number in own:
-                    self._begin(number)
+                    self._begin(number, again=True)
+
+
+def may_become_less_nice() -> bool:
+    """Whether a process of this user that has been nicer may go back to the niceness of this one:
+    by a capability, or by the limit that the system gives (`ulimit -e`)."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # no Linux
+        return False
+    fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+    capable = int(fields["CapEff"], 16) >> CAP_SYS_NICE & 1
+    return bool(capable) or 20 - resource.getrlimit(resource.RLIMIT_NICE)[0] <= os.nice(0)

@@ -86,7 +86,10 @@ class Launched:
         self.lines: list[Line] = []
         self._changed = threading.Condition()
         self._logs = folder / "logs"
-        self._logs.mkdir()
+        try:
+            self._logs.mkdir()
+        except OSError as error:
+            raise BenchError(f"the folder for logs: {error}") from error
         self._offsets: dict[Path, int] = {}
         self._rest: dict[Path, bytes] = {}
         self._launcher = subprocess.Popen(

@@ -6,6 +6,7 @@ import os
 import signal
 from types import FrameType
 
+from jaxserve.commands.priority import take_serving_priority
 from jaxserve.commands.worker_part import WorkerPart, pages_part
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet import bootstrap, worker
@@ -59,6 +60,7 @@ def follow(
             follower = peers
 
             def on_ready() -> None:
+                take_serving_priority()
                 for face in faces.values():
                     face.watch(peers)
 

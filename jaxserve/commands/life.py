@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
+from jaxserve.commands.priority import take_serving_priority
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.logs import announce
@@ -97,6 +98,7 @@ class Life:
         self._ready = True
         info = engine.model_info()
         told = {key: info[key] for key in ("model", "mode", "lanes") if key in info}
+        take_serving_priority()
         announce("ready", {**addresses, **told})
         while not self._drain_reason and self._failure is None:
             time.sleep(LOOK_SECONDS)

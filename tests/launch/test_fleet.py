@@ -1,5 +1,8 @@
 """The launcher of a fleet: which processes there are, with which addresses."""
 
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -86,6 +89,60 @@ def test_workers_behind_addresses_of_somebody_else(fleet):
         assert member.arguments[-2:] == ["--listen", member.listens]
     settings = " ".join(router.arguments)
     assert all(member.dialled in settings for member in workers)
+
+
+def test_who_has_to_be_there_at_once(fleet):
+    def awaited(*settings):
+        forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml", *settings]
+        return [member.awaited for member in fleet.fleet_of(fleet._deployment(forwarded))]
+
+    assert awaited() == [True, False, False, False, True]  # router, prefill, two domains, ffn
+    assert awaited("--set", "domains=1") == [True, False, True, True]
+
+
+STARTED = """
+import os, pathlib, sys, time
+file, role = pathlib.Path(sys.argv[1]), sys.argv[2]
+if role == "worker":
+    with file.open("a") as lines:
+        print(os.nice(0), os.environ.get("JAXSERVE_SERVING_NICE"), file=lines)
+    sys.exit(1 if len(file.read_text().splitlines()) == 1 else 0)
+end = time.monotonic() + 20
+while not (file.exists() and len(file.read_text().splitlines()) == 2):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_start_that_nobody_waits_for_is_nice(fleet, monkeypatch, tmp_path, allowed):
+    import supervisor
+
+    monkeypatch.setattr(supervisor, "may_become_less_nice", lambda: allowed)
+    file, before = tmp_path / "lines", os.nice(0)
+    members = [
+        fleet.Member("router", ["router"], 0),
+        fleet.Member("worker", ["worker"], 1, awaited=False),
+    ]
+    command = [sys.executable, "-c", STARTED, str(file)]
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = fleet.Supervisor(command, members, fleet.Restarts({1}, 0.0, ()), logs=tmp_path).run()
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert code == 0
+    again = f"{before + 5} {before}" if allowed else f"{before} None"
+    assert file.read_text().splitlines() == [f"{before} None", again]
+
+
+def test_who_may_become_less_nice(fleet, monkeypatch):
+    import supervisor
+
+    found = supervisor.may_become_less_nice()
+    code = "import os; os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, os.nice(0) - 1)"
+    tried = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert found == (tried.returncode == 0)
 
 
 def test_how_a_process_ended(fleet):
