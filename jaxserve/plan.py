@@ -128,7 +128,8 @@ def _tables(options: argparse.Namespace) -> int:
         title = "Step-3's tables and figures, computed and printed"
         options.html.write_text(report.page(title, sections), encoding="utf-8")
     if options.json:
-        print(json_text([as_tree(table) for table in everything]))
+        scope = {"scope": DECODE_TABLES}
+        print(json_text([{**scope, **as_tree(table)} for table in everything]))
     else:
         print("\n\n".join(map(compared_text, everything)))
         print(f"\n{DECODE_TABLES}\ntables: {agreement(printed)}\nfigures: {agreement(drawn)}")

@@ -107,5 +107,16 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     overlapped: bool = False
     """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
     SGLang and of vLLM do. The engine's step is one program of one batch."""
+    expanded: bool = False
+    """Whether prompts of latent attention run on expanded keys and values alone, those of what was
+    cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
+    expands within a chunk and absorbs before it (`model/attention/mla.py`)."""
     reserve: float = 0.1
     """Share of the memory for activations and the compiler."""
+
+    @property
+    def beyond_engine(self) -> list[str]:
+        """Names of what is assumed of other systems, which this engine does not do."""
+        names = ("broadcast", "forward", "whole_dense", "overlapped", "expanded")
+        found = [name for name in names if getattr(self, name)]
+        return [*found, f"overlap={self.overlap:g}"] if self.overlap else found

@@ -106,7 +106,7 @@ class Pace:
             if not even:
                 length = requests.running(random, count)
             steps.append(self._times.step(rows_of(layout, group, np.ones(count, int), length)))
-        cycle = cycle_seconds(layout, steps * STEPS, self._times.layers)
+        cycle = cycle_seconds(layout, steps * STEPS, self._times)
         # The hosts of a role enqueue every layer of every lane.
         host = self._searcher.host_seconds(layout)
         return max(cycle, self._times.layers * layout.lanes * host)

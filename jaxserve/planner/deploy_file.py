@@ -157,6 +157,7 @@ class Writer:
         fleet, asked, unit = made.fleet, self._asked, made.fleet.unit
         demand, worker = asked.demand, made.fleet.worker
         found = made.prediction
+        beyond = self._searcher.calculator.assumed.beyond_engine
         spare = ", ".join(
             f"{role.spare_hosts} servers of {role.hardware.name} for {role.name}"
             for role in made.roles
@@ -177,5 +178,6 @@ class Writer:
             f"Predicted, not measured: TTFT {asked.ttft.text.split('=')[0]} "
             f"{found.ttft_asked:.2f} s, TPOT {asked.tpot.text.split('=')[0]} "
             f"{found.tpot_asked * 1e3:.1f} ms.",
+            *([f"Assumed, and not what this engine does: {', '.join(beyond)}."] if beyond else []),
             "Start: a router, every worker of `prefill` and every domain, each at its address.",
         ]

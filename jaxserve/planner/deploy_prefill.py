@@ -21,7 +21,7 @@ from jaxserve.planner.stages import Calculator
 CHUNKS = (1024, 2048, 4096, 8192)
 """Tokens of a DP group and step, to try."""
 DRAWS = 48
-"""DP groups whose chunks stand for all."""
+"""Chunks that stand for all, and DP groups of full steps."""
 
 
 class PrefillWorker(NamedTuple):
@@ -39,6 +39,14 @@ class PrefillWorker(NamedTuple):
     def hosts(self) -> int:
         """Servers, or parts of one, that it takes."""
         return -(-self.layout.devices // self.hardware.devices_per_host)
+
+
+class Chunk(NamedTuple):
+    """Of a prompt, in a step."""
+
+    tokens: int
+    length: int
+    """Of the sequence's cache after it."""
 
 
 class Steps(NamedTuple):
@@ -86,45 +94,46 @@ def steps_of(
     hardware = worker.hardware, worker.hardware
     times = Rooflines(layout, calculator, calculator, hardware, experts)
     random = np.random.default_rng(0)
+
+    def seconds(chunks: list[list[Chunk]]) -> float:
+        """Of a step with such chunks in the DP groups."""
+        group = np.repeat(np.arange(len(chunks)), [len(one) for one in chunks])
+        tokens, length = np.array([chunk for one in chunks for chunk in one]).T
+        return colocated_seconds(layout, times, rows_of(layout, group, tokens, length))
+
+    alone = np.mean([seconds([[one]]) for one in typical_chunks(requests, chunk)])
+    full = np.mean(
+        [
+            seconds([_packed(random, requests, chunk) for _ in range(layout.dp)])
+            for _ in range(max(1, DRAWS // layout.dp))
+        ]
+    )
+    return Steps(float(min(full, alone)), float(full))
+
+
+def typical_chunks(requests: Requests, chunk: int) -> list[Chunk]:
+    """Equally likely chunks of prompts that are computed one after the other."""
+    counts = -(-requests.computed // chunk)
+    which = np.repeat(np.arange(len(counts)), counts)
+    begin = chunk * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
+    tokens = np.minimum(chunk, requests.computed[which] - begin)
+    length = requests.found[which] + begin + tokens
+    order = np.argsort(tokens * length, kind="stable")
+    places = ((np.arange(DRAWS) + 0.5) * len(order) / DRAWS).astype(int)
+    return [Chunk(int(tokens[place]), int(length[place])) for place in order[places]]
+
+
+def _packed(random: np.random.Generator, requests: Requests, chunk: int) -> list[Chunk]:
+    """A DP group's part of a step, into which prompts follow until it is full."""
     computed = requests.computed
-
-    def seconds(groups: int, *, packed: bool) -> float:
-        found = []
-        for _ in range(max(1, DRAWS // groups)):
-            rows = [_chunk(random, requests, computed, chunk, packed) for _ in range(groups)]
-            group = np.repeat(np.arange(groups), [len(tokens) for tokens, _ in rows])
-            tokens = np.concatenate([tokens for tokens, _ in rows])
-            length = np.concatenate([length for _, length in rows])
-            step = rows_of(layout, group, tokens, length)
-            found.append(colocated_seconds(layout, times, step))
-        return float(np.mean(found))
-
-    full = seconds(layout.dp, packed=True)
-    return Steps(min(full, seconds(1, packed=False)), full)
-
-
-def _chunk(
-    random: np.random.Generator,
-    requests: Requests,
-    computed: np.ndarray,
-    chunk: int,
-    packed: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """A DP group's part of a step: tokens and cache lengths of the prompts in it.
-
-    Args:
-      packed: whether further prompts follow, until the chunk is full.
-    """
-    tokens: list[int] = []
-    lengths: list[int] = []
-    while not tokens or (packed and sum(tokens) < chunk):
-        which = int(random.choice(len(computed), p=computed / computed.sum()))
-        own, room = int(computed[which]), chunk - sum(tokens)
-        begin = int(random.integers(-(-own // chunk))) * chunk
-        now = min(room, own - begin)
-        tokens.append(now)
-        lengths.append(int(requests.found[which]) + begin + now)
-    return np.array(tokens), np.array(lengths)
+    share = computed / computed.sum()
+    chunks: list[Chunk] = []
+    while (room := chunk - sum(one.tokens for one in chunks)) > 0:
+        which = int(random.choice(len(computed), p=share))
+        begin = int(random.integers(-(-computed[which] // chunk))) * chunk
+        tokens = min(room, int(computed[which]) - begin)
+        chunks.append(Chunk(tokens, int(requests.found[which]) + begin + tokens))
+    return chunks
 
 
 def prefill_times(

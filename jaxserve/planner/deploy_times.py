@@ -3,9 +3,10 @@
 
 import numpy as np
 
-from jaxserve.planner.lanes import Colocated, Disaggregated
+from jaxserve.planner.colocated_lanes import Colocated
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
+from jaxserve.planner.pipeline import pipeline_of
+from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
 
 
 def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
@@ -21,21 +22,20 @@ def colocated_seconds(layout: Layout, times: Rooflines, rows: Rows) -> float:
     return pipeline.advance(0.0)[1]
 
 
-def cycle_seconds(layout: Layout, steps: list[StepTimes], layers: int) -> float:
+def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> float:
     """Between two steps of a lane, when every lane goes on with a next step at once.
 
     Args:
       steps: of the lanes in turn, so many as are to be run, at least three a lane.
+      times: which they are from.
     """
     lanes = layout.lanes
-    pipeline: Colocated | Disaggregated
-    if layout.mode == "afd":
-        pipeline = Disaggregated(layers=layers, lanes=lanes, groups=layout.dp)
-    else:
-        pipeline = Colocated(layers=layers, lanes=lanes, groups=layout.dp)
+    pipeline = pipeline_of(
+        "afd" if layout.mode == "afd" else "colocated", times, lanes=lanes, groups=layout.dp
+    )
     ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
-    for number, times in enumerate(steps[:lanes]):
-        pipeline.begin(number, number, 0.0, times)
+    for number, step in enumerate(steps[:lanes]):
+        pipeline.begin(number, number, 0.0, step)
     for number in range(lanes, len(steps)):
         lane, end = pipeline.advance(0.0)
         ends[lane].append(end)

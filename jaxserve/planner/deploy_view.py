@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.planner import report
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.deploy import Asked, Costs, Deployment, Planned, Sizer
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.deploy_drawing import drawing
 from jaxserve.planner.deploy_fleet import Overloaded, Times
+from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import front
 from jaxserve.planner.search_options import MONTH
 from jaxserve.planner.search_view import MODES, front_svg, layout_text, plan_tree
@@ -143,7 +145,23 @@ def fact_lines(shown: Shown) -> list[str]:
         f"found ones included), {costs.million_out:.3f} a million out (decoding), at this rate "
         "around the clock",
     ]
-    return lines + shown.prices
+    return lines + assumed_lines(sizer.model, sizer.searcher.calculator.assumed) + shown.prices
+
+
+def assumed_lines(model: CostModel, assumed: Assumptions) -> list[str]:
+    """What the plan takes for granted that is not so on every system."""
+    lines = []
+    if any(group.kind == "mla" for group in model.attention):
+        form = (
+            "keys and values expanded everywhere, which this engine does within a chunk alone"
+            if assumed.expanded
+            else "as this engine runs them, expanded within a chunk and absorbed before it "
+            "(`--assume expanded=true`: expanded everywhere)"
+        )
+        lines.append(f"prompts of latent attention: {form}; `serve --check` names missing kernels")
+    if beyond := assumed.beyond_engine:
+        lines.append(f"assumed, and not what this engine does: {', '.join(beyond)}")
+    return lines
 
 
 def variants(asked: Asked) -> Iterator[tuple[str, Demand, float]]:

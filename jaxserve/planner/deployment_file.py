@@ -50,11 +50,13 @@ def deployment_text(
     decoded = plan.batch * (1 + layout.drafts)
     budget = min(decoded + max(plan.batch, 128), 65536)
     usable = 1 - assumed.reserve / 2
+    beyond = ", ".join(assumed.beyond_engine)
     lines = [
         f"# {_sentence(plan, a, f, context)}",
         f"# Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
         f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
-        f"{plan.dollars:.3f} USD a million.",
+        f"{plan.dollars:.3f} USD a million of output. Decoding alone: prompts are not in it.",
+        *([f"# Assumed, and not what this engine does: {beyond}."] if beyond else []),
         f"model: {_path(model, folder)}",
         f"mode: {'colocated' if colocated else 'afd'}",
         f"dtype: {'float32' if a.platform == 'cpu' else 'bfloat16'}",

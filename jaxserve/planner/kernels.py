@@ -6,7 +6,7 @@ Called by `stages.py` and `stage_times.py`; knows neither rates nor deployments.
 import functools
 import math
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,55 @@ def core_flops(group: AttentionLayers) -> float:
     return 2.0 * group.q_heads * (group.head_dim + mixed)
 
 
+class Expanded(NamedTuple):
+    """The part of latent attention that runs on expanded keys and values instead of the latents
+    (DeepSeek-V2 §2.1); numbers or arrays, an entry a sequence."""
+
+    pairs: Any
+    """A query's token with a token that it attends to."""
+    tokens: Any
+    """Whose keys and values are expanded, written, and read again."""
+    again: Any
+    """Of those, how many the maps are charged for beside their pass as linear maps."""
+
+
+def prompt_chunks(
+    tokens: Any, length: Any, pairs: Any, *, whole: bool
+) -> tuple[Any, Any, Expanded]:
+    """Latent attention of prompts' chunks: (tokens read from the cache, pairs in absorbed form, the
+    expanded part). A sequence with one token decodes, and is absorbed.
+
+    Args:
+      tokens: of each sequence in the step, a NumPy array, as the others.
+      length: of its cache after the step.
+      pairs: of the sequence, in all.
+      whole: whether what was cached before a chunk is expanded, too (`Assumptions.expanded`).
+        Otherwise as the engine: expanded within the chunk, absorbed before it, which passes the
+        maps twice.
+    """
+    chunk = tokens > 1
+    inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)
+    read = np.where(chunk, length - tokens, length)
+    if whole:
+        none = np.zeros_like(inside)
+        expanded = Expanded(
+            np.where(chunk, pairs, 0.0), np.where(chunk, length, none), np.where(chunk, read, none)
+        )
+        return read, np.where(chunk, none, pairs), expanded
+    own = np.where(chunk, tokens, 0.0)
+    return read, pairs - inside, Expanded(inside, own, own)
+
+
+def expanded_flops(group: AttentionLayers) -> float:
+    """FLOPs of a pair on expanded keys and values, all heads."""
+    return 2.0 * group.q_heads * (group.qk_dim + group.v_dim)
+
+
+def head_parameters(group: AttentionLayers) -> int:
+    """Of the maps that expand, or absorb, keys and values of all heads."""
+    return group.kv_latent * group.q_heads * (group.nope_dim + group.v_dim)
+
+
 def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any) -> Any:
     """Rows that an attention kernel multiplies over those that there are: a KV head's query heads
     and a sequence's tokens, padded to the products' smallest tile.
@@ -33,8 +82,17 @@ def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any)
     heads = group.q_heads / tp / max(1.0, group.kv_heads / tp)
     if group.kind == "lightning":
         heads = float(hardware.tile_rows)
+    return _padding(heads * rows, hardware)
+
+
+def chunk_padding(hardware: Hardware, rows: Any) -> Any:
+    """The same on expanded keys, of which every query head has its own."""
+    return _padding(rows, hardware)
+
+
+def _padding(rows: Any, hardware: Hardware) -> Any:
     ceil = np.ceil if isinstance(rows, np.ndarray) else math.ceil
-    return ceil(heads * rows / hardware.tile_rows) * hardware.tile_rows / (heads * rows)
+    return ceil(rows / hardware.tile_rows) * hardware.tile_rows / rows
 
 
 def busiest_by_chance(ranks: int, rows: float) -> float:

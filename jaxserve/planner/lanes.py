@@ -1,9 +1,10 @@
 """Computes when every stage of every lane runs, device by device: the core of the simulator.
 
-Called by `simulate.py`. `Disaggregated` follows the order of `roles/schedule.py`, in which the
+Called by `pipeline.py`. `Disaggregated` follows the order of `roles/schedule.py`, in which the
 driver enqueues, so no event queue is needed: a stage starts when its input is there, its devices
 are free (they work in the order of enqueueing) and the host has enqueued it. A lane here is any
-lane of any domain; lane i belongs to domain i mod domains.
+lane of any domain; lane i belongs to domain i mod domains. `colocated_lanes.py` has the deployments
+without roles of their own.
 """
 
 from collections.abc import Callable
@@ -144,13 +145,13 @@ class Disaggregated:
         lane, domain = self._lanes[index], index % self._domains
         free = self._link_free[0]
         start = lane.ready if self._link == "sender" else np.maximum(lane.ready, free[domain])
-        seconds = self._disturb("dispatch", np.full_like(start, lane.times.dispatch))
+        seconds = self._disturb("dispatch", np.full_like(start, lane.times.dispatch[layer]))
         end = start + seconds
         self._taken(0, domain, end)
         if self._link == "sender":
             self._attention_free[domain] = end
         # The ffn role takes one message at a time in; it arrives with its last device's part.
-        side = self._side_free[0] + lane.times.dispatch if self._domains > 1 else 0.0
+        side = self._side_free[0] + lane.times.dispatch[layer] if self._domains > 1 else 0.0
         arrived = max(float(end.max()), side)
         self._side_free[0] = arrived
         lane.ready = end
@@ -176,8 +177,8 @@ class Disaggregated:
             start = np.maximum(start, free[domain])
         if self._domains > 1:
             start = np.maximum(start, self._side_free[1])
-            self._side_free[1] = float(start.max()) + lane.times.combine
-        seconds = self._disturb("combine", np.full_like(start, lane.times.combine))
+            self._side_free[1] = float(start.max()) + lane.times.combine[layer]
+        seconds = self._disturb("combine", np.full_like(start, lane.times.combine[layer]))
         end = start + seconds
         self._taken(1, domain, end)
         if self._link == "sender":
@@ -197,107 +198,3 @@ class Disaggregated:
             begin = round(start * 1e9)
             self._note(Span(stage, lane, layer, number, begin, round(end * 1e9), side, begin))
         return end
-
-
-class Seen(NamedTuple):
-    """The duration of a collective as devices see it, waiting for the others included."""
-
-    mean: float
-    least: float
-    most: float
-
-
-class Colocated:
-    """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
-    that wait for the last device.
-
-    Args:
-      layers, lanes, groups, disturb, note: as of `Disaggregated`; experts are divided over the DP
-        groups, and each disturbs its ffn stage by itself.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        lanes: int,
-        groups: int,
-        disturb: Disturb = lambda stage, seconds: seconds,
-        note: Note | None = None,
-    ):
-        self._layers, self._disturb, self._note = layers, disturb, note
-        self._free = np.zeros(groups)
-        self._begun: list[tuple[int, int, StepTimes]] = []
-        self._all_lanes = range(lanes)
-        self._busy = np.zeros(4)
-        self._seen: dict[AFDStage, list[tuple[float, float, float]]] = {
-            "dispatch": [],
-            "combine": [],
-        }
-
-    @property
-    def active(self) -> bool:
-        """Whether a step waits."""
-        return bool(self._begun)
-
-    @property
-    def idle_lanes(self) -> list[int]:
-        """Lanes that could begin a step."""
-        begun = {lane for lane, _, _ in self._begun}
-        return [lane for lane in self._all_lanes if lane not in begun]
-
-    @property
-    def busy(self) -> Busy:
-        """What was done so far; of collectives the part without waiting."""
-        return Busy(*map(float, self._busy))
-
-    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """A step enters."""
-        self._begun.append((lane, number, times))
-
-    def advance(self, now: float) -> tuple[int, float]:
-        """Runs the step that waited longest: (lane, when its last device had sampled)."""
-        lane, number, times = self._begun.pop(0)
-        at = np.maximum(self._free, now)
-        for layer in range(self._layers):
-            at = self._work("attend", lane, number, layer, at, times.attend[layer])
-            at = self._exchange("dispatch", lane, number, layer, at, times.dispatch)
-            at = self._work("ffn", lane, number, layer, at, np.full_like(at, times.ffn[layer]))
-            at = self._exchange("combine", lane, number, layer, at, times.combine)
-        at = at + times.leave
-        self._busy[0] += times.leave
-        self._free = at
-        self._tell("attend", lane, number, self._layers, at - times.leave, at)
-        return lane, float(at.max())
-
-    def seen(self, stage: AFDStage) -> Seen:
-        """Durations of a collective over all layers, steps and devices."""
-        means, least, most = zip(*self._seen[stage], strict=True)
-        return Seen(float(np.mean(means)), min(least), max(most))
-
-    def _work(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
-    ) -> np.ndarray:
-        seconds = self._disturb(stage, work)
-        self._busy[0 if stage == "attend" else 1] += seconds.mean()
-        self._tell(stage, lane, number, layer, at, at + seconds)
-        return at + seconds
-
-    def _exchange(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
-    ) -> np.ndarray:
-        moving = self._disturb(stage, np.full_like(at, seconds))
-        end = np.full_like(at, (at + moving).max())
-        waited = end - at
-        self._seen[stage].append((float(waited.mean()), float(waited.min()), float(waited.max())))
-        self._busy[2 if stage == "dispatch" else 3] += seconds
-        self._tell(stage, lane, number, layer, at, end)
-        return end
-
-    def _tell(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, end: np.ndarray
-    ) -> None:
-        if self._note is not None:
-            begin = round(float(at.min()) * 1e9)
-            last = round(float(end.max()) * 1e9)
-            self._note(Span(stage, lane, layer, number, begin, last, 0, begin))

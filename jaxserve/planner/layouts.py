@@ -10,6 +10,7 @@ import msgspec
 
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel
 
@@ -64,6 +65,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def devices(self) -> int:
         """All of them."""
         return self.attention_devices + self.ffn_devices
+
+    def overlapped(self, assumed: Assumptions) -> bool:
+        """Whether two batches of a colocated deployment hide each other's messages."""
+        return assumed.overlapped and self.mode == "ep" and self.lanes == 2
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,7 +206,7 @@ def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: i
             return float(np.max(times.attend[[a for a, _ in kinds].index(layers)]))
         case "ffn":
             return float(times.ffn[[f for _, f in kinds].index(layers)])
-    return float(getattr(times, stage))
+    return float(np.max(getattr(times, stage)))
 
 
 def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:

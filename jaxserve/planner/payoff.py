@@ -144,7 +144,7 @@ def map_summary(found: Sequence[Case]) -> str:
 
 
 def map_tree(found: Sequence[Case]) -> list[dict[str, object]]:
-    """For `--json`."""
+    """For `--json`, but for what it is about."""
     return [
         {
             "model": case.model,

@@ -12,13 +12,14 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import load_model
 from jaxserve.planner.payoff import Case, Mix, cases, map_rows, map_summary, map_tree
 from jaxserve.planner.quantities import assumptions, prices, seconds, tokens
+from jaxserve.planner.search_view import DECODE_ONLY
 from jaxserve.planner.skew import read_skew
 from jaxserve.planner.text import grid, json_text
 
 PRODUCTS = ("auto", "bfloat16", "fp8", "int8")
 LEGEND = (
-    "the cheapest mode, its USD a million tokens (decoding alone), and x what AFD costs over the "
-    "cheaper of EP and TP; -: nothing meets the TPOT"
+    "the cheapest mode, its USD a million tokens, and x what AFD costs over the cheaper of EP and "
+    "TP; -: nothing meets the TPOT"
 )
 
 
@@ -60,13 +61,13 @@ def run(options: argparse.Namespace) -> int:
             found += cases(
                 name, model, mix, contexts, tpots, formats, assumed, skew, options.max_devices
             )
-    rows, notes = map_rows(found), [LEGEND, map_summary(found)]
+    rows, notes = map_rows(found), [DECODE_ONLY, LEGEND, map_summary(found)]
     if options.html:
         sections = [("", report.table(rows) + report.lines(notes))]
         page = report.page("Where AFD, EP and TP are the cheapest", sections)
         options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json_text(map_tree(found)))
+        print(json_text({"scope": DECODE_ONLY, "cases": map_tree(found)}))
     else:
         print("\n".join([grid(rows), "", *notes]))
     return 0

@@ -255,7 +255,8 @@ class Searcher:
         """Seconds of a layer of all lanes. The host of either role works for each of them."""
         seconds = [times[name].seconds for name in STAGES]
         if layout.mode != "afd":
-            return colocated_seconds(seconds, layout.lanes)
+            overlapped = layout.overlapped(self.calculator.assumed)
+            return overlapped_seconds(seconds) if overlapped else layout.lanes * sum(seconds)
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
 
     def host_seconds(self, layout: Layout) -> float:
@@ -354,15 +355,13 @@ def layer_seconds(stages: Sequence[float], lanes: int) -> float:
     return max(sum(stages), lanes * max(attend, ffn, dispatch + combine))
 
 
-def colocated_seconds(stages: Sequence[float], lanes: int) -> float:
-    """Seconds a layer of `lanes` batches of a colocated deployment, one after the other or, if
-    there are two, as DeepSeek's decoding interleaves them: while one attends, the other's rows are
-    on their way, both ways; while a batch is in the FFN nothing moves, since its rows have come and
-    its results have not left (profile-data, "Decoding")."""
+def overlapped_seconds(stages: Sequence[float]) -> float:
+    """Seconds a layer of two batches of a colocated deployment, as DeepSeek's decoding interleaves
+    them: while one attends, the other's rows are on their way, both ways; while a batch is in the
+    FFN nothing moves, since its rows have come and its results have not left (profile-data,
+    "Decoding"). `lanes.Overlapped` runs it device by device."""
     attend, dispatch, ffn, combine = stages
-    if lanes == 1:
-        return sum(stages)
-    return max(sum(stages), lanes * (ffn + max(attend, dispatch + combine)))
+    return 2 * (ffn + max(attend, dispatch + combine))
 
 
 def front(points: Sequence[Plan]) -> list[Plan]:

@@ -20,8 +20,10 @@ from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError
 from jaxserve.observe.timeline import AFDStage, Span
-from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, LinkMode, Seen
+from jaxserve.planner.colocated_lanes import Colocated, Seen
+from jaxserve.planner.lanes import Busy, LinkMode
 from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.pipeline import pipeline_of
 from jaxserve.planner.simulated_engine import make_scheduler, rows_of
 from jaxserve.planner.stage_times import StageTimes
 
@@ -147,24 +149,15 @@ class Simulation:
             maxlen=(4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
         )
         disturb = self._disturb
-        self._pipeline: Disaggregated | Colocated = (
-            Colocated(
-                layers=times.layers,
-                lanes=lanes,
-                groups=self._groups,
-                disturb=disturb,
-                note=self._spans.append,
-            )
-            if deployment.mode == "colocated"
-            else Disaggregated(
-                layers=times.layers,
-                lanes=lanes,
-                groups=self._groups,
-                domains=self._domains,
-                link=conditions.link,
-                disturb=disturb,
-                note=self._spans.append,
-            )
+        self._pipeline = pipeline_of(
+            deployment.mode,
+            times,
+            lanes=lanes,
+            groups=self._groups,
+            domains=self._domains,
+            link=conditions.link,
+            disturb=disturb,
+            note=self._spans.append,
         )
         self._elsewhere = traffic.prefill == "elsewhere"
         self._schedulers = [

@@ -20,6 +20,12 @@ from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulatio
 from jaxserve.planner.skew import read_skew
 from jaxserve.planner.text import grid, json_text
 
+PREFILL_ELSEWHERE = (
+    "decode only: prompts come computed from elsewhere, so TTFT is the wait for a slot and a first "
+    "step; `--prefill here` computes them, `prefill.workers` in the file makes it a fleet"
+)
+PREFILL_HERE = "prompts are computed here"
+
 
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """The options."""
@@ -69,13 +75,15 @@ def run(options: argparse.Namespace) -> int:
         gain = Gain.of(loads, moved, home, result)
     if options.timeline:
         timeline_view.write(options.timeline, spans, "as simulated")
+    scope = [PREFILL_ELSEWHERE] if traffic.prefill == "elsewhere" else []
     if options.html:
-        page = _page(made, traffic, conditions, result, spans, gain)
+        page = _page(made, traffic, conditions, result, spans, gain, scope)
         options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json_text(_tree(traffic, conditions, result, gain)))
+        about = {"scope": " ".join(scope) or PREFILL_HERE}
+        print(json_text({**about, **_tree(traffic, conditions, result, gain)}))
     else:
-        print(grid(_rows(result, gain)))
+        print("\n".join([grid(_rows(result, gain)), *scope]))
         if not result.steps:
             print("nothing was counted: more --steps, or fewer of --warm-up")
     return 0
@@ -233,6 +241,7 @@ def _page(
     result: Result,
     spans: Sequence[Span],
     gain: Gain | None,
+    scope: Sequence[str],
 ) -> str:
     steady = summarise(spans, steady_window(spans, typical_steps(spans)))
     layout = made.layout
@@ -249,6 +258,6 @@ def _page(
         [
             ("What came of it", report.table(_rows(result, gain))),
             ("The last steps", timeline_view.svg(spans, steady, "as simulated")),
-            ("What went in", report.lines(told)),
+            ("What went in", report.lines([*scope, *told])),
         ],
     )

@@ -18,7 +18,8 @@ from jaxserve.engine.loop import Await, Enqueue, Loop
 from jaxserve.engine.placement import choose_domain
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, Disturb, LinkMode
+from jaxserve.planner.lanes import Busy, Disturb, LinkMode
+from jaxserve.planner.pipeline import pipeline_of
 from jaxserve.planner.stage_times import Rows, StageTimes
 from jaxserve.roles.step_plan import StepPlan
 
@@ -96,20 +97,15 @@ class SimulatedEngine:
         self.deployment = deployment
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
         groups, lanes = deployment.attention.dp, deployment.lanes
-        self._pipeline: Colocated | Disaggregated
-        if deployment.mode == "colocated":
-            self._pipeline = Colocated(
-                layers=times.layers, lanes=lanes, groups=groups, disturb=disturb
-            )
-        else:
-            self._pipeline = Disaggregated(
-                layers=times.layers,
-                lanes=lanes,
-                groups=groups,
-                domains=domains,
-                link=link,
-                disturb=disturb,
-            )
+        self._pipeline = pipeline_of(
+            deployment.mode,
+            times,
+            lanes=lanes,
+            groups=groups,
+            domains=domains,
+            link=link,
+            disturb=disturb,
+        )
         self.schedulers = [
             make_scheduler(deployment, elsewhere=elsewhere, prefixes=prefixes)
             for _ in range(domains)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import tile_padding
+from jaxserve.planner.kernels import Expanded, chunk_padding, prompt_chunks, tile_padding
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
@@ -61,11 +61,11 @@ class StepTimes(NamedTuple):
     """Seconds of one lane's step. Arrays have an entry a DP group."""
 
     attend: list[np.ndarray]
-    """A layer each."""
-    dispatch: float
+    """A layer each, as of the next three."""
+    dispatch: list[float]
     ffn: list[float]
-    """A layer each. In a colocated deployment the work alone."""
-    combine: float
+    """In a colocated deployment the work alone."""
+    combine: list[float]
     leave: float
     """Head and sampling."""
 
@@ -74,6 +74,8 @@ class StageTimes(Protocol):
     """The source of stage times that a simulation uses."""
 
     layers: int
+    overlapped: bool
+    """Whether two lanes of a colocated deployment hide each other's messages."""
 
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""
@@ -85,6 +87,7 @@ class Given:
 
     Args:
       groups: DP groups of a domain.
+      overlapped: as of `StageTimes`.
     """
 
     def __init__(
@@ -97,11 +100,11 @@ class Given:
         ffn: float,
         combine: float,
         leave: float = 0.0,
+        overlapped: bool = False,
     ):
-        self.layers = layers
-        self._times = StepTimes(
-            [np.full(groups, attend)] * layers, dispatch, [ffn] * layers, combine, leave
-        )
+        self.layers, self.overlapped = layers, overlapped
+        there, work, back = ([seconds] * layers for seconds in (dispatch, ffn, combine))
+        self._times = StepTimes([np.full(groups, attend)] * layers, there, work, back, leave)
 
     def step(self, rows: Rows) -> StepTimes:
         """The given ones."""
@@ -128,6 +131,7 @@ class Rooflines:
         extra: float = 0.0,
     ):
         self.layers = attention.model.layers
+        self.overlapped = layout.overlapped(attention.assumed)
         self._layout, self._attention, self._ffn = layout, attention, ffn
         self._on_attention, self._on_ffn = hardware
         self._experts, self._extra = experts, extra
@@ -146,21 +150,22 @@ class Rooflines:
         busiest = None
         if self._experts is not None:
             busiest = [self._experts.busiest(layer, total) for layer in range(self.layers)]
-        ffn, spread, gather = [], 0.0, 0.0
+        ffn, spread, gather = [], [], []
         for layer, (_, f) in enumerate(self._kinds):
             group = self._ffn.model.ffn[f]
             most = busiest[layer] if busiest and group.experts else None
-            parts = self._ffn_parts(group, total, most, rows.groups * rows.padded)
+            parts = self._ffn_parts(group, total, most, rows, round(tokens.max()))
             if self._layout.mode == "afd":
                 ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
             else:
                 ffn.append(parts.work.seconds)
-                spread, gather = parts.spread, parts.gather
+                spread.append(parts.spread)
+                gather.append(parts.gather)
         if self._layout.mode == "afd":
             there, back = crossings(
                 self._ffn, self._layout, self._on_attention, self._on_ffn, rows.padded
             )
-            spread, gather = there.seconds, back.seconds
+            spread, gather = [there.seconds] * self.layers, [back.seconds] * self.layers
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
         leave = self._attention.head(self._on_attention, sampled, self._layout.tp) + self._extra
         return StepTimes([attend[a] for a, _ in self._kinds], spread, ffn, gather, leave)
@@ -184,20 +189,47 @@ class Rooflines:
                 tokens = np.full(rows.groups, float(rows.padded))
                 seen = tokens * min(rows.reach, group.window or rows.reach)
                 return self._of_attention(group, tokens, seen, seen)
+            if group.kind == "mla" and (rows.tokens > 1).any():
+                return self._of_prompts(group, rows, tokens, pairs)
             pairs = pairs * tile_padding(group, self._on_attention, self._layout.tp, rows.tokens)
-        sums = [np.bincount(rows.group, values, rows.groups) for values in (read, pairs)]
-        return self._of_attention(group, tokens, *sums)
+        read, pairs = (np.bincount(rows.group, each, rows.groups) for each in (read, pairs))
+        return self._of_attention(group, tokens, read, pairs)
 
-    def _of_attention(self, group: AttentionLayers, *batch: np.ndarray) -> np.ndarray:
-        """Of `batch`: tokens, cached tokens that are read, pairs."""
+    def _of_prompts(
+        self, group: AttentionLayers, rows: Rows, tokens: np.ndarray, pairs: np.ndarray
+    ) -> np.ndarray:
+        """Of latent attention, where some sequences have chunks of prompts."""
+        on, whole = self._on_attention, self._attention.assumed.expanded
+        read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
+        pairs = pairs * tile_padding(group, on, self._layout.tp, rows.tokens)
+        more = more._replace(pairs=more.pairs * chunk_padding(on, rows.tokens))
+        read, pairs, *sums = (
+            np.bincount(rows.group, each, rows.groups) for each in (read, pairs, *more)
+        )
+        return self._of_attention(group, tokens, read, pairs, Expanded(*sums))
+
+    def _of_attention(
+        self,
+        group: AttentionLayers,
+        tokens: np.ndarray,
+        read: np.ndarray,
+        pairs: np.ndarray,
+        expanded: Expanded | None = None,
+    ) -> np.ndarray:
+        """As of `Calculator.attend_seconds`."""
         on, tp = self._on_attention, self._layout.tp
-        return np.asarray(self._attention.attend_seconds(group, on, tp, *batch))
+        seconds = self._attention.attend_seconds(group, on, tp, tokens, read, pairs, expanded)
+        return np.asarray(seconds)
 
     def _ffn_parts(
-        self, group: FFNLayers, tokens: int, busiest: float | None, padded: int
+        self, group: FFNLayers, tokens: int, busiest: float | None, rows: Rows, fullest: int
     ) -> FFNStage:
-        mesh, more = self._layout.ffn_mesh, self._layout.redundant_slots
-        return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded)
+        """With what the fullest DP group sends, where its devices are those of the exchange."""
+        layout = self._layout
+        sent = 0 if layout.mode == "afd" else rows.groups * fullest
+        padded = rows.groups * rows.padded
+        mesh, more = layout.ffn_mesh, layout.redundant_slots
+        return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded, sent)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

@@ -27,7 +27,14 @@ from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Te
 from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
 from jaxserve.planner.fabric import gather_bandwidth, hops
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
+from jaxserve.planner.kernels import (
+    Expanded,
+    busiest_by_chance,
+    core_flops,
+    expanded_flops,
+    head_parameters,
+    tile_padding,
+)
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 
@@ -107,6 +114,7 @@ class Calculator(NamedTuple):
         tokens: Any,
         read: Any,
         pairs: Any,
+        expanded: Expanded | None = None,
     ) -> Any:
         """`attend` of many DP groups with batches of their own.
 
@@ -115,9 +123,13 @@ class Calculator(NamedTuple):
           read: cached tokens that are read; of lightning attention, states read and written.
           pairs: a query's token with a token that it attends to, all of them, times
             `tile_padding`.
+          expanded: of latent attention, what runs on expanded keys and values, an entry a DP group
+            each; its pairs times `chunk_padding`.
         """
         seconds = self.assumed.stage_seconds
         kernels = self._attend_kernels(group, tp, tokens, read, pairs)
+        if expanded is not None:
+            kernels += self._expanded_kernels(group, tp, expanded)
         for size, flops, number_format in kernels:
             reading = size / hardware.bandwidth / self.assumed.memory
             computing = flops / hardware.flops(number_format) / self.assumed.compute
@@ -169,6 +181,17 @@ class Calculator(NamedTuple):
             ),
         ]
 
+    def _expanded_kernels(
+        self, group: AttentionLayers, tp: int, expanded: Expanded
+    ) -> list[tuple[Any, Any, str]]:
+        """Keys and values are expanded and written, then read and attended to."""
+        heads = group.q_heads / tp * (group.qk_dim + group.v_dim)
+        size = heads * SIZE[self.formats.rows] * expanded.tokens
+        maps = 2 * head_parameters(group) / tp * expanded.again
+        attending = expanded_flops(group) / tp * expanded.pairs
+        form = self.formats.attention
+        return [(size, maps, form), (size, attending, form)]
+
     def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
         """Seconds to sum the output's rows over the devices of a DP group."""
         rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * SIZE[self.formats.rows]
@@ -210,6 +233,7 @@ class Calculator(NamedTuple):
         busiest: float | None = None,
         redundant: int = 0,
         padded: int = 0,
+        sent: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
         expert only over those of a rank, for the rank's own rows. Where it has ranks of its own,
@@ -220,10 +244,12 @@ class Calculator(NamedTuple):
             `Assumptions.imbalance`.
           redundant: slots of a rank beyond its share of the experts, with replicas.
           padded: rows that products of all rows see; 0: `tokens`.
+          sent: rows, if every DP group had as many as the fullest, whose devices an exchange waits
+            for; 0: `tokens`.
         """
         d_model, size = self.model.d_model, SIZE[self.formats.weights]
         if self._is_whole(group, mesh):
-            tokens, mesh = -(-tokens // mesh.ranks), mesh._replace(ranks=1)
+            tokens, mesh, sent = -(-tokens // mesh.ranks), mesh._replace(ranks=1), 0
         apart = group.experts and mesh.shared
         ep, tp = mesh.routed if apart else mesh.ranks, mesh.tensor
         read, flops = 0.0, 0.0
@@ -257,7 +283,7 @@ class Calculator(NamedTuple):
         layers = _place(self.model.ffn, group)
         seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], work.seconds)
         work = StageTime(seconds, work.bound)
-        there, back = self._collectives(group, hardware, tokens, mesh, busiest or 1.0)
+        there, back = self._collectives(group, hardware, sent or tokens, mesh, busiest or 1.0)
         return FFNStage(there, work, back)
 
     def _imbalance(self, group: FFNLayers, ranks: int, rows: float) -> float:
@@ -392,8 +418,7 @@ class Calculator(NamedTuple):
         size = SIZE[self.formats.weights]
         total = (split / tp + whole) * size
         if group.kind == "mla":
-            per_head = group.kv_latent * group.q_heads * (group.nope_dim + group.v_dim)
-            total += per_head / tp * (SIZE[self.formats.rows] - size)
+            total += head_parameters(group) / tp * (SIZE[self.formats.rows] - size)
         return total
 
     def ffn_weights(self, mesh: ExchangeMesh, redundant: int = 0) -> float:

@@ -26,6 +26,7 @@ from jaxserve.planner.stages import Calculator
 
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]
+SCOPE = "decode only: of output tokens, or of attention layers that decode; no prompts"
 LARGE = 0.35
 """Relative errors above this one need a reason."""
 
@@ -163,7 +164,7 @@ def world_rows(found: list[Compared]) -> list[list[str]]:
 
 def world_notes(found: list[Compared]) -> list[str]:
     """Where each number is from, what was taken for granted, and why it is far off."""
-    lines = []
+    lines = [SCOPE]
     for one in found:
         measurement = one.measurement
         lines.append(f"{measurement.name}: {measurement.source}, {measurement.date}")
@@ -189,6 +190,7 @@ def world_tree(found: list[Compared]) -> list[dict[str, Any]]:
     """For `--json`."""
     return [
         {
+            "scope": SCOPE,
             **msgspec.to_builtins(one.measurement),
             "predicted": one.predicted,
             "error": one.error,

@@ -36,6 +36,18 @@ def test_tables_as_a_page(tmp_path):
     assert text.count("<table>") == 12
 
 
+@pytest.mark.parametrize(
+    "more", [["tables"], ["tables", "--world"], [*SEARCH, "--hardware", "h20", "--tpot", "100ms"]]
+)
+@pytest.mark.parametrize("form", ["text", "json", "html"])
+def test_what_is_about_decoding_alone_says_so(capsys, tmp_path, more, form):
+    path = tmp_path / "page.html"
+    asked = {"text": [], "json": ["--json"], "html": ["--html", str(path)]}[form]
+    assert main([*more, *asked]) == 0
+    said = capsys.readouterr().out
+    assert "decode only" in (path.read_text(encoding="utf-8") if form == "html" else said)
+
+
 def test_a_folder_without_models(capsys, tmp_path):
     assert main(["tables", "--configs", str(tmp_path)]) == 2
     assert "model 'deepseek-v3' is not known" in capsys.readouterr().err

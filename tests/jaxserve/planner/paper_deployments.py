@@ -14,7 +14,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy import Asked, Hosts, Sizer
 from jaxserve.planner.deploy_decode import DecodeUnit, Pace
 from jaxserve.planner.deploy_demand import Demand, Level, Requests
-from jaxserve.planner.deploy_fleet import Fleet, Prediction, predict
+from jaxserve.planner.deploy_fleet import Fleet, Prediction, decoding, predict
 from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, capacity
 from jaxserve.planner.deploy_spares import Spares
 from jaxserve.planner.hardware import Hardware, load_hardware
@@ -49,6 +49,7 @@ class Compared(NamedTuple):
 TOKENS_IN, HITS, TOKENS_OUT = 608e9, 0.563, 168e9
 NODE_IN, NODE_OUT = 73.7e3, 14.8e3
 NODES, DOLLARS, CONTEXT = 226.75, 87072.0, 4989
+DEEPSEEK = Assumptions(expanded=True, overlapped=True, whole_dense=True, replicas=True)
 SPEED = 21.0
 """Tokens a second of a request: 20 to 22."""
 
@@ -67,23 +68,24 @@ def deepseek() -> list[Compared]:
         hits=HITS,
     )
     h800 = load_hardware("h800")
-    sizer = _sizer(h800, Formats(cache="bfloat16", compute="fp8", core="bfloat16"), demand)
+    formats = Formats(cache="bfloat16", compute="fp8", core="bfloat16")
+    sizer = _sizer(h800, formats, demand, DEEPSEEK)
     requests = sizer.requests(demand)
     prefill = max(
         capacity(worker, sizer.steps(worker, demand), requests)
         for worker in (PrefillWorker(_ep("h800", 32), chunk, h800) for chunk in CHUNKS)
     )
     node_in = prefill / 4
-    layout = _ep("h800", 144)
+    layout = msgspec.structs.replace(_ep("h800", 144), lanes=2)
     pace = Pace(sizer.searcher, sizer.searcher.calculator, layout, (h800, h800))
     batch = pace.largest(requests, 256, 1 / SPEED)
-    node_out = 8 * batch / pace.seconds(requests, batch)
+    node_out = 8 * layout.lanes * batch / pace.seconds(requests, batch)
     nodes = in_rate / node_in + out_rate / node_out
     name = "DeepSeek's day, H800"
     given = (
         "published: tokens in and out, hits, EP 32 and EP 144, 21 tokens/s a request; inferred: "
         f"{demand.prompt} in, {demand.output} out a request (mean context 4,989); rooflines, "
-        "FP8 but for attention's own products"
+        "FP8 but for attention's own products; decoding in two batches that overlap, prefill in one"
     )
     read = "READ BACK: the published tokens/s a node in, the published number of nodes out"
     return [
@@ -98,66 +100,66 @@ def deepseek() -> list[Compared]:
 DIE = load_hardware("910c")
 TTFT, TPOT, ACCEPTED = 0.9, 0.0348, 1.9
 PREFILL_WORKERS = 4
+LONGEST = 65536 + 2150
+"""Inputs of 0 to 64K, and an output."""
 
 
 def xdeepserve() -> list[Compared]:
-    """xDeepServe §7.2: 4 prefill workers of 2 servers (DP 8, TP 4), one unit of 8 (EP 128)."""
+    """xDeepServe §7.2: 4 prefill workers of 2 servers (DP 8, TP 4, EP 32), one unit of 8
+    (EP 128)."""
     own = Demand(rate=1.0, prompt=13312, output=2150, spread=1.0)
-    sizer = _sizer(DIE, Formats(weights="int8", cache="bfloat16", dispatch="int8"), own)
-    requests = sizer.requests(own)
-    layout, hardware = _ep("910c", 128), (DIE, DIE)
-    pace = Pace(sizer.searcher, sizer.searcher.calculator, layout, hardware)
-    # The rate is not published: the one at which the unit's pace is the published one.
-    batch = pace.largest(requests, 256, TPOT * ACCEPTED)
-    rate = 128 * batch / TPOT / float(requests.output.mean())
-    table = tuple((slots, each / ACCEPTED) for slots, each in pace.table(requests, batch))
-    unit = DecodeUnit(layout, 2 * batch, hardware, table, ACCEPTED)
-    name = "xDeepServe §7.2, 910C"
-    read = (
-        f"READ BACK: {rate:.0f} requests/s, at which the unit's TPOT is the published 34.8 ms "
-        f"({batch} sequences a die, 1.9 tokens a step); so TPOT proves nothing"
-    )
-    found = [Compared(name, "TPOT ms", 1e3 * TPOT, 1e3 * unit.tpot(128 * batch), read)]
-    for hits in (0.0, HITS):
-        demand = msgspec.structs.replace(own, hits=hits)
-        needed, ttft = _prefill_on_910c(sizer, unit, demand, rate)
-        given = (
-            f"published: 13K in, 2.1K out, 0 to 64K, DP 8 TP 4; guessed: {hits:.1%} hits (none are "
-            "published), spread 1; rooflines, all attention absorbed"
-        )
-        found += [
-            Compared(
-                name, f"TTFT ms, mean, nobody else there, {hits:.0%} hits", 1e3 * TTFT, ttft, given
-            ),
-            Compared(
-                name,
-                f"prefill workers always busy, {hits:.0%} hits",
-                PREFILL_WORKERS,
-                needed,
-                f"the rate READ BACK; {given}",
-            ),
-        ]
+    formats = Formats(weights="int8", cache="bfloat16", dispatch="int8")
+    forms = {
+        "": (Assumptions(expanded=True), "keys and values expanded"),
+        ", as this engine": (Assumptions(), "expanded in chunks, absorbed before them"),
+    }
+    name, found = "xDeepServe §7.2, 910C", []
+    for form, (assumed, told) in forms.items():
+        sizer = _sizer(DIE, formats, own, assumed, LONGEST)
+        for hits in (0.0, HITS):
+            demand = msgspec.structs.replace(own, hits=hits)
+            alone, rate = _prefill_on_910c(sizer, demand)
+            given = (
+                f"published: 13K in, 2.1K out, 0 to 64K, DP 8, TP 4, EP 32, EP 128; guessed: "
+                f"{hits:.1%} hits (none are published), spread 1, 1.9 tokens a step; rooflines, "
+                f"attention in BF16, {told}"
+            )
+            most = f"{given}; {rate:.0f} requests a second keep the four workers busy"
+            at = f"{hits:.0%} hits{form}"
+            ttft = f"TTFT ms, mean, nobody else there, {at}"
+            tpot = f"TPOT ms, at the most that the prefill workers carry, {at}"
+            unit = _unit_on_910c(sizer, demand)
+            pace = decoding(unit, 1, sizer.requests(demand), rate)
+            assert pace is not None
+            found.append(Compared(name, ttft, 1e3 * TTFT, 1e3 * alone, given))
+            found.append(Compared(name, tpot, 1e3 * TPOT, 1e3 * pace.tpot, most))
     return found
 
 
-def _prefill_on_910c(
-    sizer: Sizer, unit: DecodeUnit, demand: Demand, rate: float
-) -> tuple[float, float]:
-    """(workers that a rate keeps busy, mean TTFT of a request by itself in ms), of the best
-    chunks."""
-    layout = Layout(mode="ep", attention="910c", ffn="910c", dp=8, tp=4, ep=8, ffn_tp=4, lanes=1)
-    requests = sizer.requests(demand)
-    needed, ttft = float("inf"), float("inf")
+def _unit_on_910c(sizer: Sizer, demand: Demand) -> DecodeUnit:
+    requests, layout = sizer.requests(demand), _ep("910c", 128)
+    pace = Pace(sizer.searcher, sizer.searcher.calculator, layout, (DIE, DIE))
+    slots = pace.largest(requests, 256, 2 * TPOT * ACCEPTED)
+    table = tuple((taken, each / ACCEPTED) for taken, each in pace.table(requests, slots))
+    return DecodeUnit(layout, slots, (DIE, DIE), table, ACCEPTED)
+
+
+def _prefill_on_910c(sizer: Sizer, demand: Demand) -> tuple[float, float]:
+    """(mean TTFT of a request by itself in seconds, requests a second that keep the workers busy),
+    of the best chunks."""
+    layout = msgspec.structs.replace(_ep("910c", 8), tp=4, ep=32)
+    requests, unit = sizer.requests(demand), _unit_on_910c(sizer, demand)
+    ttft, rate = float("inf"), 0.0
     for chunk in CHUNKS:
         worker = PrefillWorker(layout, chunk, DIE)
         steps = sizer.steps(worker, demand)
-        most = capacity(worker, steps, requests)
-        needed = min(needed, rate * float(requests.prompt.mean()) / most)
+        most = capacity(worker, steps, requests) / float(requests.prompt.mean())
+        rate = max(rate, PREFILL_WORKERS * most)
         fleet = Fleet(worker, steps, PREFILL_WORKERS, unit, 1)
         alone = predict(fleet, sizer.link(worker, unit), requests, 0.1)
         if isinstance(alone, Prediction):
-            ttft = min(ttft, 1e3 * alone.ttft.mean)
-    return needed, ttft
+            ttft = min(ttft, alone.ttft.mean)
+    return ttft, rate
 
 
 def _ep(name: str, devices: int) -> Layout:
@@ -173,20 +175,24 @@ def _ep(name: str, devices: int) -> Layout:
     )
 
 
-def _sizer(hardware: Hardware, formats: Formats, demand: Demand) -> Sizer:
+def _sizer(
+    hardware: Hardware,
+    formats: Formats,
+    demand: Demand,
+    assumed: Assumptions,
+    positions: int = POSITIONS,
+) -> Sizer:
     asked = Asked(
         demand=demand,
         ttft=Level(95.0, 5.0),
         tpot=Level(95.0, 0.05),
-        positions=POSITIONS,
+        positions=positions,
         page=PAGE,
         target=Target(tpot=0.05),
         spares=Spares(),
     )
     requests: Requests = demand.requests(asked.longest, PAGE)
-    calculator = Calculator(
-        load_model("deepseek-v3"), round(requests.context), formats, Assumptions()
-    )
+    calculator = Calculator(load_model("deepseek-v3"), round(requests.context), formats, assumed)
     hosts = {"h800": hardware, "910c": hardware}
     searcher = Searcher(calculator, hosts, hosts)
     return Sizer(calculator, searcher, Hosts(hosts, hosts, hosts), asked)

@@ -5,7 +5,15 @@ import pytest
 
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.deploy_prefill import PrefillWorker, Steps, capacity, prefill_times, steps_of
+from jaxserve.planner.deploy_prefill import (
+    Chunk,
+    PrefillWorker,
+    Steps,
+    capacity,
+    prefill_times,
+    steps_of,
+    typical_chunks,
+)
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
@@ -73,3 +81,20 @@ def test_fewer_groups_are_faster():
     steps = steps_of(WORKER, calculator, requests)
     assert 0 < steps.alone < steps.full
     assert np.isfinite(steps.full)
+
+
+def test_chunks_of_prompts():
+    """2,500 tokens of which 500 are found: two chunks each, of 1,024 and 976."""
+    requests = Demand(rate=1, prompt=2500, output=1, hits=0.2048).requests(5000, 64)
+    assert set(requests.found) == {512 // 64 * 64}
+    chunks = typical_chunks(requests, 1024)
+    assert sorted(set(chunks)) == [Chunk(964, 2500), Chunk(1024, 1536)]
+    assert chunks.count(Chunk(1024, 1536)) == len(chunks) / 2
+
+
+def test_long_prompts_have_more_of_the_chunks():
+    requests = Demand(rate=1, prompt=4000, output=1, spread=1.0).requests(64000, 64)
+    chunks = typical_chunks(requests, 1000)
+    exact = np.concatenate([np.arange(-(-own // 1000)) for own in requests.computed])
+    before = np.mean([chunk.length - chunk.tokens for chunk in chunks])
+    assert before == pytest.approx(1000 * exact.mean(), rel=0.1)

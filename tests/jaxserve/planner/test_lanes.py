@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.observe.timeline import Span
-from jaxserve.planner.lanes import Colocated, Disaggregated, LinkMode
+from jaxserve.planner.lanes import Disaggregated, LinkMode
 from jaxserve.planner.stage_times import Given, Rows, StepTimes
 
 NO_ROWS = Rows(1, *[np.zeros(0, int)] * 3, 0)
@@ -116,7 +116,7 @@ class TestDomains:
 
 
 def test_a_late_device_holds_the_others_up_at_the_experts():
-    times = StepTimes([np.array([1.0, 5.0])] * 3, 0.0, [1.0] * 3, 0.0, 0.0)
+    times = StepTimes([np.array([1.0, 5.0])] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3, 0.0)
     pipeline = Disaggregated(layers=3, lanes=1, groups=2)
     pipeline.begin(0, 0, 0.0, times)
     assert pipeline.advance(0.0) == (0, pytest.approx(18.0))
@@ -129,24 +129,3 @@ def test_nothing_starts_before_the_host_has_enqueued_it():
     pipeline = Disaggregated(layers=2, lanes=1, groups=1)
     pipeline.begin(0, 0, 7.0, times)
     assert pipeline.advance(7.0) == (0, 11.0)
-
-
-class TestColocated:
-    def test_a_step_is_the_sum(self):
-        pipeline = Colocated(layers=3, lanes=2, groups=4)
-        times = Given(layers=3, groups=4, attend=2, dispatch=1, ffn=3, combine=1, leave=5).step(
-            NO_ROWS
-        )
-        for lane in pipeline.idle_lanes:
-            pipeline.begin(lane, lane, 0.0, times)
-        assert pipeline.idle_lanes == []
-        assert [pipeline.advance(0.0), pipeline.advance(0.0)] == [(0, 26.0), (1, 52.0)]
-        assert not pipeline.active
-
-    def test_a_collective_waits_for_the_last_and_says_how_long(self):
-        pipeline = Colocated(layers=1, lanes=1, groups=3)
-        times = StepTimes([np.array([1.0, 2.0, 6.0])], 0.5, [1.0], 0.25, 0.0)
-        pipeline.begin(0, 0, 0.0, times)
-        assert pipeline.advance(0.0) == (0, 7.75)
-        assert pipeline.seen("dispatch") == (pytest.approx(3.5), 0.5, 5.5)
-        assert pipeline.seen("combine") == (0.25, 0.25, 0.25)

@@ -25,10 +25,7 @@ def test_what_was_read_back(found):
     nodes = found["DeepSeek's", "nodes, from the published tokens/s a node"]
     assert nodes.planned == pytest.approx(226.86, abs=0.01)
     assert abs(nodes.error) < 0.001
-    pace = found["xDeepServe", "TPOT ms"]
-    assert abs(pace.error) < 0.05
-    for one in (nodes, pace):
-        assert one.told.startswith("READ BACK")
+    assert nodes.told.startswith("READ BACK")
 
 
 def test_deepseeks_day(found):
@@ -43,10 +40,28 @@ def test_deepseeks_day(found):
         assert "READ BACK" not in one.told
 
 
-def test_xdeepserves_prefill_is_predicted_too_slow(found):
-    """Its inputs are short of what a prediction takes; the README says which are guesses."""
+def test_xdeepserves_prefill(found):
+    """Hits and the spread of lengths are not published; the engine's form of latent attention is
+    not the paper's."""
+
+    def ttft(hits: str) -> Compared:
+        return found["xDeepServe", f"TTFT ms, mean, nobody else there, {hits} hits"]
+
+    assert abs(ttft("56%").error) < 0.2
+    assert 0.4 < ttft("0%").error < 0.9
     for hits in ("0%", "56%"):
-        assert found["xDeepServe", f"TTFT ms, mean, nobody else there, {hits} hits"].error > 0.5
-        one = found["xDeepServe", f"prefill workers always busy, {hits} hits"]
-        assert one.planned > 4
-        assert "READ BACK" in one.told
+        engine = found[
+            "xDeepServe", f"TTFT ms, mean, nobody else there, {hits} hits, as this engine"
+        ]
+        assert engine.planned > 1.7 * ttft(hits).planned
+        assert "absorbed before them" in engine.told
+
+
+def test_xdeepserves_decoding_is_predicted_too_fast(found):
+    """At any rate that its prefill workers carry: a third of a dispatch is explained."""
+    for hits in ("0%", "56%"):
+        one = found[
+            "xDeepServe", f"TPOT ms, at the most that the prefill workers carry, {hits} hits"
+        ]
+        assert -0.5 < one.error < -0.35
+        assert "READ BACK" not in one.told

@@ -67,7 +67,9 @@ def test_published_systems_overlap_and_colocation_is_not_broadcast_to():
 def test_the_command(capsys):
     command = "map --models qwen3-30b-a3b --hardware h20+h800 --contexts 4K --tpots 50ms"
     assert main([*command.split(), "--max-devices", "2", "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["scope"].startswith("decode only")
+    (case,) = tree["cases"]
     assert case["hardware"] == "h20+h800"
     assert case["best"]["afd"]["attention"] == "h20"
     assert case["best"]["tp"]["attention"] in ("h20", "h800")

@@ -6,7 +6,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.search import Plan, Searcher, colocated_seconds, front, layer_seconds
+from jaxserve.planner.search import Plan, Searcher, front, layer_seconds, overlapped_seconds
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stages import Calculator
@@ -81,13 +81,10 @@ class TestLayerSeconds:
 
 
 class TestColocated:
-    def test_one_batch_is_the_sum(self):
-        assert colocated_seconds([5, 1, 4, 2], 1) == 12
-
     def test_two_batches_hide_what_moves_but_not_the_ffn(self):
-        assert colocated_seconds([5, 1, 4, 2], 2) == 2 * (4 + 5)
-        assert colocated_seconds([5, 3, 4, 6], 2) == 2 * (4 + 9)
-        assert colocated_seconds([9, 1, 0, 0], 2) == 18
+        assert overlapped_seconds([5, 1, 4, 2]) == 2 * (4 + 5)
+        assert overlapped_seconds([5, 3, 4, 6]) == 2 * (4 + 9)
+        assert overlapped_seconds([9, 1, 0, 0]) == 18
 
     def test_they_are_tried_where_they_are_assumed(self):
         target = Target(tpot=0.05, max_devices=16, modes=("ep",))

@@ -53,6 +53,8 @@ def test_as_text_page_and_timeline(capsys, asked, tmp_path):
     for part in ("TPOT ms", "tokens/s/device", "attention busy", "bubble"):
         assert part in text
     assert "as simulated" in page.read_text(encoding="utf-8")
+    assert "decode only: prompts come computed from elsewhere" in text
+    assert "decode only: prompts come computed from elsewhere" in page.read_text(encoding="utf-8")
     assert {path.name for path in folder.iterdir()} == {
         *("timeline.json", "timeline.svg", "timeline.perfetto.json")
     }
@@ -62,7 +64,8 @@ def test_for_programs(capsys, asked):
     more = ["--json", "--rate", "200", "--skew", "0.5", "--stall", "0.01:1ms"]
     assert main([*asked, *more]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert set(tree) == {"traffic", "conditions", "result"}
+    assert set(tree) == {"scope", "traffic", "conditions", "result"}
+    assert tree["scope"] == "prompts are computed here"
     assert tree["traffic"]["prefill"] == "here"
     assert tree["conditions"]["jitter"]["stall_seconds"] == 1e-3
     assert tree["result"]["ttft"]["p50"] > 0

@@ -48,8 +48,8 @@ def test_equal_sequences_take_what_the_search_says(mode):
     stages = {name: stage.seconds for name, stage in plan.stages.items()}
     assert times.attend[30] == pytest.approx(np.full(16, stages["attend"]))
     assert times.ffn[30] == pytest.approx(stages["ffn"])
-    assert times.dispatch == pytest.approx(stages["dispatch"])
-    assert times.combine == pytest.approx(stages["combine"])
+    assert times.dispatch[30] == pytest.approx(stages["dispatch"])
+    assert times.combine[30] == pytest.approx(stages["combine"])
     assert len(times.attend) == len(times.ffn) == 61
 
 
@@ -83,6 +83,58 @@ def test_a_prefill_chunk_attends_to_what_is_before_each_token():
     pairs = sum(range(1537, 2049))
     group = made.model.attention[0]
     assert found == pytest.approx(made.attend_seconds(group, h800, 1, 512, 2048, pairs))
+
+
+class TestLatentPrompts:
+    """DeepSeek-V3's 128 heads: 192 + 128 numbers a pair expanded, 576 + 512 absorbed."""
+
+    MAPS = 128 * 512 * (128 + 128)
+
+    def attend(self, tokens: int, length: int, *, whole: bool) -> float:
+        ideal = Assumptions(compute=1, memory=1, network=1, stage_seconds=0, expanded=whole)
+        made = Calculator(load_model("deepseek-v3"), 4096, Formats(), ideal)
+        layout = msgspec.structs.replace(LAYOUT, dp=1)
+        h800 = load_hardware("h800")
+        rows = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([length]), tokens)
+        return float(Rooflines(layout, made, made, (h800, h800)).step(rows).attend[0][0])
+
+    def linear(self, tokens: int) -> float:
+        group = load_model("deepseek-v3").attention[0]
+        return 2 * tokens * sum(group.split_parameters(7168)) / 989e12
+
+    @pytest.mark.parametrize("before", [0, 8192])
+    def test_the_engine_expands_within_a_chunk_and_absorbs_before_it(self, before):
+        pairs = 4096 * 4097 / 2
+        flops = 2 * 128 * (320 * pairs + 1088 * 4096 * before) + 2 * 4096 * self.MAPS
+        found = self.attend(4096, before + 4096, whole=False)
+        assert found == pytest.approx(flops / 989e12 + self.linear(4096))
+
+    @pytest.mark.parametrize("before", [0, 8192])
+    def test_others_expand_all(self, before):
+        pairs = 4096 * 4097 / 2 + 4096 * before
+        attending = 2 * 128 * 320 * pairs / 989e12
+        # A chunk's own tokens pass the maps as linear ones; what is expanded is written.
+        written = (before + 4096) * 128 * 320 * 2 / 3.35e12
+        expanding = max(2 * before * self.MAPS / 989e12, written)
+        expanding += before * (576 + 4) / 3.35e12  # of latents
+        found = self.attend(4096, before + 4096, whole=True)
+        assert found == pytest.approx(attending + expanding + self.linear(4096))
+
+    def test_decoding_is_absorbed(self):
+        pairs = 2 * 128 * 1088 * 4096 / 989e12
+        for whole in (False, True):
+            found = self.attend(1, 4096, whole=whole)
+            assert pairs < found < 1.2 * pairs + 2 * 187e6 / 3.35e12
+
+
+def test_a_collective_waits_for_the_fullest_group():
+    """One prompt in one of four groups: its devices send all of it."""
+    layout = msgspec.structs.replace(LAYOUT, mode="ep", dp=4, ep=4, ffn_tp=1, lanes=1)
+    one = Rows(4, np.zeros(1, int), np.array([512]), np.array([512]), 512)
+    all_four = Rows(4, np.arange(4), np.full(4, 512), np.full(4, 512), 512)
+    alone, full = (rooflines(layout).step(rows) for rows in (one, all_four))
+    assert alone.combine[30] == pytest.approx(full.combine[30], rel=0.05)  # and chance
+    assert alone.ffn[30] < full.ffn[30]
 
 
 def test_skewed_experts_keep_the_busiest_device_longer():

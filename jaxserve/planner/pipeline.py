@@ -1,0 +1,35 @@
+"""Which pipeline runs the lanes of a deployment. Called by `simulate.py`, `simulated_engine.py` and
+`deploy_times.py`, so that all of them have the same one."""
+
+from typing import Literal
+
+from jaxserve.planner.colocated_lanes import Colocated, Overlapped
+from jaxserve.planner.lanes import Disaggregated, Disturb, LinkMode, Note
+from jaxserve.planner.stage_times import StageTimes
+
+
+def pipeline_of(
+    mode: Literal["afd", "colocated"],
+    times: StageTimes,
+    *,
+    lanes: int,
+    groups: int,
+    domains: int = 1,
+    link: LinkMode = "duplex",
+    disturb: Disturb = lambda stage, seconds: seconds,
+    note: Note | None = None,
+) -> Disaggregated | Colocated:
+    """What runs the lanes of a deployment; the arguments are those of the classes."""
+    if mode == "afd":
+        return Disaggregated(
+            layers=times.layers,
+            lanes=lanes,
+            groups=groups,
+            domains=domains,
+            link=link,
+            disturb=disturb,
+            note=note,
+        )
+    if times.overlapped:
+        return Overlapped(layers=times.layers, groups=groups, disturb=disturb, note=note)
+    return Colocated(layers=times.layers, lanes=lanes, groups=groups, disturb=disturb, note=note)

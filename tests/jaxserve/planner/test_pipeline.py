@@ -1,0 +1,77 @@
+"""One plan has the same TPOT in the search, in the sizing of a deployment and in simulated time."""
+
+import msgspec
+import pytest
+
+from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.colocated_lanes import Colocated, Overlapped
+from jaxserve.planner.deploy_decode import Pace
+from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.lanes import Disaggregated
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.models import load_model
+from jaxserve.planner.noise import Lengths
+from jaxserve.planner.pipeline import pipeline_of
+from jaxserve.planner.search import Searcher
+from jaxserve.planner.simulate import Conditions, Simulation, Traffic
+from jaxserve.planner.stage_times import Given, Rooflines
+from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.test_simulate import deployment
+
+H800 = load_hardware("h800")
+OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lanes", "assumed", "apart"),
+    [
+        ("ep", 2, OVERLAPPED, 0.03),
+        ("ep", 2, Assumptions(), 0.03),
+        ("ep", 1, Assumptions(), 0.03),
+        # The search has both directions of the link in one stage, and hides no lane's head.
+        ("afd", 3, Assumptions(host_seconds=0.0, host_device_seconds=0.0), 0.07),
+    ],
+)
+def test_one_plan_three_ways(mode, lanes, assumed, apart):
+    """16 DP groups of 8 sequences of 4,064 tokens, all alike but for their outputs."""
+    layout = Layout(
+        mode=mode, attention="h800", ffn="h800", dp=16, tp=1, ep=16, ffn_tp=1, lanes=lanes
+    )
+    calculator = Calculator(load_model("deepseek-v3"), 4064, Formats(), assumed)
+    searcher = Searcher(calculator, {"h800": H800}, {"h800": H800})
+    searched = searcher.evaluate(layout, 8).tpot
+    requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
+    pace = Pace(searcher, calculator, layout, (H800, H800)).seconds(requests, 8)
+    made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
+    limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
+    made = msgspec.structs.replace(made, scheduler=limits)
+    traffic = Traffic(lengths=Lengths(prompt=4032, output=64, longest=8192))
+    times = Rooflines(layout, calculator, calculator, (H800, H800))
+    conditions = Conditions(steps=12, warm_up=4)
+    result = Simulation(made, times, traffic, conditions).run()[0]
+    assert result.tpot is not None
+    assert pace == pytest.approx(searched, rel=apart)
+    assert result.tpot.mean == pytest.approx(searched, rel=apart)
+
+
+def test_two_lanes_are_faster_where_they_overlap():
+    layout = Layout(mode="ep", attention="h800", ffn="h800", dp=16, tp=1, ep=16, ffn_tp=1, lanes=2)
+    assert layout.overlapped(OVERLAPPED)
+    assert not layout.overlapped(Assumptions())
+    assert not msgspec.structs.replace(layout, lanes=1).overlapped(OVERLAPPED)
+    assert not msgspec.structs.replace(layout, mode="tp").overlapped(OVERLAPPED)
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlapped", "kind"),
+    [
+        ("afd", True, Disaggregated),
+        ("colocated", True, Overlapped),
+        ("colocated", False, Colocated),
+    ],
+)
+def test_kinds(mode, overlapped, kind):
+    stages = dict.fromkeys(("attend", "dispatch", "ffn", "combine"), 1.0)
+    times = Given(layers=2, groups=3, overlapped=overlapped, **stages)
+    assert type(pipeline_of(mode, times, lanes=2, groups=3)) is kind
