@@ -5,7 +5,9 @@ layout is evaluated once at batches a half apart, and every TPOT takes the cheap
 meet it, so costs are those of a search within some percent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -126,6 +128,57 @@ def _cell(case: Case) -> str:
         return "-"
     text = f"{case.winner} {case.best[case.winner].dollars:.3f}"
     return text if case.ratio is None else f"{text} x{case.ratio:.2f}"
+
+
+def tally_rows(found: Sequence[Case], name: str, key: Callable[[Case], str]) -> list[list[str]]:
+    """Cases by something: how many each mode wins, the median of what AFD costs over colocation,
+    and the stage that most often sets AFD's pace."""
+    rows = [[name, "cases", *MODES, "none", "AFD / other", "AFD's slowest stage"]]
+    groups: dict[str, list[Case]] = {}
+    for case in found:
+        groups.setdefault(key(case), []).append(case)
+    for group, own in groups.items():
+        won = Counter(case.winner for case in own)
+        ratios = [case.ratio for case in own if case.ratio is not None]
+        slowest = Counter(": ".join(case.best["afd"].slowest) for case in own if "afd" in case.best)
+        rows.append(
+            [
+                group,
+                str(len(own)),
+                *(str(won[mode]) for mode in (*MODES, None)),
+                f"{statistics.median(ratios):.2f}" if ratios else "-",
+                ", ".join(f"{stage} {count}" for stage, count in slowest.most_common(2)),
+            ]
+        )
+    return rows
+
+
+def tallies(found: Sequence[Case]) -> list[list[list[str]]]:
+    """By model, hardware, context and TPOT."""
+    return [
+        tally_rows(found, "model", lambda case: case.model),
+        tally_rows(found, "hardware", lambda case: case.mix),
+        tally_rows(found, "context", lambda case: f"{case.context // 1024}K"),
+        tally_rows(found, "TPOT", lambda case: f"{case.tpot * 1e3:g} ms"),
+    ]
+
+
+def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
+    """Cases of two kinds of hardware in which AFD on both costs less than every mode on either
+    alone, and the part of that cost. Both kinds have to be in the map alone, too."""
+    alone: dict[tuple[str, int, float, str], float] = {}
+    for case in found:
+        if case.winner is not None:
+            place = case.model, case.context, case.tpot, case.mix
+            alone[place] = case.best[case.winner].dollars
+    pays = []
+    for case in found:
+        kinds = case.mix.split("+")
+        others = [alone.get((case.model, case.context, case.tpot, kind)) for kind in kinds]
+        best = min((cost for cost in others if cost is not None), default=None)
+        if len(kinds) == 2 and "afd" in case.best and best is not None:
+            pays.append((case, case.best["afd"].dollars / best))
+    return sorted((one for one in pays if one[1] < 1), key=lambda one: one[1])
 
 
 def map_summary(found: Sequence[Case]) -> str:

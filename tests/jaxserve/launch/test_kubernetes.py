@@ -171,7 +171,10 @@ def test_a_deployment_survives_being_written(name: str, tmp_path) -> None:
             "--config step3 --hardware h100 --target kubernetes --set attention.dp=12",
             "28 devices do not fill hosts of 8 NVIDIA H100 SXM",
         ),
-        ("--config step3-fleet --target kubernetes", "ffn: 16 devices in one process, but a host"),
+        (
+            "--config step3-fleet --target kubernetes --set ffn.ep=16",
+            "ffn: 16 devices in one process, but a host",
+        ),
         (
             "--config demo --target kubernetes --set server.http_port=-1",
             "server.http_port = -1: probes need a port of HTTP",

@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 
 from jaxserve.plan import main
@@ -7,7 +8,15 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
-from jaxserve.planner.payoff import Case, Mix, cases, map_rows, map_summary
+from jaxserve.planner.payoff import (
+    Case,
+    Mix,
+    cases,
+    map_rows,
+    map_summary,
+    mixes_that_pay,
+    tally_rows,
+)
 from jaxserve.planner.quantities import PUBLISHED
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
@@ -44,6 +53,35 @@ def test_rows_and_summary(found):
     assert map_summary(found).startswith("AFD is the cheapest of 0 of 2 cases, in 0 of them alone")
 
 
+def test_tallies(found):
+    heading, row = tally_rows(found, "model", lambda case: case.model)
+    assert heading == ["model", "cases", "afd", "ep", "tp", "none", "AFD / other", heading[-1]]
+    won = [sum(case.winner == mode for case in found) for mode in ("afd", "ep", "tp")]
+    assert row[:6] == ["qwen3-30b-a3b", "2", *map(str, won), "0"]
+    low, high = sorted(case.ratio for case in found)
+    assert row[6] == f"{(low + high) / 2:.2f}"
+    assert row[7].split(":")[0] in ("attend", "ffn", "link")
+
+
+def priced(mix: str, **dollars: float) -> Case:
+    named = {"h800": load_hardware("h800")}
+    searcher = Searcher(Calculator(QWEN, 4096, Formats(), Assumptions()), named, named)
+    best = {}
+    for mode, cost in dollars.items():
+        layouts = searcher.layouts(Target(tpot=1.0, max_devices=2, modes=(mode,)))
+        plan = searcher.evaluate(next(iter(layouts)), 1)
+        best[mode] = msgspec.structs.replace(plan, dollars=cost)
+    return Case("qwen", mix, 4096, 0.05, best)
+
+
+def test_mixes_are_compared_with_both_of_their_kinds_alone():
+    h20, h800 = priced("h20", ep=0.5, afd=0.7), priced("h800", tp=0.6, afd=0.4)
+    worse, better = priced("h20+h800", afd=0.45, ep=0.5), priced("h20+h800", afd=0.3, ep=0.5)
+    assert mixes_that_pay([h20, h800, worse]) == []
+    assert mixes_that_pay([h20, h800, better]) == [(better, pytest.approx(0.75))]
+    assert mixes_that_pay([better]) == []  # nothing to compare with
+
+
 def test_nothing_meets_an_absurd_target():
     named = {"h800": load_hardware("h800")}
     args = QWEN, Mix("h800", named, named), [4096], [1e-6], Formats(), Assumptions()
@@ -73,6 +111,15 @@ def test_the_command(capsys):
     assert case["hardware"] == "h20+h800"
     assert case["best"]["afd"]["attention"] == "h20"
     assert case["best"]["tp"]["attention"] in ("h20", "h800")
+    command += " --tpots 100ms --max-devices 1 --jobs 2 --models qwen3-30b-a3b qwen3-32b"
+    assert main(command.split()) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("qwen3-30b-a3b") < shown.index("qwen3-32b")
+    assert "decode only" in shown
+    assert main(["map", "--contexts", "64K", "--models", "qwen3-32b"]) == 2
+    assert "--contexts 65536: qwen3-32b has 40960 positions" in capsys.readouterr().err
+    assert main(["map", "--jobs", "1000"]) == 2
+    assert "--jobs 1000: from 0 to 256" in capsys.readouterr().err
     assert main(["map", "--max-devices", "0"]) == 2
     assert "--max-devices 0: from 1 to 512" in capsys.readouterr().err
     assert main(["map", "--hardware", "h20+h9000"]) == 2
