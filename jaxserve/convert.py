@@ -19,6 +19,7 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.manifest import CALIBRATION, read_record
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
+from jaxserve.storage.bucket import is_url
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -49,8 +50,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxserve.convert",
         description="Convert a Hugging Face folder to sharded Orbax arrays.",
     )
-    made.add_argument("source", nargs="?", type=Path, metavar="SRC", help="the folder")
-    made.add_argument("target", nargs="?", type=Path, metavar="DST", help="where to")
+    made.add_argument(
+        "source", nargs="?", metavar="SRC", help="the folder, or its URL (gs://, s3://)"
+    )
+    made.add_argument("target", nargs="?", metavar="DST", help="where to: a folder")
     made.add_argument(
         "--weights",
         choices=["fp8", "int8", "bf16"],
@@ -83,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="entry of config.json that means nothing",
     )
-    made.add_argument("--verify", type=Path, metavar="DST", help="check a converted checkpoint")
+    made.add_argument("--verify", metavar="DST", help="check a converted checkpoint")
     return made
 
 
@@ -94,6 +97,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error("SRC and DST are required, or --verify DST")
     if options.verify is not None and options.source is not None:
         made.error("--verify takes no SRC and DST beside it")
+    if options.target is not None and is_url(options.target):
+        made.error(f"DST {options.target}: a conversion is written to a folder; copy it afterwards")
     if options.calibrate is not None and options.weights != "int8":
         made.error(f"--calibrate needs --weights int8, and not {options.weights}")
     return options
@@ -108,7 +113,8 @@ def _count(text: str) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     calibration = _calibration(options) if options.calibrate is not None else None
-    size = sum(path.stat().st_size for path in options.source.glob("*.safetensors"))
+    files = [] if is_url(options.source) else Path(options.source).glob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
     with Progress("convert", 1, total_bytes=size or None) as progress:
         conversion.convert(
             options.source,
@@ -120,7 +126,7 @@ def _convert(options: argparse.Namespace) -> int:
             on_read=lambda size: progress.advance(0, size=size),
         )
     if calibration is not None:
-        for report in read_record(options.target / CALIBRATION, Report).layers:
+        for report in read_record(Path(options.target) / CALIBRATION, Report).layers:
             _say_rounded(report, options.expert_samples)
     print(f"{options.target} is complete; serve it with --model {options.target}")
     return 0
@@ -153,7 +159,7 @@ def _say_rounded(report: LayerReport, enough: int) -> None:
         )
 
 
-def _verify(folder: Path) -> int:
+def _verify(folder: str) -> int:
     with Progress("verify", 1) as progress:
         problems = conversion.verify(folder, on_block=_counted(progress))
     for problem in problems:

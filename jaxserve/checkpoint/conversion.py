@@ -51,6 +51,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates, weight_format
 from jaxserve.model.module import Template
+from jaxserve.storage.mirror import local_folder
 
 TargetFormat = Literal["bf16", "fp8", "int8"]
 
@@ -106,7 +107,7 @@ def convert(
     """Converts a folder, resuming an interrupted conversion.
 
     Args:
-      source: a Hugging Face folder.
+      source: a Hugging Face folder, or its URL.
       target: folder for the result: missing, empty, or left by an interrupted run.
       weights: format of the matrices: 16-bit floats, or 8 bits with a scale per output channel
         (FP8 blocks stay blocks); None: as in the source.
@@ -123,7 +124,7 @@ def convert(
     """
     if calibration is not None and weights != "int8":
         raise ValueError(f"a calibration makes INT8 weights, and not {weights}")
-    source, target = Path(source), Path(target)
+    source, target = local_folder(source), Path(target)
     config, names = read_config(source, ignored)
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
@@ -386,7 +387,7 @@ def verify(
     Raises:
       CheckpointError: it has no manifest.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")

@@ -10,30 +10,37 @@ import hashlib
 from pathlib import Path
 
 from jaxserve.checkpoint.manifest import MANIFEST
+from jaxserve.checkpoint.tensors import header_and_end
+from jaxserve.storage.files import open_file
+from jaxserve.storage.mirror import local_folder, weight_files
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES, _FILE_SAMPLES, _SAMPLE_BYTES = 512, 64, 4096
+"""Samples of a folder (two of a file at least), most of a file, and their size: each may be a
+request."""
 
 
 def fingerprint(folder: Path) -> str:
     """A digest of a folder's config.json and of the size, header and samples of every weight
     file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            for sample in range(_SAMPLES):
-                file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+    files = weight_files(folder)
+    samples = min(_FILE_SAMPLES, max(_SAMPLES // max(len(files), 1), 2))
+    for path in files:
+        with open_file(path) as file:
+            header, size = header_and_end(file)
+            digest.update(f"{path.name} {size}".encode() + header)
+            last = max(size - _SAMPLE_BYTES, 0)
+            starts = [last * sample // (samples - 1) for sample in range(samples)]
+            for part in file.read([(at, min(at + _SAMPLE_BYTES, size)) for at in starts]):
+                digest.update(part)
     return digest.hexdigest()
 
 
 def weights_digest(folder: str) -> str:
     """Sixteen hexadecimal digits of a model folder's weights: of a converted one its manifest,
     which has the checksum of every array, otherwise its fingerprint."""
-    path = Path(folder)
-    files = [*sorted(path.glob("*.safetensors")), path / "config.json", path / MANIFEST]
+    path = local_folder(folder)
+    files = [*weight_files(path), path / "config.json", path / MANIFEST]
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return _digest(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 

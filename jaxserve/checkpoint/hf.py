@@ -39,6 +39,7 @@ from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.module import Template
+from jaxserve.storage.mirror import local_folder
 
 READABLE = ("F64", "F32", "F16", "BF16")
 """Tensor dtypes that need no dequantisation."""
@@ -67,7 +68,7 @@ def read_config(
       CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
         that are missing or of a wrong type (all of them).
     """
-    path = Path(folder) / "config.json"
+    path = local_folder(folder) / "config.json"
     try:
         tree = json.loads(path.read_text())
     except OSError as error:
@@ -92,7 +93,7 @@ def read_config(
             "multi-token prediction (num_nextn_predict_layers)"
         )
     config = msgspec.structs.replace(config, modules=modules)
-    manifest = read_manifest(Path(folder))
+    manifest = read_manifest(path.parent)
     if manifest is not None:
         if manifest.config != tree:
             raise CheckpointError(f"{path} is not what {MANIFEST} says was converted")
@@ -104,11 +105,12 @@ class HFCheckpoint:
     """The tensors of a folder's files.
 
     Args:
-      folder: the Hugging Face folder.
+      folder: the Hugging Face folder, or its URL.
       names: what the architecture expects.
 
     Attributes:
       on_read: called with the number of bytes of every read, from any thread.
+      size: bytes of the tensors.
 
     Raises:
       CheckpointError: unreadable or truncated files; missing, unexpected and misshaped tensors,
@@ -116,24 +118,19 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
-        self._folder = Path(folder)
         self.on_read: Callable[[int], None] = lambda size: None
-        listing = list_tensors(self._folder)
-        self._files = listing.files
-        self._tensors, problems = _joined(listing, names, _packing(self._folder))
+        here = local_folder(folder)
+        listing = list_tensors(here)
+        self.size = sum(tensor.nbytes for tensor in listing.tensors.values())
+        self._tensors, problems = _joined(listing, names, _packing(here))
         if problems := problems + _problems(listing, self._tensors, names):
             count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            raise CheckpointError(f"{self._folder}: {count}:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
 
     @property
     def storage(self) -> Self:
         """What asks no running worker: itself."""
         return self
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(path.stat().st_size for path in self._files)
 
     def has_any(self, names: Collection[str]) -> bool:
         """Whether the files have a tensor with one of these safetensors names."""

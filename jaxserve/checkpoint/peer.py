@@ -14,7 +14,6 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -35,6 +34,7 @@ from jaxserve.link.hello import Hello, make_hello
 from jaxserve.link.weights_client import PeerError, WeightsPeer
 from jaxserve.link.weights_frames import HeldArray
 from jaxserve.model.module import Template
+from jaxserve.storage.mirror import local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def weights_hello(folder: str) -> Hello:
       CheckpointError: the folder is none of a model.
     """
     try:
-        tree = json.loads((Path(folder) / "config.json").read_bytes())
+        tree = json.loads((local_folder(folder) / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model at {folder}: {error}") from None
     facts = {"model": str(tree.get("model_type")), "revision": weights_digest(folder)}

@@ -8,6 +8,7 @@ stored unsharded and unpadded: each device's part is read from the chunks that i
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -47,7 +48,11 @@ from jaxserve.checkpoint.stored_array import (
 )
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
+from jaxserve.storage.mirror import local_folder
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
+
+_OPENED_AT_ONCE = 16
+"""Arrays: each may be a request."""
 
 
 def _read(
@@ -74,7 +79,7 @@ class StoreCheckpoint:
     """A converted checkpoint, with the interface of `HFCheckpoint`.
 
     Args:
-      folder: written by `convert.py`.
+      folder: written by `convert.py`, or its URL.
       names: what the architecture expects.
 
     Attributes:
@@ -86,12 +91,12 @@ class StoreCheckpoint:
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
-        self._folder = Path(folder)
+        here = local_folder(folder)
         self.on_read: Callable[[int], None] = lambda size: None
-        manifest = read_manifest(self._folder)
+        manifest = read_manifest(here)
         if manifest is None:
             raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
-        self._arrays, problems = open_blocks(self._folder, manifest, names)
+        self._arrays, problems = open_blocks(here, manifest, names)
         if problems:
             count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
             raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
@@ -290,7 +295,12 @@ def open_blocks(
     problems += [f"unexpected block {name}" for name in sorted(there - expected.keys())]
     if len(names.predictions) and not any(name.endswith(".prediction") for name in there):
         problems.append("it was converted without the prediction modules; convert it again")
-    for name in expected.keys() & manifest.blocks.keys():
+    known = expected.keys() & manifest.blocks.keys()
+    with ThreadPoolExecutor(_OPENED_AT_ONCE, "jaxserve-open") as pool:
+        places = [(name, leaf) for name in known for leaf in manifest.blocks[name]]
+        paths = [folder / BLOCKS / name / leaf for name, leaf in places]
+        found = dict(zip(places, pool.map(_opened, paths), strict=True))
+    for name in known:
         stored = manifest.blocks[name]
         arrays[name] = {}
         bases = {leaf.removesuffix(".values").removesuffix(".scales") for leaf in stored}
@@ -299,14 +309,20 @@ def open_blocks(
         for base in sorted(bases - expected[name]):
             problems.append(f"unexpected {name}: {base}")
         for leaf, entry in stored.items():
-            try:
-                array = open_array(folder / BLOCKS / name / leaf)
-            except CheckpointError as error:
-                problems.append(str(error))
+            array = found[name, leaf]
+            if isinstance(array, CheckpointError):
+                problems.append(str(array))
                 continue
             arrays[name][leaf] = array
             problems += _differences(f"{name}: {leaf}", array, entry)
     return arrays, problems
+
+
+def _opened(path: Path) -> StoredArray | CheckpointError:
+    try:
+        return open_array(path)
+    except CheckpointError as error:
+        return error
 
 
 def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
@@ -326,5 +342,5 @@ def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint 
     Raises:
       CheckpointError: as `HFCheckpoint` and `StoreCheckpoint` do.
     """
-    converted = read_manifest(Path(folder)) is not None
+    converted = read_manifest(local_folder(folder)) is not None
     return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)

@@ -1,4 +1,4 @@
-"""Arrays of a converted checkpoint: Zarr 3 on disk, read with TensorStore.
+"""Arrays of a converted checkpoint: Zarr 3 on disk or in a bucket, read with TensorStore.
 
 Called by `store.py` and `conversion.py`. Knows neither JAX nor models.
 """
@@ -12,6 +12,8 @@ import tensorstore
 from jaxserve.checkpoint.reading import THREADS, aligned_empty
 from jaxserve.checkpoint.regions import Ranges
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
+from jaxserve.storage.files import array_store
 
 # Chunks in flight are memory on top of the array that they become.
 _CONTEXT = tensorstore.Context(
@@ -58,8 +60,11 @@ class StoredArray(NamedTuple):
         destination = tensorstore.array(inside, context=_CONTEXT, copy=False, write=True)
         if part.dtype != destination.dtype:
             part = part.astype(destination.dtype)
+        seconds = ANSWER_SECONDS + inside.nbytes / LEAST_BYTES_PER_SECOND
         try:
-            destination.write(part.translate_to[(0,) * inside.ndim]).result()
+            destination.write(part.translate_to[(0,) * inside.ndim]).result(timeout=seconds)
+        except TimeoutError:
+            raise CheckpointError(f"{self.path}: not read within {seconds:g} s") from None
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
         return part.size * self.dtype.itemsize
@@ -130,19 +135,24 @@ def open_array(path: Path) -> StoredArray:
     Raises:
       CheckpointError: there is no Zarr 3 array.
     """
+    store = array_store(path)
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        "kvstore": store,
         # A missing chunk is damage; without this it would read as zeros.
         "fill_missing_data_reads": False,
     }
-    if not (path / "zarr.json").is_file():
+    remote = store["driver"] != "file"
+    if not remote and not (path / "zarr.json").is_file():
         raise CheckpointError(f"{path}: no array: it has no zarr.json")
+    shared = context() if remote else _CONTEXT
+    opened = tensorstore.open(spec, open=True, read=True, context=shared)
     try:
-        store = tensorstore.open(spec, open=True, read=True, context=_CONTEXT).result()
+        return StoredArray(path, opened.result(timeout=ANSWER_SECONDS))
+    except TimeoutError:
+        raise CheckpointError(f"{path}: no answer within {ANSWER_SECONDS:g} s") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: no array that can be read: {error}") from None
-    return StoredArray(path, store)
 
 
 def read_array(array: ReadableArray) -> np.ndarray:

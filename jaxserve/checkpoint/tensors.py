@@ -6,8 +6,8 @@ because the safetensors library does not expose byte offsets, which `reading.py`
 
 import json
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.files import StoredFile, open_file
+from jaxserve.storage.mirror import weight_files
 
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000
 """Largest header in bytes; the safetensors library has the same limit."""
+_HEADERS_AT_ONCE = 16
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -55,6 +58,10 @@ class Tensor(NamedTuple):
     def dtype(self) -> np.dtype:
         return DTYPES[self.kind]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Listing(NamedTuple):
     """The tensors of a folder, and the problems of its index."""
@@ -75,7 +82,7 @@ def list_tensors(folder: Path) -> Listing:
         index is malformed.
     """
     index = _index(folder)
-    names = {path.name for path in folder.glob("*.safetensors")}
+    names = {path.name for path in weight_files(folder)}
     wanted = set(index.values()) if index else names
     gone = wanted - names
     files = sorted(folder / name for name in wanted & names)
@@ -84,11 +91,9 @@ def list_tensors(folder: Path) -> Listing:
     tensors: dict[str, Tensor] = {}
     problems = [f"{name} is missing, and {INDEX} names it" for name in sorted(gone)]
     broken = []
-    for path in files:
-        try:
-            found = read_header(path)
-        except CheckpointError as error:
-            broken.append(str(error))
+    for path, found in zip(files, _headers(files), strict=True):
+        if isinstance(found, CheckpointError):
+            broken.append(str(found))
             continue
         for name in sorted(found.keys() & tensors.keys()):
             problems.append(f"{name} is in {tensors[name].path.name} and in {path.name}")
@@ -132,20 +137,62 @@ def read_header(path: Path) -> dict[str, Tensor]:
       CheckpointError: the file is truncated or malformed: tensors must fill it without gaps or
         overlaps.
     """
+    name = str(path)
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(LARGEST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            tree = json.loads(file.read(length), object_pairs_hook=_unique)
-        return _entries(path, tree, 8 + length, size)
+        with open_file(path) as file:
+            name = file.name
+            header = read_header_bytes(file)
+            tensors, end = _entries(path, _tree(header), 8 + len(header))
+            file.check_end(end)
+            return tensors
+    except (ValueError, RecursionError, CheckpointError) as error:
+        raise CheckpointError(f"{name}: truncated or no safetensors: {error}") from None
+
+
+def read_header_bytes(file: StoredFile) -> bytes:
+    """The JSON text at the start of a file.
+
+    Raises:
+      CheckpointError: the file is shorter.
+      ValueError: it would be larger than the largest header.
+    """
+    (first,) = file.read([(0, 8)])
+    length = int.from_bytes(first, "little")
+    if length > LARGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes")
+    (header,) = file.read([(8, 8 + length)])
+    return header
+
+
+def header_and_end(file: StoredFile) -> tuple[bytes, int]:
+    """A file's header, and how many bytes the file has by it.
+
+    Raises:
+      CheckpointError: it is truncated, or no safetensors file.
+    """
+    try:
+        header = read_header_bytes(file)
+        return header, _entries(Path(file.name), _tree(header), 8 + len(header))[1]
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: truncated or no safetensors: {error}") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: truncated or no safetensors: cannot be read: {error.strerror}"
-        ) from None
+        raise CheckpointError(f"{file.name}: truncated or no safetensors: {error}") from None
+
+
+def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]:
+    """Of each file its tensors, or what is wrong with it; several at a time, as each may be a
+    request."""
+
+    def tensors_of(path: Path) -> dict[str, Tensor] | CheckpointError:
+        try:
+            return read_header(path)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE, "jaxserve-headers") as pool:
+        yield from pool.map(tensors_of, files)
+
+
+def _tree(header: bytes) -> Any:
+    return json.loads(header, object_pairs_hook=_unique)
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,9 +204,8 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _entries(path: Path, tree: Any, start: int, size: int) -> dict[str, Tensor]:
-    """Converts an entry of the header, checked against the file's size; ValueError if it is
-    wrong."""
+def _entries(path: Path, tree: Any, start: int) -> tuple[dict[str, Tensor], int]:
+    """The tensors of a header, and where the last one ends; ValueError if an entry is wrong."""
     if not isinstance(tree, dict):
         raise ValueError("the header is not an object")
     tensors, places = {}, []
@@ -183,9 +229,7 @@ def _entries(path: Path, tree: Any, start: int, size: int) -> dict[str, Tensor]:
         if begin != at:
             raise ValueError(f"{name} starts at byte {begin}, and not at {at}")
         at = end
-    if at != size - start:
-        raise ValueError(f"tensors of {at} bytes where there are {size - start}")
-    return tensors
+    return tensors, start + at
 
 
 def _sizes(values: Any) -> bool:

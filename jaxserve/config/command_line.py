@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxserve.config.auto import Choose
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.errors import ConfigError
+from jaxserve.storage.bucket import is_url
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,9 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="deployment file, or the name of one that comes with jaxserve, as demo",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="model folder, alone or instead of the deployment file's"
+        "--model",
+        metavar="DIR",
+        help="model folder, or its URL (gs://, s3://), alone or instead of the deployment file's",
     )
     parser.add_argument(
         "--set",
@@ -45,9 +48,11 @@ def read_deployment(
     if model is None:
         assert config is not None
         return load_deployment(config, overrides, choose=choose)
-    folder = Path(model).resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"--model {model}: no such folder")
+    folder: str | Path = model
+    if not is_url(model):
+        folder = Path(model).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--model {model}: no such folder")
     if config is None:
         return load_deployment(folder, overrides, choose=choose)
     overrides = [*overrides, f"model={json.dumps(str(folder))}"]

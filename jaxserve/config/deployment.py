@@ -3,7 +3,7 @@
 Read from one YAML file, with dotted overrides from the command line (`--set attention.dp=3`) or
 from Python (`overrides={"attention.dp": 3}`). An unknown key is an error that names the nearest
 known one. The docstring of every key is its entry in `configs/README.md` (`reference.py` writes
-it). Imports only `errors` and the rest of this room.
+it). Imports only `errors`, the rest of this room, and what a bucket's URL is.
 """
 
 import difflib
@@ -37,13 +37,16 @@ from jaxserve.config.sections import (
 )
 from jaxserve.config.shipped import deployment_names, deployment_path
 from jaxserve.errors import ConfigError
+from jaxserve.storage.bucket import is_url
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that a `serve` command reads from its deployment file."""
 
     model: str
-    """Folder with config.json, safetensors and tokenizer.json; relative to the YAML file."""
+    """Folder with config.json, safetensors and tokenizer.json; relative to the YAML file. Or
+    its URL in a bucket, `gs://BUCKET/PATH` or `s3://BUCKET/PATH`: each process reads its devices'
+    parts."""
     ignored_model_keys: list[str] = []
     """Entries of the model's config.json that are unknown here but do not affect its mathematics;
     other unknown entries are refused."""
@@ -128,8 +131,8 @@ def load_deployment(
     """Reads a deployment file and applies dotted overrides.
 
     Args:
-      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder
-        (then every other field has its default).
+      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder or
+        its URL (then every other field has its default).
       overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
       choose: values for the keys that are `auto` (`auto.py`); None: fixed ones.
 
@@ -137,7 +140,8 @@ def load_deployment(
       ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
         of range, or sizes do not fit each other.
     """
-    path = deployment_path(Path(path))
+    model = str(path) if is_url(path) else "."
+    path = Path() if is_url(path) else deployment_path(Path(path))
     try:
         text = "" if path.is_dir() else path.read_text()
     except FileNotFoundError:
@@ -157,8 +161,8 @@ def load_deployment(
         raise ConfigError(f"deployment file {path}: expected keys, got {type(tree).__name__}")
     base = path if path.is_dir() else path.parent
     if path.is_dir():
-        tree["model"] = "."
-    if isinstance(tree.get("model"), str):
+        tree["model"] = model
+    if isinstance(tree.get("model"), str) and not is_url(tree["model"]):
         tree["model"] = str((base / tree["model"]).resolve())
     server = tree.get("server")
     if isinstance(server, dict):

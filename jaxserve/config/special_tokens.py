@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.mirror import local_folder
 
 KINDS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
@@ -62,7 +63,7 @@ def read_special_tokens(folder: str | Path) -> SpecialTokens:
       CheckpointError: lists every malformed file and every invalid id or token.
     """
     problems: list[str] = []
-    special = collect_special_tokens(Path(folder), problems)
+    special = collect_special_tokens(local_folder(folder), problems)
     if problems:
         raise CheckpointError(f"special tokens of {folder}: " + "; ".join(problems))
     return special

@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -18,6 +17,7 @@ from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, deplo
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.control import Identity
 from jaxserve.link.route import Route
+from jaxserve.storage.mirror import local_folder
 
 
 class ProcessShare(msgspec.Struct, frozen=True):
@@ -199,7 +199,7 @@ def deployment_facts(deployment: Deployment) -> dict[str, str]:
 
 def model_digest(folder: str) -> str:
     """Of a model's config.json."""
-    config = Path(folder) / "config.json"
+    config = local_folder(folder) / "config.json"
     if not config.is_file():
         return "no config.json"
     return hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()

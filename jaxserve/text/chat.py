@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
 from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.storage.mirror import local_folder
 from jaxserve.text.messages import MessageForm, checked_tools, plain_field
 from jaxserve.text.template import Template, TemplateError, TemplateRefusal
 
@@ -70,7 +71,7 @@ class ChatTemplate:
         Raises:
           CheckpointError: a file is broken or a template cannot be parsed.
         """
-        folder = Path(folder)
+        folder = local_folder(folder)
         problems: list[str] = []
         sources = _read_sources(folder, problems)
         names = read_json(folder / "tokenizer_config.json", problems)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxserve.config.special_tokens import SpecialTokens, collect_special_tokens
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.mirror import local_folder, weight_files
 from jaxserve.text.no_vocabulary import NoVocabulary
 from jaxserve.text.tiktoken_files import TiktokenVocabulary
 from jaxserve.text.vocabulary import TokenizersVocabulary, Vocabulary
@@ -74,7 +75,7 @@ class Tokenizer:
           CheckpointError: there is neither of them nor weights, a file is truncated or wrong, or
             there are more ids than the model has; lists all.
         """
-        folder = Path(folder)
+        folder = local_folder(folder)
         problems: list[str] = []
         special = collect_special_tokens(folder, problems)
         vocabulary = _read_vocabulary(folder, special, problems)
@@ -143,7 +144,7 @@ def _read_vocabulary(
     except CheckpointError as error:
         problems.append(str(error))
         return None
-    if any(path.suffix == ".safetensors" or path.is_dir() for path in folder.iterdir()):
+    if weight_files(folder) or any(path.is_dir() for path in folder.iterdir()):
         return NoVocabulary(special.vocab_size or 0)
     problems.append(f"no file {json_path.name} or {ranks_path.name}")
     return None

@@ -74,8 +74,8 @@ class TestHeader:
             ({"a": entry(offsets=(0, 4))}, 8, "in the bytes 0 to 4"),
             ({"a": entry(), "b": entry()}, 8, "b starts at byte 0, and not at 8"),
             ({"a": entry(), "b": entry(offsets=(9, 17))}, 17, "b starts at byte 9, and not at 8"),
-            ({"a": entry()}, 7, "tensors of 8 bytes where there are 7"),
-            ({"a": entry()}, 9, "tensors of 8 bytes where there are 9"),
+            ({"a": entry()}, 7, "has 76 bytes, and its header says 77"),
+            ({"a": entry()}, 9, "has 78 bytes, and its header says 77"),
         ],
     )
     def test_bad(self, header, data, message, tmp_path):

@@ -1,0 +1,187 @@
+"""Objects below a `gs://` or `s3://` URL, read in ranges by TensorStore.
+
+Called by `mirror.py`, the readers of `checkpoint/` and the compilation cache. Every request is
+tried again for half a minute and has a deadline; errors say what to do about them. Credentials are
+those of the machine or its environment, as for the vendors' own tools. A server of one's own is
+named by AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxserve.errors import CheckpointError
+
+SCHEMES = {"gs": "gcs", "s3": "s3"}
+"""Of a URL → driver of TensorStore."""
+
+ANSWER_SECONDS = 120.0
+"""Within which a request is answered, its repetitions included."""
+LEAST_BYTES_PER_SECOND = 1 << 20
+"""By which the deadline grows."""
+
+_RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
+_REQUESTS = {"limit": 64}
+"""At a time."""
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_CREDENTIALS = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the service "
+    "account of this machine",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or the role of this machine",
+}
+
+
+def is_url(folder: str | Path) -> bool:
+    """Whether this names a folder in a bucket."""
+    return isinstance(folder, str) and folder.partition("://")[0] in SCHEMES and "://" in folder
+
+
+class Span(NamedTuple):
+    """Bytes of an object, the last one excluded; without an end, all from the start."""
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+
+class Part(NamedTuple):
+    """What was read, and of which version of the object."""
+
+    data: bytes
+    generation: str
+
+
+class Bucket:
+    """The objects below a URL.
+
+    Args:
+      url: `gs://bucket/path` or `s3://bucket/path`.
+
+    Raises:
+      CheckpointError: the URL has no bucket.
+    """
+
+    def __init__(self, url: str):
+        import tensorstore
+
+        self.url = url.rstrip("/") if url.partition("://")[2].strip("/") else url
+        self._store = _answer(
+            tensorstore.KvStore.open(kvstore(self.url), context=context()), self.url
+        )
+
+    def names(self) -> list[str]:
+        """The objects' names, without the URL.
+
+        Raises:
+          CheckpointError: they cannot be listed.
+        """
+        return sorted(name.decode() for name in _answer(self._store.list(), self.url))
+
+    def read(self, spans: Sequence[Span]) -> list[Part | None]:
+        """The spans, read at the same time; None where there is no such object.
+
+        Raises:
+          CheckpointError: one cannot be read, or its object ends before it.
+        """
+        asked = []
+        for span in spans:
+            all_of_it = not span.start and span.stop is None
+            part = None if all_of_it else slice(span.start, span.stop)
+            asked.append(self._store.read(span.name, byte_range=part))
+        size = sum(span.stop - span.start for span in spans if span.stop is not None)
+        parts: list[Part | None] = []
+        for span, future in zip(spans, asked, strict=True):
+            found = _answer(future, f"{self.url}/{span.name}", size)
+            there = found.state == "value"
+            parts.append(Part(found.value, found.stamp.generation.hex()) if there else None)
+        return parts
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes an object, whole or not at all.
+
+        Raises:
+          CheckpointError: it cannot be written.
+        """
+        _answer(self._store.write(name, data), f"{self.url}/{name}", len(data))
+
+
+def kvstore(url: str) -> dict[str, Any]:
+    """TensorStore's description of a folder in a bucket.
+
+    Raises:
+      CheckpointError: the URL has no bucket.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise CheckpointError(
+            f"{url}: expected {scheme}://BUCKET/PATH, and {bucket!r} is no bucket's name"
+        )
+    path = path.strip("/")
+    spec: dict[str, Any] = {
+        "driver": SCHEMES[scheme],
+        "bucket": bucket,
+        "path": f"{path}/" if path else "",
+    }
+    if scheme == "gs":
+        if own := os.environ.get("STORAGE_EMULATOR_HOST"):
+            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", own)
+        return spec
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        spec["aws_credentials"] = {"type": "environment"}
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    return spec
+
+
+@functools.cache
+def context() -> Any:
+    """Of all of TensorStore's requests to buckets: connections and retries."""
+    import tensorstore
+
+    both = {f"{driver}_request_retries": _RETRIES for driver in SCHEMES.values()}
+    limits = {f"{driver}_request_concurrency": _REQUESTS for driver in SCHEMES.values()}
+    return tensorstore.Context(both | limits)
+
+
+def _answer(future: Any, what: str, size: int = 0) -> Any:
+    """The result of a request.
+
+    Raises:
+      CheckpointError: an error, or none within the deadline.
+    """
+    seconds = ANSWER_SECONDS + size / LEAST_BYTES_PER_SECOND
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        raise CheckpointError(f"{what}: no answer within {seconds:g} s") from None
+    except ValueError as error:
+        raise CheckpointError(problem(what, error)) from None
+
+
+def problem(what: str, error: Exception) -> str:
+    """TensorStore's error in one line, with what to do about it.
+
+    Args:
+      what: the URL that was asked for.
+    """
+    text = " ".join(str(error).split("[http_response_body")[0].split())
+    code = text.partition(":")[0]
+    scheme, _, rest = what.partition("://")
+    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED") or "AccessDenied" in text:
+        return (
+            f"{what}: no permission ({text}); this process needs to list and read it: "
+            f"{_CREDENTIALS.get(scheme, '')}"
+        )
+    if code == "NOT_FOUND":
+        return f"{what}: there is no bucket {rest.partition('/')[0]} ({text})"
+    if code == "OUT_OF_RANGE":
+        return f"{what} is shorter than it was, or truncated ({text})"
+    return f"{what} cannot be read: {text}"

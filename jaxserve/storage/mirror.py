@@ -1,0 +1,145 @@
+"""The small files of a model folder in a bucket, on this host's disk; weights stay where they are.
+
+Everything that reads a model's folder asks `local_folder` first. What it returns has configuration,
+tokenizer and manifest as files, and `origin.json`, which says where the weights are and which
+version of them was there: a file that is replaced meanwhile is an error, not a mixture.
+"""
+
+import fnmatch
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.errors import CheckpointError
+from jaxserve.storage.bucket import Bucket, Part, Span, is_url
+
+ORIGIN = "origin.json"
+SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*", "LICENSE*")
+"""Files that are copied; of these the ones that a model has directly in its folder."""
+WEIGHTS = "*.safetensors"
+MANIFEST = "manifest.json"
+"""Of a converted checkpoint: names all its files."""
+
+_HEAD = 8
+"""Bytes of a weight file that are read to learn its version."""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a mirrored folder comes from.
+
+    Attributes:
+      url: of the folder.
+      weights: name → version of the weight files that were not copied.
+    """
+
+    url: str
+    weights: dict[str, str]
+
+
+def local_folder(folder: str | Path) -> Path:
+    """A model's folder on this host: itself, or a mirror of the one in a bucket.
+
+    Raises:
+      CheckpointError: the bucket cannot be read.
+    """
+    return _mirrored(folder) if isinstance(folder, str) and is_url(folder) else Path(folder)
+
+
+@functools.cache
+def _mirrored(url: str) -> Path:
+    bucket = Bucket(url)
+    files, weights, converted = _converted(bucket), {}, True
+    if files is None:
+        names = [name for name in bucket.names() if "/" not in name]
+        copied = [name for name in names if any(fnmatch.fnmatch(name, p) for p in SMALL)]
+        files, converted = _read(bucket, [Span(name) for name in copied]), False
+        heads = [name for name in names if fnmatch.fnmatch(name, WEIGHTS)]
+        weights = _read(bucket, [Span(name, 0, _HEAD) for name in heads])
+        if not names:
+            raise CheckpointError(f"no model at {bucket.url}: there is nothing")
+    origin = Origin(bucket.url, {name: part.generation for name, part in weights.items()})
+    contents = {name: part.data for name, part in files.items()}
+    contents[ORIGIN] = msgspec.json.encode(origin)
+    return _written(bucket.url, contents, converted)
+
+
+def _converted(bucket: Bucket) -> dict[str, Part] | None:
+    """The files of a converted checkpoint by its manifest; None: it is another folder. Its many
+    chunks need not be listed so."""
+    try:
+        (manifest,) = bucket.read([Span(MANIFEST)])
+    except CheckpointError:  # one who may not list is told so for files that are missing, too
+        return None
+    if manifest is None:
+        return None
+    try:
+        names = list(msgspec.json.decode(manifest.data)["files"])
+    except (msgspec.DecodeError, KeyError, TypeError):  # its reader reports it
+        names = []
+    plain = [name for name in names if "/" not in name and not name.startswith(".")]
+    return {MANIFEST: manifest} | _read(bucket, [Span(name) for name in plain])
+
+
+def _read(bucket: Bucket, spans: list[Span]) -> dict[str, Part]:
+    """By name, what is there."""
+    parts = zip(spans, bucket.read(spans), strict=True)
+    return {span.name: part for span, part in parts if part is not None}
+
+
+def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
+    """A folder with these files; one of an earlier start, where nothing has changed."""
+    digest = hashlib.sha256()
+    for name, data in sorted(contents.items()):
+        digest.update(f"{name} {len(data)} ".encode() + data)
+    root = _cache()
+    folder = root / f"{Path(url).name}-{digest.hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    part = Path(tempfile.mkdtemp(prefix=".", dir=root))
+    for name, data in contents.items():
+        (part / name).write_bytes(data)
+    if converted:
+        (part / "blocks").mkdir()
+    try:
+        part.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(part)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} cannot be written") from None
+    return folder
+
+
+def _cache() -> Path:
+    """A folder of this user's, on the disk or, where there is none to write to, below /tmp."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    last = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
+    for root in (home / "jaxserve" / "models", last / "models"):
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
+            return root
+    raise CheckpointError(f"no folder for a model's small files: {home} and {last} are not ours")
+
+
+@functools.lru_cache(maxsize=256)
+def origin_of(folder: Path) -> Origin | None:
+    """Where a folder was mirrored from; None: its weights are in it."""
+    try:
+        return msgspec.json.decode((folder / ORIGIN).read_bytes(), type=Origin)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; of a mirror, where they would be."""
+    origin = origin_of(folder)
+    if origin is not None:
+        return sorted(folder / name for name in origin.weights)
+    return sorted(folder.glob(WEIGHTS))

@@ -1,0 +1,56 @@
+"""A folder in a bucket is a folder here, but for its weights."""
+
+import json
+
+import pytest
+
+from jaxserve.errors import CheckpointError
+from jaxserve.storage.mirror import _mirrored, local_folder, origin_of, weight_files
+
+
+def test_small_files(objects, tmp_path):
+    small = {"config.json": b"{}", "tokenizer.json": b"[]", "chat_template.jinja": b"{{ x }}"}
+    objects.files |= {f"m/{name}": data for name, data in small.items()}
+    objects.files |= {"m/a.safetensors": bytes(1000), "m/b.bin": b"?", "m/deep/config.json": b"no"}
+    folder = local_folder("s3://models/m")
+    assert folder.parent == tmp_path / "cache" / "jaxserve" / "models"
+    assert {path.name for path in folder.iterdir()} == {*small, "origin.json"}
+    assert (folder / "chat_template.jinja").read_bytes() == b"{{ x }}"
+    assert origin_of(folder).url == "s3://models/m"
+    assert weight_files(folder) == [folder / "a.safetensors"]
+    assert [span for span in objects.ranges if span[0].endswith("tensors")] == [
+        ("m/a.safetensors", 0, 8)
+    ]
+
+
+def test_the_same_folder_while_nothing_changes(objects):
+    objects.files |= {"m/config.json": b"{}", "m/a.safetensors": bytes(10)}
+    first = local_folder("s3://models/m")
+    _mirrored.cache_clear()
+    assert local_folder("s3://models/m/") == first
+    objects.files["m/a.safetensors"] = bytes(11)
+    _mirrored.cache_clear()
+    assert local_folder("s3://models/m") != first
+
+
+def test_converted(objects):
+    """By its manifest: chunks are not listed."""
+    manifest = {"files": {"config.json": "00", "../escape": "00"}, "blocks": {}}
+    objects.files |= {"m/manifest.json": json.dumps(manifest).encode(), "m/config.json": b"{}"}
+    folder = local_folder("s3://models/m")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "blocks",
+        "config.json",
+        "manifest.json",
+        "origin.json",
+    ]
+
+
+def test_nothing_there(objects):
+    with pytest.raises(CheckpointError, match="no model at s3://models/m: there is nothing"):
+        local_folder("s3://models/m")
+
+
+def test_local(tmp_path):
+    assert local_folder(str(tmp_path)) == tmp_path
+    assert origin_of(tmp_path) is None
