@@ -24,6 +24,7 @@ from jaxserve.launch.workloads import (
     workloads,
 )
 from jaxserve.planner.hardware import Hardware
+from jaxserve.storage.bucket import is_url
 
 
 class Target(NamedTuple):
@@ -84,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "--model-path",
         default="",
         metavar="PATH",
-        help="the model folder where processes run (containers: /models/NAME, as in --model)",
+        help="the model folder where processes run, or its URL (containers: /models/NAME, or the "
+        "URL of --model)",
     )
     made.add_argument(
         "--models-claim",
@@ -176,7 +178,12 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
         )
     model = options.model_path
     if target.contained and not model:
-        model = f"/models/{Path(deployment.model).name}"
+        away = is_url(deployment.model)
+        model = deployment.model if away else f"/models/{Path(deployment.model).name}"
+    if is_url(model) and options.models_bucket:
+        raise ConfigError(
+            f"--models-bucket {options.models_bucket}: the model is read from {model} without it"
+        )
     return target.render(
         Rendering(
             deployment,
@@ -185,7 +192,7 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
                 name=options.name,
                 image=options.image,
                 model=model,
-                models_claim=options.models_claim,
+                models_claim="" if is_url(model) else options.models_claim,
                 models_bucket=options.models_bucket,
                 cache_claim=options.cache_claim,
                 python=options.python,

@@ -116,7 +116,7 @@ def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
 
 def _cache() -> Path:
     """A folder of this user's, on the disk or, where there is none to write to, below /tmp."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     last = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
     for root in (home / "jaxserve" / "models", last / "models"):
         try:
