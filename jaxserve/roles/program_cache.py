@@ -1,6 +1,7 @@
-"""Compiled programs on disk: an entry is whole, or it is not there.
+"""Compiled programs on disk or in a bucket: an entry is whole, or it is not there.
 
-Called before the first compilation. Processes of a host share the folder.
+Called before the first compilation. Processes of a host share the folder, and hosts one that all of
+them see, or a bucket (`gs://`, `s3://`).
 """
 
 import contextlib
@@ -12,6 +13,10 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache, compiler, distributed, lru_cache
+from jax._src import compilation_cache_interface as cache_interface
+
+from jaxserve.errors import CheckpointError
+from jaxserve.storage.bucket import Bucket, Span, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +31,7 @@ class WholeEntries(lru_cache.LRUCache):
     def get(self, key: str) -> bytes | None:
         """The entry; None: there is none that can be read."""
         value = super().get(key)
-        if value is None:
-            return None
-        try:
-            if not compilation_cache.decompress_executable(value):
-                raise ValueError("empty")
-        except Exception as error:  # zlib's, or one of two packages'
-            logger.warning(UNREADABLE, key, error)
+        if value is not None and not _is_readable(key, value):
             self._file(key).unlink(missing_ok=True)
             return None
         return value
@@ -58,6 +57,41 @@ class WholeEntries(lru_cache.LRUCache):
         return Path(str(self.path)) / f"{key}-cache"
 
 
+class BucketEntries(cache_interface.CacheInterface):
+    """Entries in a bucket, which replaces objects at once. What cannot be read or written there is
+    compiled."""
+
+    def __init__(self, url: str):
+        self._path = Path(url)
+        self._bucket = Bucket(url)
+
+    def get(self, key: str) -> bytes | None:
+        """The entry; None: there is none that can be read."""
+        try:
+            (part,) = self._bucket.read([Span(f"{key}-cache")])
+        except CheckpointError as error:
+            logger.warning("compilation cache: %s", error)
+            return None
+        return part.data if part is not None and _is_readable(key, part.data) else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry."""
+        try:
+            self._bucket.write(f"{key}-cache", value)
+        except CheckpointError as error:
+            logger.warning("compilation cache: %s", error)
+
+
+def _is_readable(key: str, value: bytes) -> bool:
+    try:
+        if not compilation_cache.decompress_executable(value):
+            raise ValueError("empty")
+    except Exception as error:  # zlib's, or one of two packages'
+        logger.warning(UNREADABLE, key, error)
+        return False
+    return True
+
+
 def keep_entries_whole() -> None:
     """Makes every cache that JAX opens from now on one of `WholeEntries`. JAX has no interface for
     it; where its parts have other names, its own cache stays."""
@@ -65,7 +99,9 @@ def keep_entries_whole() -> None:
         compilation_cache.get_file_cache = _open
 
 
-def _open(path: str) -> tuple[lru_cache.LRUCache, str]:
+def _open(path: str) -> tuple[cache_interface.CacheInterface, str]:
+    if is_url(path):
+        return BucketEntries(path), path
     return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path
 
 
@@ -93,12 +129,16 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
 
     Of the processes of one runtime the first alone writes, and all read; on CPUs each writes its
-    own.
+    own. JAX_COMPILATION_CACHE_DIR may be a URL.
     """
     keep_entries_whole()
     if _write_of_the_first is not None:
         compiler._cache_write = _write
     given = jax.config.jax_compilation_cache_dir
+    if given and is_url(given):
+        # XLA's own caches of GPUs are files.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        return
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"
     try:

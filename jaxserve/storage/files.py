@@ -59,7 +59,10 @@ class LocalFile:
         """See `StoredFile`."""
         parts = []
         for start, stop in spans:
-            data = os.pread(self.descriptor, stop - start, start)
+            try:
+                data = os.pread(self.descriptor, stop - start, start)
+            except OSError as error:
+                raise CheckpointError(f"{self.name} cannot be read: {error.strerror}") from None
             if len(data) != stop - start:
                 raise CheckpointError(
                     f"{self.name} cannot be read: it ends at byte {start + len(data)}"

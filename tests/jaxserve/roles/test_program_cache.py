@@ -6,10 +6,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import distributed
+from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.roles.program_cache import WholeEntries, use_compilation_cache
+from tests.jaxserve.storage.conftest import objects as objects
 
 
 class TestPlace:
@@ -120,3 +121,52 @@ def test_a_follower_keeps_its_own(folder, monkeypatch):
     jax.clear_caches()
     jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
     assert entry.stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def bucket(folder, objects):
+    """The cache in a bucket."""
+    jax.config.update("jax_compilation_cache_dir", "s3://models/cache")
+    compilation_cache.reset_cache()
+    use_compilation_cache()
+    return objects
+
+
+def test_a_second_host_compiles_nothing(bucket, caplog):
+    """It finds what the first one wrote; an entry that is damaged is made again."""
+    hits = []
+
+    def listener(event, **_):
+        if event.endswith("cache_hits"):
+            hits.append(event)
+
+    monitoring.register_event_listener(listener)
+
+    def compile_once():
+        jax.clear_caches()
+        compilation_cache.reset_cache()  # as a process that starts
+        return jax.jit(lambda x: 7 * x).lower(jnp.ones(3)).compile()
+
+    try:
+        compile_once()
+        (name,) = [name for name in bucket.files if "lambda" in name]
+        assert name.startswith("cache/")
+        hits.clear()
+        assert compile_once()(jnp.ones(3)).tolist() == [7.0] * 3
+        assert len(hits) >= 1
+        assert len([name for name in bucket.files if "lambda" in name]) == 1
+        whole = bucket.files[name]
+        bucket.files[name] = whole[:50]
+        compile_once()
+        assert "cannot be read" in caplog.text
+        assert len(bucket.files[name]) > 100
+    finally:
+        monitoring.unregister_event_listener(listener)
+
+
+def test_a_bucket_that_refuses_only_costs_time(bucket, caplog):
+    bucket.refuses = True
+    jax.clear_caches()
+    assert jax.jit(lambda x: 9 * x).lower(jnp.ones(3)).compile()(jnp.ones(3)).tolist() == [9.0] * 3
+    assert "compilation cache: s3://models/cache" in caplog.text
+    assert "no permission" in caplog.text

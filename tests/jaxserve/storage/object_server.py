@@ -87,6 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>"
         return self._send(200, listing.encode())
 
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.objects.files[urlsplit(self.path).path.removeprefix(f"/{BUCKET}/")] = data
+        self._send(200, b"", {"ETag": '"1"'})
+
     def _object(self, key: str, google: bool) -> None:
         data = self.objects.files.get(key)
         if data is None:
