@@ -1,13 +1,17 @@
 """Stages of a deployment at given batches and contexts, in two processes of one core each.
 
 Attention lives in one process and FFN in the other, each on a core of its own, as in `overlap.py`,
-with the deployment's model and buckets. Every round takes all batches and contexts in turn, so that
-what else runs here falls on all of them alike. What is measured is a timeline, for `plan calibrate`
-and `plan verify`.
+with the deployment's model and buckets. Every round takes all batches and contexts in an order of
+its own, so that what else runs here falls on all of them alike, and is not taken for the effect of
+a batch. Threads that enqueue, and those that note when a stage ended, may run on either core: one
+that waits for the core of the stage that follows would note its end late. What is measured is a
+timeline, for `plan calibrate` and `plan verify`.
 """
 
 import argparse
+import itertools
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ import numpy as np
 from jaxserve.bench.report import describe_machine, this_machine
 from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
 from jaxserve.config.deployment import Deployment, load_deployment
-from jaxserve.engine.build import Runtime, build_runtime, warm_up
+from jaxserve.engine.build import build_runtime, warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
@@ -34,7 +38,7 @@ from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
 from jaxserve.roles.worker import Passed
 
 MODULE = "jaxserve.bench.stages"
-_RUN_SECONDS = 600.0
+_RUN_SECONDS, _COMPILE_SECONDS = 600.0, 300.0
 _LEADER_STAYS_SECONDS = 3.0
 
 
@@ -72,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("batches", "contexts"):
         shared += [f"--{name}", ",".join(map(str, getattr(options, name)))]
     shared += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+    shared += ["--cores", ",".join(map(str, cores))]
     workers = [
         Worker(MODULE, [*shared, "--process", str(process)], {}, core)
         for process, core in enumerate(cores)
@@ -128,21 +133,26 @@ def decode_plan(
     return plan_of_rows(lane, number, bucket, groups, slots=deployment.scheduler.slots)
 
 
-def measure(runtime: Runtime, options: argparse.Namespace) -> None:
-    """All rounds; the loop enqueues a lane's next step before it reads the last one's tokens."""
-    deployment, number = runtime.deployment, 0
-    for _ in range(options.rounds):
-        for sequences in options.batches:
-            for context in options.contexts:
-                bucket = bucket_of(deployment, sequences, context)
-                plans = [
-                    decode_plan(
-                        deployment, at % deployment.lanes, number + at, bucket, sequences, context
-                    )
-                    for at in range(options.steps * deployment.lanes)
-                ]
-                number += len(plans)
-                run_steps(runtime.driver, plans)
+def measure(deployment: Deployment, driver: Any, options: argparse.Namespace, rounds: int) -> None:
+    """All rounds; the loop enqueues a lane's next step before it reads the last one's tokens.
+
+    Args:
+      driver: a `Cell`.
+    """
+    number = 0
+    points = list(itertools.product(options.batches, options.contexts))
+    for count in range(rounds):
+        random.Random(count).shuffle(points)  # alike in both processes
+        for sequences, context in points:
+            bucket = bucket_of(deployment, sequences, context)
+            plans = [
+                decode_plan(
+                    deployment, at % deployment.lanes, number + at, bucket, sequences, context
+                )
+                for at in range(options.steps * deployment.lanes)
+            ]
+            number += len(plans)
+            run_steps(driver, plans)
 
 
 def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
@@ -182,12 +192,14 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     )
     initialise(process, deployment)
     runtime = build_runtime(deployment)
+    barrier("compiled", _COMPILE_SECONDS)  # attention has more programs; the link waits for less
     warm_up(runtime)
-    recorder = Recorder(options.process)
-    measure(runtime, argparse.Namespace(**{**vars(options), "rounds": 1}))  # warm everywhere
+    measure(deployment, runtime.driver, options, rounds=1)  # warm everywhere
     barrier("warm")
+    os.sched_setaffinity(0, options.cores)  # this thread's, and that of those which it starts
+    recorder = Recorder(options.process)
     runtime.driver.observer = recorder
-    measure(runtime, options)
+    measure(deployment, runtime.driver, options, options.rounds)
     spans = recorder.ended(30.0)
     # The leader goes last: JAX aborts a process whose coordination service is gone.
     barrier("measured")
@@ -199,10 +211,14 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 def _counts(text: str) -> list[int]:
     """`4,16` as numbers above 0."""
-    found = [int(item) for item in text.split(",")]
+    found = _numbers(text)
     if min(found) < 1:
         raise ValueError(text)
     return found
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
 
 
 def main() -> None:
@@ -211,6 +227,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--coordinator", default="")
+    parser.add_argument("--cores", type=_numbers)
     parser.add_argument("--result", required=True)
     options = parser.parse_args([*sys.argv[1:], "--timeline", "."])
     with writing(options.result) as result:

@@ -134,17 +134,17 @@ def prepare(core: int | None = None) -> Callable[[], None]:
     return run
 
 
-def barrier(name: str) -> None:
+def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
     """In a worker: waits for the others of its runtime; JAX's public one wants equal device counts.
 
     Raises:
-      JaxRuntimeError: they did not come within a minute.
+      JaxRuntimeError: they did not come within so many seconds: a minute.
     """
     from jax._src import distributed
 
     client = distributed.global_state.client
     assert client is not None
-    client.wait_at_barrier(name, int(_BARRIER_SECONDS * 1000))
+    client.wait_at_barrier(name, int(seconds * 1000))
 
 
 @contextlib.contextmanager

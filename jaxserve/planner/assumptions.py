@@ -50,7 +50,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, stage: MeasuredStage) -> str:
         """What matters to a stage, as the name of a fit."""
         match stage:
-            case "attend":
+            case "attend" | "enter":
                 return f"{self.weights}, cache {self.cache}, products {self.attention}"
             case "ffn":
                 return f"{self.weights}, products {self.linear}"

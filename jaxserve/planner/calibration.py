@@ -12,12 +12,17 @@ import numpy as np
 
 from jaxserve.observe.timeline import AFDStage
 
-MeasuredStage = AFDStage | Literal["leave"]
-"""The stages of AFD, and the end of a step: head and sampling."""
+MeasuredStage = AFDStage | Literal["enter", "leave", "host"]
+"""The stages of AFD; a step's first attend, which embeds, too; its end, which is head and sampling;
+and the host's time for a step and lane, where that is what lanes wait for."""
 
 APART = 1e-3
 """Terms whose smallest singular value, of columns of length 1, is below this share of the largest
 cannot be told apart."""
+PASSES = 5
+"""Of a fit, each with the last one's weights."""
+FAR = 3.0
+"""Most that a weight differs from what was measured, either way."""
 
 
 class Terms(NamedTuple):
@@ -54,10 +59,11 @@ class Fit(NamedTuple):
 
 
 def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
-    """The non-negative constant and factors of least relative squared error.
+    """The non-negative constant and factors of least squared error relative to what they give.
 
-    With three unknowns, the best of all sets of them that may be above 0: that is what non-negative
-    least squares is. Of sets that are equally good, the smallest: then the others are not needed.
+    Relative to what was measured, a point that came out short by chance would count more than one
+    that came out long, and fits would be too small. So points are weighed by the last pass's fit
+    (McCullagh and Nelder, 1989, "Generalized Linear Models", §2.5).
 
     Args:
       points: terms and measured seconds.
@@ -68,27 +74,37 @@ def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
     if not points or any(seconds <= 0 or min(terms) < 0 for terms, seconds in points):
         raise ValueError(f"points of {points}: seconds must be above 0, and terms not below")
     seconds = np.array([seconds for _, seconds in points])
-    columns = np.array([[1.0, *terms[:2]] for terms, _ in points]) / seconds[:, None]
+    columns = np.array([[1.0, *terms[:2]] for terms, _ in points])
+    scale, best = seconds, np.zeros(3)
+    for _ in range(PASSES):
+        best = _non_negative(columns / scale[:, None], seconds / scale)
+        scale = np.clip(columns @ best, seconds / FAR, seconds * FAR)
+    error = float(np.max(np.abs(columns @ best / seconds - 1)))
+    relative = columns / seconds[:, None]
+    used = [index for index in range(3) if relative[:, index].any()]
+    relative = relative[:, used] / np.linalg.norm(relative[:, used], axis=0)
+    values = np.linalg.svd(relative, compute_uv=False)
+    determined = len(points) >= len(used) and bool(values[-1] > APART * values[0])
+    fixed = float(np.mean([terms.fixed for terms, _ in points]))
+    constant, memory, compute = map(float, best)
+    return Fit(constant, memory, compute, len(points), error, determined, fixed)
+
+
+def _non_negative(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Non-negative least squares: with three unknowns, the best of all sets of them that may be
+    above 0. Of sets that are equally good, the smallest: then the others are not needed."""
     lengths = np.linalg.norm(columns, axis=0)
-    used = [index for index in range(3) if lengths[index]]
-    columns[:, used] /= lengths[used]
-    best, least = np.zeros(3), np.inf
+    used = [index for index in range(len(lengths)) if lengths[index]]
+    best, least = np.zeros(len(lengths)), np.inf
     for count in range(1, len(used) + 1):
         for chosen in map(list, itertools.combinations(used, count)):
-            found = np.linalg.lstsq(columns[:, chosen], np.ones(len(points)))[0]
-            rest = float(np.sum((columns[:, chosen] @ found - 1) ** 2))
+            found = np.linalg.lstsq(columns[:, chosen] / lengths[chosen], wanted)[0]
+            found = found / lengths[chosen]
+            rest = float(np.sum((columns[:, chosen] @ found - wanted) ** 2))
             if found.min() >= 0 and rest < least * (1 - 1e-6) - 1e-12:
-                best, least = np.zeros(3), rest
+                best, least = np.zeros(len(lengths)), rest
                 best[chosen] = found
-    error = float(np.max(np.abs(columns @ best - 1)))
-    values = np.linalg.svd(columns[:, used], compute_uv=False)
-    determined = len(points) >= len(used) and bool(values[-1] > APART * values[0])
-    constant, memory, compute = (
-        float(value / length) if length else 0.0
-        for value, length in zip(best, lengths, strict=True)
-    )
-    fixed = float(np.mean([terms.fixed for terms, _ in points]))
-    return Fit(constant, memory, compute, len(points), error, determined, fixed)
+    return best
 
 
 class FitKey(NamedTuple):
@@ -125,7 +141,8 @@ class Calibration:
     ) -> Any:
         """Seconds of a stage, a number or an array; `roof`, what rooflines say, without a fit.
 
-        Where other layers of the model were measured in this stage, and not these, their fit.
+        Where other layers of the model were measured in this stage, and not these, their fit; where
+        attention was measured, and not a step's first, that of the others.
         """
         if not self.fits:
             return roof
@@ -136,6 +153,8 @@ class Calibration:
                 one for other, one in self.fits.items() if other._replace(layers=layers) == key
             )
             found = next(alike, None)
+        if found is None and stage == "enter":
+            return self.seconds("attend", hardware, form, layers, terms, roof)
         return roof if found is None else found.seconds(terms)
 
 
@@ -152,6 +171,10 @@ class Asked(Calibration):
     def __init__(self, model: str):
         super().__init__({}, model)
         self.terms: dict[FitKey, tuple[Terms, float]] = {}
+
+    def of(self, model: str) -> "Asked":
+        """Itself, which was made for its model."""
+        return self
 
     def seconds(
         self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any

@@ -1,22 +1,20 @@
-"""`plan calibrate` and `plan verify`: measurements against predictions.
+"""`plan calibrate` and `plan verify`: measurements against predictions, printed.
 
 Called by `plan.py`.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner import report
-from jaxserve.planner.calibration import Asked, Calibration, MeasuredStage
+from jaxserve.planner.calibration import Calibration
+from jaxserve.planner.comparison import Compared, compare, measurements, summary
 from jaxserve.planner.deployment_options import add_scenario, read_scenario
-from jaxserve.planner.lanes import Disaggregated
 from jaxserve.planner.measurements import (
     Measurement,
     calibration,
@@ -25,17 +23,12 @@ from jaxserve.planner.measurements import (
     read_measurements,
 )
 from jaxserve.planner.models import model_config
-from jaxserve.planner.observed import ALIKE, Observed, kinds_of, observe, read_spans, with_load
+from jaxserve.planner.observed import Observed, kinds_of, observe, read_spans, with_load
 from jaxserve.planner.quantities import tokens
 from jaxserve.planner.scenario import Scenario
-from jaxserve.planner.stage_times import Rows, StepTimes, layer_kinds, rows_of_load
+from jaxserve.planner.stage_times import layer_kinds
 from jaxserve.planner.text import grid, json_text
 from jaxserve.roles.layout import StepLoad
-
-WITHIN = {"stage": 0.15, "step": 0.10}
-"""What a calibrated prediction of a median is asked to keep to."""
-_SETTLE, _COUNTED = 4, 8
-"""Steps of every lane before a period is taken, and those that it is taken of."""
 
 
 def add_calibrate(command: argparse.ArgumentParser) -> None:
@@ -43,6 +36,9 @@ def add_calibrate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--measured", nargs="+", type=Path, default=[], metavar="FILE", help="lists of stage times")
     _timeline_options(command)
+    only = "take only loads of the timeline of"
+    add("--batches", type=_numbers, metavar="N,N", help=f"{only} so many sequences a DP group")
+    add("--contexts", type=_numbers, metavar="N,N", help=f"{only} so many tokens a sequence")
     add("--write", type=Path, metavar="FILE", help="keeps all of them there, for --calibration")
     command.set_defaults(run=calibrate)
 
@@ -62,38 +58,13 @@ def _timeline_options(command: argparse.ArgumentParser) -> None:
     add("--context", default="2K", help=f"{old}: mean tokens of a sequence: 2K")
 
 
-class Compared(NamedTuple):
-    """A stage, or whole steps, of one load of a trace."""
-
-    name: MeasuredStage | Literal["step"]
-    layers: int
-    """Which of the model's groups of equal layers."""
-    load: StepLoad
-    spans: int
-    measured: float
-    """Seconds, the median."""
-    predicted: float
-    held_out: bool
-    """Whether the calibration has not seen this load."""
-
-    @property
-    def error(self) -> float:
-        """(predicted − measured) / measured."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def within(self) -> bool:
-        """Whether the prediction is as good as asked."""
-        return abs(self.error) <= WITHIN["step" if self.name == "step" else "stage"]
-
-
 def verify(options: argparse.Namespace) -> int:
     """Predicted against measured, stage by stage and load by load."""
     if options.timeline is None:
         raise ConfigError("--timeline is missing: a folder that serve --timeline wrote")
     made, seen = _observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
-    found = compare(made, seen, known)
+    found = compare(made, seen, known, options.configs)
     rows = [["", "sequences", "tokens", "context", "bucket", "", "median µs", "predicted", "error"]]
     for one in found:
         load = one.load
@@ -125,24 +96,6 @@ def verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def summary(found: Sequence[Compared]) -> list[str]:
-    """How many predictions are as good as asked, and the worst one."""
-    lines = []
-    for kind, limit in WITHIN.items():
-        ones = [one for one in found if (one.name == "step") == (kind == "step")]
-        if ones:
-            worst = max(ones, key=lambda one: abs(one.error))
-            good = sum(one.within for one in ones)
-            lines.append(
-                f"{kind}s within {limit:.0%}: {good} of {len(ones)}; the worst is {worst.name} at "
-                f"{worst.load.sequences} sequences of {worst.load.context // worst.load.sequences} "
-                f"tokens, {worst.error:+.0%}"
-            )
-    loads = {one.load: one.held_out for one in found}
-    lines.append(f"loads that were not calibrated with: {sum(loads.values())} of {len(loads)}")
-    return lines
-
-
 def _name(made: Scenario, one: Compared) -> str:
     """The stage, and which layers' it is where there are several kinds."""
     if one.name == "ffn" and len(made.ffn.model.ffn) > 1:
@@ -169,58 +122,8 @@ def _observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     pages = -(-context // made.deployment.cache.page_size)
     unsaid = StepLoad(batch, pages, count, count, count * context, count * context)
     kinds = kinds_of(model_config(Path(made.deployment.model)), made.attention.model)
+    kinds[0] = layer_kinds(made.attention.model)[0][0], kinds[0][1]  # as steps are computed
     return made, observe(with_load(read_spans(options.timeline), unsaid), kinds)
-
-
-def compare(
-    made: Scenario, seen: Sequence[Observed], known: Sequence[Measurement] = ()
-) -> list[Compared]:
-    """Medians of a trace's stages and steps beside the predictions.
-
-    Args:
-      known: what the calibration was made from.
-    """
-    calibrated = {_load_of(one) for one in known}
-    found = []
-    for one in seen:
-        times = made.rooflines().step(_rows(made, one))
-        held_out = _load_of(_measurement(made, one.load, "attend", 0, 1.0)) not in calibrated
-        for (stage, layers), timed in one.stages.items():
-            seconds = _predicted(made, times, stage, layers)
-            found.append(Compared(stage, layers, one.load, *timed, seconds, held_out))
-        if one.step is not None:
-            seconds = step_seconds(times, made.layout.lanes, made.layout.dp)
-            found.append(Compared("step", 0, one.load, *one.step, seconds, held_out))
-    return found
-
-
-def _rows(made: Scenario, one: Observed) -> Rows:
-    return rows_of_load(one.load, made.layout.dp, made.deployment.cache.page_size)
-
-
-def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: int) -> float:
-    """Seconds of a stage, of layers of this group."""
-    kinds = layer_kinds(made.attention.model)
-    match stage:
-        case "attend":
-            return float(np.max(times.attend[[a for a, _ in kinds].index(layers)]))
-        case "ffn":
-            return float(times.ffn[[f for _, f in kinds].index(layers)])
-    return float(np.max(getattr(times, stage)))
-
-
-def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:
-    """Seconds from one step of a lane to its next one, when all lanes take these times and none
-    waits for the host."""
-    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups)
-    ends: list[list[float]] = [[] for _ in range(lanes)]
-    for lane in range(lanes):
-        pipeline.begin(lane, 0, 0.0, times)
-    while len(ends[0]) < _SETTLE + _COUNTED:
-        lane, end = pipeline.advance(0.0)
-        ends[lane].append(end)
-        pipeline.begin(lane, len(ends[lane]), 0.0, times)
-    return (ends[0][-1] - ends[0][_SETTLE - 1]) / _COUNTED
 
 
 def calibrate(options: argparse.Namespace) -> int:
@@ -230,20 +133,24 @@ def calibrate(options: argparse.Namespace) -> int:
         lists.insert(0, read_measurements(options.write))
     if options.timeline is not None:
         made, seen = _observed(options)
-        lists.append(measurements(made, seen))
+        lists.append(_chosen(measurements(made, seen), options))
     found = joined(lists)
     if not found:
         raise ConfigError("nothing to calibrate with: give --measured or --timeline")
     fits = calibration(found, options.configs)
     if options.write is not None:
         options.write.write_text(json_text([_short(one) for one in found]) + "\n")
-    rows = _fit_rows(fits)
-    points = _point_rows(found, fits, options.configs)
+    medians = calibration(found, options.configs, medians=True)
+    rows = _fit_rows(fits, medians)
+    points = _point_rows(found, fits, medians, options.configs)
     if options.html:
         sections = [("Fits", report.table(rows)), ("Measurements", report.table(points))]
         options.html.write_text(report.page("Calibration", sections), encoding="utf-8")
     if options.json:
-        tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
+        tree = [
+            {**key._asdict(), **one._asdict(), "median": medians.fits[key]._asdict()}
+            for key, one in fits.fits.items()
+        ]
         print(json_text(tree))
         return 0
     print(f"{grid(rows)}\n\n{grid(points)}")
@@ -253,58 +160,6 @@ def calibrate(options: argparse.Namespace) -> int:
             "apart: what lies beyond them is a guess"
         )
     return 0
-
-
-def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
-    """The stages of a trace as measurements: their own work, without collectives, which are taken
-    off as predicted."""
-    found = []
-    asked = Asked(Path(made.deployment.model).name)
-    roles = [role._replace(measured=asked) for role in (made.attention, made.ffn)]
-    plain = made._replace(attention=roles[0], ffn=roles[1])
-    for one in seen:
-        asked.terms.clear()
-        times = plain.rooflines().step(_rows(made, one))
-        own = {(key.stage, key.layers): roof for key, (_, roof) in asked.terms.items()}
-        for (stage, layers), timed in one.stages.items():
-            beside = _predicted(made, times, stage, layers) - own[stage, layers]
-            seconds = max(timed.seconds - beside, 1e-9)
-            found.append(_measurement(made, one.load, stage, layers, seconds))
-    return found
-
-
-def _measurement(
-    made: Scenario, load: StepLoad, stage: MeasuredStage, layers: int, seconds: float
-) -> Measurement:
-    layout, on_ffn = made.layout, stage in ("ffn", "combine")
-    formats = (made.ffn if on_ffn else made.attention).formats
-    return Measurement(
-        device_kind=made.roles.names[on_ffn],
-        op=stage,
-        model=made.deployment.model,
-        batch=-(-load.sequences // layout.dp),
-        context=max(1, round(load.context / load.sequences)),
-        format=formats.weights,
-        cache=None if formats.cache == formats.weights else formats.cache,
-        seconds=seconds,
-        dispatch=formats.dispatch,
-        dp=layout.dp,
-        tp=layout.tp,
-        ep=layout.ep,
-        ffn_tp=layout.ffn_tp,
-        rows=formats.rows,
-        layers=layers,
-        tokens=-(-load.tokens // layout.dp),
-        pairs=-(-load.pairs // layout.dp),
-        padded=load.bucket_tokens,
-        reach=load.bucket_pages * made.deployment.cache.page_size,
-    )
-
-
-def _load_of(one: Measurement) -> tuple[int, ...]:
-    """What it was measured at; contexts that are alike are the same."""
-    context = round(math.log(one.context, ALIKE))
-    return one.batch, context, one.tokens or one.batch, one.padded, one.reach
 
 
 def _short(one: Measurement) -> dict[str, Any]:
@@ -320,23 +175,56 @@ def _short(one: Measurement) -> dict[str, Any]:
     }
 
 
-def _fit_rows(fits: Calibration) -> list[list[str]]:
-    rows = [["", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]]
-    for key, one in fits.fits.items():
-        factors = f"{one.constant * 1e6:.1f}", f"{one.memory:.2f}", f"{one.compute:.2f}"
-        unsure = "" if one.determined else " ?"
+def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[Measurement]:
+    """Those of the batches and contexts that are asked for.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    chosen = [
+        one
+        for one in found
+        if (not options.batches or one.batch in options.batches)
+        and (not options.contexts or one.context in options.contexts)
+    ]
+    if found and not chosen:
+        there = sorted({(one.batch, one.context) for one in found})
+        loads = ", ".join(f"{batch} of {context} tokens" for batch, context in there)
+        raise ConfigError(f"--batches, --contexts: the timeline has {loads}")
+    return chosen
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def _fit_rows(fits: Calibration, medians: Calibration) -> list[list[str]]:
+    """Of every stage what it adds to a step, and beneath it its median, if that is another one."""
+    heading = ["", "of", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]
+    rows = [heading]
+    for key, mean in fits.fits.items():
         name = f"{key.stage} {key.layers}, {key.model} on {key.hardware}"
-        rows.append([name, key.format, *factors, str(one.points), f"{one.error:.1%}{unsure}"])
+        for which, one in (("steps", mean), ("medians", medians.fits[key])):
+            if which == "medians" and one == mean:
+                continue
+            factors = f"{one.constant * 1e6:.1f}", f"{one.memory:.2f}", f"{one.compute:.2f}"
+            unsure = "" if one.determined else " ?"
+            error = f"{one.error:.1%}{unsure}"
+            rows.append([name, which, key.format, *factors, str(one.points), error])
+            name = ""
     return rows
 
 
-def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) -> list[list[str]]:
-    rows = [["", "batch", "context", "padded", "measured µs", "roofline µs", "calibrated µs"]]
+def _point_rows(
+    found: Sequence[Measurement], fits: Calibration, medians: Calibration, configs: Path
+) -> list[list[str]]:
+    rows = [["", "batch", "context", "padded", "roofline µs", "in steps", "fit", "median", "fit"]]
     for one in found:
         key, terms, roofline = expected(one, configs)
-        calibrated = fits.fits[key].seconds(terms)
-        times = (f"{value * 1e6:.1f}" for value in (one.seconds, roofline, calibrated))
+        in_steps, median = (of.fits[key].seconds(terms) for of in (fits, medians))
+        seconds = roofline, one.mean or one.seconds, in_steps, one.seconds, median
         name = f"{one.op} {key.layers}, {key.model} on {one.device_kind}"
         padded = f"{one.padded or one.tokens or one.batch}x{one.reach or one.context}"
+        times = (f"{value * 1e6:.1f}" for value in seconds)
         rows.append([name, str(one.batch), str(one.context), padded, *times])
     return rows

@@ -46,6 +46,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: Format
     """Number format of weights and cache."""
     seconds: float
+    """The median."""
+    mean: float = 0.0
+    """Seconds on the mean of ordinary steps, tails included: what a step is made of; 0: as
+    `seconds`."""
     cache: Format | None = None
     """Number format of the cache, if it differs."""
     dispatch: Format = "bfloat16"
@@ -68,11 +72,14 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tokens of a DP group with padding; 0: `tokens`."""
     reach: int = 0
     """Tokens that the bucket's pages of a sequence hold; 0: `context`."""
+    sampled: int = 0
+    """Rows of a DP group that head and sampler see; 0: one a sequence."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies what was measured; a later measurement with the same key replaces this one."""
-        return tuple(getattr(self, name) for name in self.__struct_fields__ if name != "seconds")
+        times = "seconds", "mean"
+        return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in times)
 
 
 def read_measurements(path: Path) -> list[Measurement]:
@@ -91,7 +98,7 @@ def read_measurements(path: Path) -> list[Measurement]:
         for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
             if not 0 < getattr(one, name) < 1e9:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is not above 0")
-        for name in ("tokens", "pairs", "padded", "reach"):
+        for name in ("tokens", "pairs", "padded", "reach", "sampled", "mean"):
             if not 0 <= getattr(one, name) < 1e12:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is below 0")
     return found
@@ -150,7 +157,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
 def most_layers(model: CostModel, stage: MeasuredStage) -> int:
     """Which group of equal layers is the largest; 0 where a stage's are all alike."""
     sizes = [0]
-    if stage == "attend":
+    if stage in ("attend", "enter"):
         sizes = [group.layers for group in model.attention]
     elif stage == "ffn":
         sizes = [group.layers for group in model.ffn]
@@ -168,6 +175,7 @@ def _rows(one: Measurement) -> Rows:
         np.full(count, float(one.context)),
         one.padded or tokens,
         one.reach,
+        one.sampled,
         pairs,
     )
 
@@ -188,12 +196,16 @@ def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
     raise ConfigError(unknown("hardware", device_kind, names))
 
 
-def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
-    """A fit for each stage, hardware, model and format that was measured."""
+def calibration(
+    found: Sequence[Measurement], configs: Path = CONFIGS, *, medians: bool = False
+) -> Calibration:
+    """A fit for each stage, hardware, model and format that was measured: of means, whose sums are
+    steps, or of medians."""
     points: dict[FitKey, list[tuple[Terms, float]]] = {}
     for one in found:
         key, terms, _ = expected(one, configs)
-        points.setdefault(key, []).append((terms, one.seconds))
+        seconds = one.seconds if medians or not one.mean else one.mean
+        points.setdefault(key, []).append((terms, seconds))
     return Calibration({key: fit(values) for key, values in points.items()})
 
 

@@ -1,12 +1,15 @@
-"""What a timeline says of stages and steps, load by load: medians of those alike.
+"""What a timeline says of stages and steps, load by load: medians, and what steps are made of.
 
 Called by `measure_commands.py`. A load is what a step had to do; steps whose contexts differ by
-less than a tenth are alike.
+less than a tenth are alike. Medians of stages do not add up to a step's, since every stage is late
+now and then; their means over ordinary steps do, which are those of the middle half of durations:
+so a pause counts as little as in a median.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,13 @@ from jaxserve.roles.layout import StepLoad
 
 ALIKE = 1.1
 """Contexts within this ratio are alike."""
+WAITING = 0.1
+"""Share of its time that a lane has to wait for the host for that to be measured."""
+
+_LaneStep = tuple[int, int]
+"""A step's lane and number."""
+_Alike = tuple[int, ...]
+"""What steps that are alike have in common."""
 
 
 class Timed(NamedTuple):
@@ -30,6 +40,8 @@ class Timed(NamedTuple):
     number: int
     seconds: float
     """The median."""
+    mean: float
+    """Of ordinary steps."""
 
 
 class Observed(NamedTuple):
@@ -78,7 +90,7 @@ def with_load(spans: Sequence[Span], load: StepLoad) -> list[Span]:
 
 
 def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Observed]:
-    """Medians of the stages and steps of every load, those with most sequences last.
+    """The stages and steps of every load, those with most sequences last.
 
     Args:
       kinds: of every layer, the groups of its attention and its FFN.
@@ -89,37 +101,44 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
     last = max(span.layer for span in spans)
     if last != len(kinds):
         raise ConfigError(f"the trace has {last} layers, the model {len(kinds)}")
-    loads: dict[tuple[int, ...], list[StepLoad]] = {}
-    times: dict[tuple[int, ...], dict[tuple[MeasuredStage, int], list[float]]] = {}
-    ends: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}
+    loads: dict[_Alike, dict[_LaneStep, StepLoad]] = defaultdict(dict)
+    times: dict[_Alike, dict[tuple[MeasuredStage, int], list[tuple[_LaneStep, float]]]]
+    times = defaultdict(lambda: defaultdict(list))
+    ends: dict[int, dict[int, tuple[int, _Alike]]] = defaultdict(dict)
     for span in spans:
-        # The first attend embeds, too.
         if span.load is None or span.stage == "step" or not span.load.sequences:
             continue
-        alike = _alike(span.load)
+        alike, of = _alike(span.load), (span.lane, span.step)
         stage: MeasuredStage = span.stage
         layers = 0
         if span.layer == last:
             stage = "leave"
-            ends.setdefault(span.lane, {})[span.step] = span.end_ns, alike
+            ends[span.lane][span.step] = span.end_ns, alike
         elif stage in ("attend", "ffn"):
             layers = kinds[span.layer][stage == "ffn"]
-        if (stage == "attend" and not span.layer) or span.end_ns <= span.start_ns:
-            continue
-        loads.setdefault(alike, []).append(span.load)
-        of_load = times.setdefault(alike, {})
-        of_load.setdefault((stage, layers), []).append(span.milliseconds / 1e3)
-    if not times:
-        raise ConfigError("the trace has no stage that can be measured")
+            if stage == "attend" and not span.layer:
+                stage = "enter"
+        loads[alike][of] = span.load
+        times[alike][stage, layers].append((of, max(0, span.end_ns - span.start_ns) / 1e9))
     steps = _steps(ends)
-    return [
-        Observed(
-            _typical(loads[alike]),
-            {key: _timed(values) for key, values in sorted(times[alike].items())},
-            _timed(steps[alike]) if alike in steps else None,
-        )
-        for alike in sorted(times, key=lambda alike: alike[2:])
-    ]
+    late = _late(spans)
+    found = []
+    for alike in sorted(times, key=lambda alike: alike[2:]):
+        step = _timed(steps.get(alike, {}).items(), set(steps.get(alike, {})))
+        ordinary = _ordinary(steps.get(alike, {})) or set(loads[alike])
+        stages = {
+            key: timed
+            for key, values in sorted(times[alike].items())
+            if (timed := _timed(values, ordinary)) is not None
+        }
+        if step is not None:
+            step = step._replace(mean=statistics.mean(steps[alike][of] for of in ordinary))
+            if statistics.median(late[of] for of in ordinary) > WAITING * step.seconds:
+                stages["host", 0] = _of_host(step, {lane for lane, _ in ordinary})
+        found.append(Observed(_typical(loads[alike].values()), stages, step))
+    if not any(one.stages for one in found):
+        raise ConfigError("the trace has no stage that can be measured")
+    return found
 
 
 def kinds_of(config: ModelConfig | None, model: CostModel) -> list[tuple[int, int]]:
@@ -141,24 +160,58 @@ def _alike(load: StepLoad) -> tuple[int, ...]:
     return load.bucket_tokens, load.bucket_pages, load.sequences, load.tokens, context
 
 
-def _typical(loads: Sequence[StepLoad]) -> StepLoad:
+def _typical(loads: Iterable[StepLoad]) -> StepLoad:
     """The load of those of median context."""
-    return sorted(loads, key=lambda load: load.context)[len(loads) // 2]
+    ordered = sorted(loads, key=lambda load: load.context)
+    return ordered[len(ordered) // 2]
 
 
 def _steps(
-    ends: Mapping[int, Mapping[int, tuple[int, tuple[int, ...]]]],
-) -> dict[tuple[int, ...], list[float]]:
-    """Seconds from a step's end to the next one's on the same lane, where both are alike."""
-    found: dict[tuple[int, ...], list[float]] = {}
-    for of_lane in ends.values():
-        before: tuple[int, tuple[int, ...]] | None = None
-        for _, (end, alike) in sorted(of_lane.items()):
+    ends: Mapping[int, Mapping[int, tuple[int, _Alike]]],
+) -> dict[_Alike, dict[_LaneStep, float]]:
+    """Seconds from the end of the lane's step before to a step's own, where both are alike."""
+    found: dict[_Alike, dict[_LaneStep, float]] = defaultdict(dict)
+    for lane, of_lane in ends.items():
+        before: tuple[int, _Alike] | None = None
+        for step, (end, alike) in sorted(of_lane.items()):
             if before is not None and before[1] == alike:
-                found.setdefault(alike, []).append((end - before[0]) / 1e9)
+                found[alike][lane, step] = (end - before[0]) / 1e9
             before = end, alike
     return found
 
 
-def _timed(seconds: Sequence[float]) -> Timed:
-    return Timed(len(seconds), statistics.median(seconds))
+def _ordinary(steps: Mapping[_LaneStep, float]) -> set[_LaneStep]:
+    """The steps of the middle half of durations."""
+    ordered = sorted(steps, key=steps.__getitem__)
+    cut = len(ordered) // 4
+    return set(ordered[cut : len(ordered) - cut])
+
+
+def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:
+    """Seconds in which steps had their input, and devices and links were free, and the host had not
+    enqueued what came next."""
+    late: dict[_LaneStep, float] = defaultdict(float)
+    ready: dict[int, int] = {}
+    free: dict[str, int] = {}
+    for span in sorted(spans, key=lambda span: span.end_ns):
+        before = max(ready.get(span.lane, span.start_ns), free.get(span.stage, 0))
+        if span.start_ns == span.enqueued_ns:
+            late[span.lane, span.step] += max(0, span.start_ns - before) / 1e9
+        ready[span.lane] = free[span.stage] = span.end_ns
+    return late
+
+
+def _of_host(step: Timed, lanes: set[int]) -> Timed:
+    """The host's part of steps that wait for it: all of their time, which the lanes share."""
+    return Timed(step.number, step.seconds / len(lanes), step.mean / len(lanes))
+
+
+def _timed(values: Iterable[tuple[_LaneStep, float]], ordinary: set[_LaneStep]) -> Timed | None:
+    """None: nothing took any time. A span of none is one whose end was noted late by what came
+    before it; a median leaves it out, a sum needs it."""
+    seconds = [(of, value) for of, value in values]
+    longer = [value for _, value in seconds if value > 0]
+    if not longer:
+        return None
+    mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
+    return Timed(len(longer), statistics.median(longer), mean)

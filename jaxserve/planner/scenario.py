@@ -55,6 +55,13 @@ class Scenario(NamedTuple):
         sizes = self.layout.slots(moe.experts)
         return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
 
+    def measured_by(self, measured: Calibration) -> "Scenario":
+        """The same with other measurements."""
+        own = measured.of(Path(self.deployment.model).name)
+        return self._replace(
+            attention=self.attention._replace(measured=own), ffn=self.ffn._replace(measured=own)
+        )
+
     def rooflines(self, loads: ExpertLoads | None = None, *, extra: float = 0.0) -> Rooflines:
         """Its stage times.
 

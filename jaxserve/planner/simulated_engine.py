@@ -61,8 +61,9 @@ def rows_of(deployment: Deployment, plan: StepPlan, *, elsewhere: bool) -> Rows:
         most = np.bincount(group).max()
         sizes = deployment.scheduler.token_buckets
         padded = next((size for size in sizes if size >= most), int(most))
+    sampled = min(padded, deployment.scheduler.slots)
     reach = plan.bucket.pages * deployment.cache.page_size
-    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded, reach)
+    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded, reach, sampled)
 
 
 class News(NamedTuple):

@@ -4,18 +4,20 @@ Called by `simulate.py`. `Rooflines` computes times from a deployment and its ha
 returns fixed ones, such as a paper's. Times are without noise, which `noise.py` adds.
 """
 
-from typing import NamedTuple, Protocol
+import math
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import Expanded, chunk_padding, prompt_chunks, tile_padding
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import crossings
-from jaxserve.planner.stages import Calculator, FFNStage
+from jaxserve.planner.stages import BLOCK_TOKENS, Calculator, FFNStage
 from jaxserve.roles.layout import StepLoad
 
 
@@ -34,13 +36,16 @@ class Rows(NamedTuple):
     reach: int = 0
     """Tokens that the bucket's pages of a sequence hold; 0: as many as there are. Matters where
     there are no kernels (`Hardware.pads`)."""
+    sampled: int = 0
+    """Rows of a DP group that head and sampler see; 0: one a sequence. Matters likewise."""
     pairs: np.ndarray | None = None
     """Of a token of the step with a token that it attends to, without a window; None: as follows
     from tokens and lengths."""
 
 
-def rows_of_load(load: StepLoad, groups: int, page_size: int) -> Rows:
-    """A measured step, as if its sequences were all alike and spread evenly over the DP groups."""
+def rows_of_load(load: StepLoad, groups: int, page_size: int, slots: int) -> Rows:
+    """A measured step, as if its sequences were all alike and spread evenly over the DP groups, of
+    so many slots each."""
     count = max(1, load.sequences)
 
     def each(total: int) -> np.ndarray:
@@ -53,6 +58,7 @@ def rows_of_load(load: StepLoad, groups: int, page_size: int) -> Rows:
         each(load.context),
         load.bucket_tokens,
         load.bucket_pages * page_size,
+        min(load.bucket_tokens, slots),
         each(load.pairs),
     )
 
@@ -61,13 +67,15 @@ class StepTimes(NamedTuple):
     """Seconds of one lane's step. Arrays have an entry a DP group."""
 
     attend: list[np.ndarray]
-    """A layer each, as of the next three."""
+    """A layer each, as of the next three; the first embeds, too."""
     dispatch: list[float]
     ffn: list[float]
     """In a colocated deployment the work alone."""
     combine: list[float]
     leave: float
     """Head and sampling."""
+    host: float = 0.0
+    """Of the host, which enqueues other steps meanwhile; 0: lanes do not wait for it."""
 
 
 class StageTimes(Protocol):
@@ -146,6 +154,10 @@ class Rooflines:
             self._attend(index, rows, tokens)
             for index in range(len(self._attention.model.attention))
         ]
+        first = self._kinds[0][0]
+        enter = attend[first]
+        if self._attention.measured is not NOTHING:
+            enter = self._attend(first, rows, tokens, "enter")
         total = round(tokens.sum())
         busiest = None
         if self._experts is not None:
@@ -167,10 +179,20 @@ class Rooflines:
             )
             spread, gather = [there.seconds] * self.layers, [back.seconds] * self.layers
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
+        if self._on_attention.pads:
+            sampled = rows.sampled or sampled
         leave = self._attention.head(self._on_attention, sampled, self._layout.tp) + self._extra
-        return StepTimes([attend[a] for a, _ in self._kinds], spread, ffn, gather, leave)
+        layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
+        host = self._attention.step_host(self._on_attention)
+        return StepTimes(layers, spread, ffn, gather, leave, host)
 
-    def _attend(self, index: int, rows: Rows, tokens: np.ndarray) -> np.ndarray:
+    def _attend(
+        self,
+        index: int,
+        rows: Rows,
+        tokens: np.ndarray,
+        stage: Literal["attend", "enter"] = "attend",
+    ) -> np.ndarray:
         group = self._attention.model.attention[index]
         if group.kind == "lightning":
             read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
@@ -187,16 +209,22 @@ class Rooflines:
                 pairs = np.minimum(pairs, rows.tokens * group.window)
             if self._on_attention.pads and rows.reach:
                 tokens = np.full(rows.groups, float(rows.padded))
-                seen = tokens * min(rows.reach, group.window or rows.reach)
-                return self._of_attention(group, tokens, seen, seen)
+                reach = min(rows.reach, group.window) if group.window else _blocks_reach(rows)
+                seen = tokens * reach
+                return self._of_attention(stage, group, tokens, seen, seen)
             if group.kind == "mla" and (rows.tokens > 1).any():
-                return self._of_prompts(group, rows, tokens, pairs)
+                return self._of_prompts(stage, group, rows, tokens, pairs)
             pairs = pairs * tile_padding(group, self._on_attention, self._layout.tp, rows.tokens)
         read, pairs = (np.bincount(rows.group, each, rows.groups) for each in (read, pairs))
-        return self._of_attention(group, tokens, read, pairs)
+        return self._of_attention(stage, group, tokens, read, pairs)
 
     def _of_prompts(
-        self, group: AttentionLayers, rows: Rows, tokens: np.ndarray, pairs: np.ndarray
+        self,
+        stage: Literal["attend", "enter"],
+        group: AttentionLayers,
+        rows: Rows,
+        tokens: np.ndarray,
+        pairs: np.ndarray,
     ) -> np.ndarray:
         """Of latent attention, where some sequences have chunks of prompts."""
         on, whole = self._on_attention, self._attention.assumed.expanded
@@ -206,10 +234,11 @@ class Rooflines:
         read, pairs, *sums = (
             np.bincount(rows.group, each, rows.groups) for each in (read, pairs, *more)
         )
-        return self._of_attention(group, tokens, read, pairs, Expanded(*sums))
+        return self._of_attention(stage, group, tokens, read, pairs, Expanded(*sums))
 
     def _of_attention(
         self,
+        stage: Literal["attend", "enter"],
         group: AttentionLayers,
         tokens: np.ndarray,
         read: np.ndarray,
@@ -218,7 +247,9 @@ class Rooflines:
     ) -> np.ndarray:
         """As of `Calculator.attend_seconds`."""
         on, tp = self._on_attention, self._layout.tp
-        seconds = self._attention.attend_seconds(group, on, tp, tokens, read, pairs, expanded)
+        seconds = self._attention.attend_seconds(
+            group, on, tp, tokens, read, pairs, expanded, stage
+        )
         return np.asarray(seconds)
 
     def _ffn_parts(
@@ -230,6 +261,13 @@ class Rooflines:
         padded = rows.groups * rows.padded
         mesh, more = layout.ffn_mesh, layout.redundant_slots
         return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded, sent)
+
+
+def _blocks_reach(rows: Rows) -> int:
+    """Positions of the page tables that are attended to without kernels: the blocks up to the end
+    of the longest sequence."""
+    longest = math.ceil(float(rows.length.max(initial=1)) / BLOCK_TOKENS) * BLOCK_TOKENS
+    return min(rows.reach, longest)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

@@ -86,12 +86,19 @@ class Calculator(NamedTuple):
         return StageTime(sum(parts.values()), max(parts, key=parts.__getitem__))
 
     def attend(
-        self, group: AttentionLayers, hardware: Hardware, batch: int, tp: int, rows: int = 1
+        self,
+        group: AttentionLayers,
+        hardware: Hardware,
+        batch: int,
+        tp: int,
+        rows: int = 1,
+        stage: Literal["attend", "enter"] = "attend",
     ) -> StageTime:
         """A layer's attention: `batch` sequences of a DP group over `tp` devices.
 
         Args:
           rows: tokens of a sequence in the step, drafts included; its cache is read once.
+          stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
         """
         seen, tokens = self._cached_tokens(group), batch * rows
         read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
@@ -100,7 +107,7 @@ class Calculator(NamedTuple):
         seconds, bound = self._work(hardware, kernels)
         layers = _place(self.model.attention, group)
         fixed = kernels[1][0]
-        seconds = self._corrected("attend", hardware, layers, kernels, fixed, seconds)
+        seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
         if tp > 1:
             moving = self._sum_over(hardware, tp, tokens)
             seconds, bound = seconds + moving, "network" if moving > seconds else bound
@@ -115,6 +122,7 @@ class Calculator(NamedTuple):
         read: Any,
         pairs: Any,
         expanded: Expanded | None = None,
+        stage: Literal["attend", "enter"] = "attend",
     ) -> Any:
         """`attend` of many DP groups with batches of their own.
 
@@ -125,6 +133,7 @@ class Calculator(NamedTuple):
             `tile_padding`.
           expanded: of latent attention, what runs on expanded keys and values, an entry a DP group
             each; its pairs times `chunk_padding`.
+          stage: as of `attend`.
         """
         seconds = self.assumed.stage_seconds
         kernels = self._attend_kernels(group, tp, tokens, read, pairs)
@@ -135,7 +144,7 @@ class Calculator(NamedTuple):
             computing = flops / hardware.flops(number_format) / self.assumed.compute
             seconds = seconds + np.maximum(reading, computing)
         layers, fixed = _place(self.model.attention, group), kernels[1][0]
-        seconds = self._corrected("attend", hardware, layers, kernels, fixed, seconds)
+        seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
         if tp > 1:
             seconds = seconds + self._sum_over(hardware, tp, tokens)
         return seconds
@@ -201,6 +210,12 @@ class Calculator(NamedTuple):
         """Seconds of a collective of so many devices that moves nothing."""
         assumed = self.assumed
         return assumed.collective_seconds + assumed.hop_seconds * hops(hardware, devices)
+
+    def step_host(self, hardware: Hardware) -> float:
+        """Seconds of the attention role's host for a step and lane, as measured where lanes waited
+        for it; else 0."""
+        form, terms = self.formats.of("host"), Terms(0.0, 0.0)
+        return float(self.measured.seconds("host", hardware.name, form, 0, terms, 0.0))
 
     def host(self, hardware: Hardware, devices: int) -> float:
         """Seconds of a host for a layer and lane of a role with so many devices."""
@@ -441,6 +456,10 @@ class Calculator(NamedTuple):
     def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network
 
+
+BLOCK_TOKENS = 128
+"""Positions of a context that hardware without kernels attends to at a time
+(`pallas_kernels/attention/reference.py`)."""
 
 BLOCK_ROWS = 8
 """Rows of one expert that hardware without kernels multiplies at a time

@@ -1,10 +1,13 @@
 """What the bench asks of a deployment; the two processes are the bench's own business."""
 
+import argparse
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.bench.__main__ import main
-from jaxserve.bench.stages import bucket_of, decode_plan, run_steps
+from jaxserve.bench.stages import bucket_of, decode_plan, measure, run_steps
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.roles.layout import Bucket, StepLoad
@@ -79,3 +82,25 @@ def test_every_lane_has_its_steps_in_their_order():
     plans = [decode_plan(DEMO, at % 2, at, Bucket(16, 16), 1, 10) for at in range(6)]
     run_steps(driver, plans)
     assert driver.log == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 4), (1, 5)]
+
+
+def test_rounds_take_all_points_each_in_an_order_of_its_own():
+    """The same in both processes, which would not pair up otherwise."""
+    orders = []
+    for _ in range(2):
+        driver = Driver()
+        begun: list[tuple[int, int]] = []
+
+        def begin(plan, driver=driver, begun=begun):
+            begun.append((plan.load.sequences, plan.load.context // plan.load.sequences))
+            Driver.begin(driver, plan)
+
+        driver.begin = begin
+        options = argparse.Namespace(steps=1, batches=[1, 4, 16], contexts=[50, 150])
+        measure(DEMO, driver, options, rounds=3)
+        orders.append(begun[::2])  # one of two lanes
+    assert orders[0] == orders[1]
+    rounds = [orders[0][at : at + 6] for at in (0, 6, 12)]
+    points = sorted(itertools.product([1, 4, 16], [50, 150]))
+    assert [sorted(one) for one in rounds] == [points] * 3
+    assert len({tuple(one) for one in rounds}) == 3

@@ -36,11 +36,21 @@ def test_nothing_is_below_0():
     found = fit(points)
     assert min(found[:3]) >= 0
     grid = itertools.product(np.linspace(0, 3, 31), repeat=3)
-    errors = [
-        sum(((c + m * x + k * y) / seconds - 1) ** 2 for (x, y, _), seconds in points)
-        for c, m, k in grid
-    ]
-    assert sum((found.seconds(terms) / s - 1) ** 2 for terms, s in points) <= min(errors)
+    weights = [found.seconds(terms) for terms, _ in points]
+
+    def error(constant, memory, compute):
+        times = ((constant + memory * x + compute * y, s) for (x, y, _), s in points)
+        return sum(((t - s) / w) ** 2 for (t, s), w in zip(times, weights, strict=True))
+
+    assert error(*found[:3]) <= min(error(*factors) for factors in grid)
+
+
+def test_chance_does_not_make_a_fit_too_small():
+    """The mean of what scatters, not what is nearest to the smallest."""
+    found = fit([(Terms(0.0, 0.0), seconds) for seconds in (1.0, 2.0, 3.0)])
+    assert found.constant == pytest.approx(2.0)
+    scattered = [(Terms(x, 0.0), x * factor) for x in (1.0, 10.0) for factor in (0.5, 1.5)]
+    assert fit(scattered).memory == pytest.approx(1.0, abs=1e-3)
 
 
 def test_relative_errors_are_weighed_alike():
@@ -84,6 +94,9 @@ def test_a_fit_is_for_a_stage_of_a_model_on_hardware_in_a_format():
     assert found.seconds("ffn", "A", "int8", 1, terms, roof) == roof
     assert found.of("qwen3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
     assert NOTHING.of("step3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
+    attend = Calibration({KEY._replace(stage="attend"): Fit(1.0, 2.0, 3.0, 3, 0.0, True)}, "step3")
+    assert attend.seconds("enter", "A", "fp8", 1, terms, roof) == 32.0  # as other layers'
+    assert attend.seconds("leave", "A", "fp8", 1, terms, roof) == roof
     several = Terms(np.array([1.0, 2.0]), np.array([0.0, 1.0]))
     assert found.seconds("ffn", "A", "fp8", 1, several, roof).tolist() == [3.0, 8.0]
 

@@ -39,9 +39,9 @@ def trace(tmp_path):
         for layer in range(48):
             for stage, duration in MICROSECONDS.items():
                 end = at + duration * 1000
-                spans.append(Span(stage, step % 2, layer, step, at, end, 0, at))
+                spans.append(Span(stage, step % 2, layer, step, at, end, 0, 0))
                 at = end
-        spans.append(Span("attend", step % 2, 48, step, at, at + 9_000_000, 0, at))
+        spans.append(Span("attend", step % 2, 48, step, at, at + 9_000_000, 0, 0))
         at += 9_000_000
     timeline_view.write(tmp_path / "trace", spans)
     return tmp_path / "trace"
@@ -56,16 +56,16 @@ def timed_step(number, load, kinds, clock, spans):
     for layer, (_, moe) in enumerate(kinds):
         for stage in ("attend", "dispatch", "ffn", "combine"):
             duration = {
-                "attend": 50 + 2 * load.bucket_tokens * load.bucket_pages,
+                "attend": 50 + 2 * load.bucket_tokens * load.bucket_pages + 70 * (not layer),
                 "dispatch": 20 + load.bucket_tokens,
                 "ffn": 80 + 3 * load.bucket_tokens + moe * 20 * BLOCKS[load.sequences],
                 "combine": 25 + load.bucket_tokens,
             }[stage]
             end = clock + duration * 1000
-            spans.append(Span(stage, 0, layer, number, clock, end, 0, clock, load))
+            spans.append(Span(stage, 0, layer, number, clock, end, 0, 0, load))
             clock = end
     end = clock + 400_000
-    spans.append(Span("attend", 0, len(kinds), number, clock, end, 0, clock, load))
+    spans.append(Span("attend", 0, len(kinds), number, clock, end, 0, 0, load))
     return end
 
 
@@ -84,26 +84,41 @@ def demo_trace(folder, loads):
 def test_calibrated_at_some_loads_and_judged_at_others(capsys, tmp_path):
     """Stages that are sums of what fits know are predicted exactly where nothing was measured."""
     on_cpu = ["--config", "demo", "--set", "lanes=1", "--hardware", "cpu"]
-    measured = [(16, 16, 4, 100), (64, 16, 16, 100), (16, 64, 4, 900), (64, 64, 16, 900)]
-    held_out = [(32, 32, 8, 400), (16, 16, 4, 100)]
+    measured = [(16, 16, 4, 250), (64, 16, 16, 250), (16, 64, 4, 1000), (64, 64, 16, 1000)]
+    held_out = [(32, 32, 8, 500), (16, 16, 4, 250)]
     asked = ["--timeline", demo_trace(tmp_path / "a", measured), "--write", str(tmp_path / "c")]
     assert main(["calibrate", *on_cpu, *asked, "--json"]) == 0
     fits = json.loads(capsys.readouterr().out)
     assert {(one["stage"], one["layers"]) for one in fits} == {
-        *(("attend", 0), ("dispatch", 0), ("ffn", 0), ("ffn", 1), ("combine", 0), ("leave", 0))
+        *(("enter", 0), ("attend", 0), ("dispatch", 0), ("ffn", 0), ("ffn", 1)),
+        *(("combine", 0), ("leave", 0)),
     }
     asked = ["--timeline", demo_trace(tmp_path / "b", held_out)]
     asked += ["--calibration", str(tmp_path / "c")]
     assert main(["verify", *on_cpu, *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert sum(one["held_out"] for one in found) == len(found) / 2 == 7
+    assert sum(one["held_out"] for one in found) == len(found) / 2 == 8
     for one in found:
         assert one["error"] == pytest.approx(0.0, abs=0.04), one
     assert main(["verify", *on_cpu, *asked]) == 0
     printed = capsys.readouterr().out
-    assert "stages within 15%: 12 of 12" in printed
+    assert "stages held out within 15%: 7 of 7" in printed
+    assert "stages within 15%: 14 of 14" in printed
+    assert "steps held out within 10%: 1 of 1" in printed
     assert "steps within 10%: 2 of 2" in printed
     assert "loads that were not calibrated with: 1 of 2" in printed
+
+
+def test_some_loads_of_a_timeline(capsys, tmp_path):
+    """The others are there to judge by."""
+    trace = demo_trace(tmp_path, [(16, 16, 4, 250), (32, 32, 8, 500), (64, 64, 16, 1000)])
+    asked = ["calibrate", "--config", "demo", "--set", "lanes=1", "--hardware", "cpu"]
+    asked += ["--timeline", trace, "--json", "--batches", "4,16"]
+    assert main(asked) == 0
+    assert {one["points"] for one in json.loads(capsys.readouterr().out)} == {2}
+    assert main([*asked, "--contexts", "500"]) == 2
+    there = "4 of 250 tokens, 8 of 500 tokens, 16 of 1000 tokens"
+    assert f"--batches, --contexts: the timeline has {there}" in capsys.readouterr().err
 
 
 class TestVerify:

@@ -2,15 +2,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.calibration import Calibration, Fit, FitKey
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.skew import Skew
-from jaxserve.planner.stage_times import Rooflines, Rows, layer_kinds
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, layer_kinds
 from jaxserve.planner.stages import Calculator
 
 LAYOUT = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=2, ffn_tp=8, lanes=3)
@@ -164,3 +166,48 @@ def test_layers_of_groups():
     assert max(np.diff(first)) <= 5  # spread over the layers
     step3 = layer_kinds(load_model("step3"))
     assert [f for _, f in step3[:6]] == [0, 0, 0, 0, 0, 1]
+
+
+class TestAsMeasured:
+    """Where stages were measured, and where there are no kernels."""
+
+    def of(self, rows: Rows, **fits: Fit) -> StepTimes:
+        cpu, demo = load_hardware("cpu"), load_model(str(CONFIGS / "demo"))
+        formats = Formats(weights="float32", cache="float32", dispatch="float32", rows="float32")
+        keys = {
+            stage: FitKey(stage, cpu.name, "demo", formats.of(stage), 0)  # type: ignore[arg-type]
+            for stage in fits
+        }
+        measured = Calibration({keys[stage]: one for stage, one in fits.items()}, "demo")
+        made = Calculator(demo, 100, formats, Assumptions(), measured)
+        layout = Layout(mode="afd", attention="cpu", ffn="cpu", dp=1, tp=1, ep=1, ffn_tp=1, lanes=1)
+        return Rooflines(layout, made, made, (cpu, cpu)).step(rows)
+
+    def test_the_first_attend_has_a_fit_of_its_own(self):
+        rows = decode(1, 8, 100)
+        attend, enter = (Fit(seconds, 0.0, 0.0, 1, 0.0, True) for seconds in (1.0, 5.0))
+        found = [float(one[0]) for one in self.of(rows, attend=attend, enter=enter).attend]
+        assert found == [5.0, 1.0, 1.0, 1.0, 1.0]
+        assert [float(one[0]) for one in self.of(rows, attend=attend).attend] == [1.0] * 5
+
+    def test_the_host_where_it_was_measured(self):
+        rows = decode(1, 8, 100)
+        assert self.of(rows).host == 0.0
+        assert self.of(rows, host=Fit(0.25, 0.0, 0.0, 1, 0.0, True)).host == 0.25
+
+    def test_no_kernels_attend_to_whole_blocks_up_to_the_longest_sequence(self):
+        attend = Fit(0.0, 1.0, 1.0, 1, 0.0, True)
+
+        def seconds(length: int, reach: int) -> float:
+            rows = decode(1, 8, length)._replace(reach=reach)
+            return float(self.of(rows, attend=attend).attend[1][0])
+
+        assert seconds(300, 1024) == seconds(384, 1024) == seconds(300, 384)
+        assert seconds(300, 1024) < seconds(385, 1024) == seconds(512, 512)
+        assert seconds(10, 64) < seconds(10, 1024)
+
+    def test_no_kernels_sample_whole_buckets(self):
+        leave, rows = Fit(0.0, 1.0, 1.0, 1, 0.0, True), decode(1, 8, 100)
+        assert self.of(rows._replace(sampled=16), leave=leave).leave == pytest.approx(
+            self.of(decode(1, 16, 100), leave=leave).leave
+        )
