@@ -5,9 +5,7 @@ real. Nothing may be asked of another host, and the console must stay clean.
 """
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,11 @@ from jaxserve.engine.drafting import DraftCounts
 from jaxserve.engine.load import WorkerLoad
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
+from tests.browser import launched, needs_browser, sync_api
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import pipeline_view
 
-sync_api = pytest.importorskip("playwright.sync_api")
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium on the PATH")
+pytestmark = needs_browser
 
 KEY = "key-of-alice-0123456789"
 MILLISECONDS = 20_000
@@ -35,11 +30,7 @@ MILLISECONDS = 20_000
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    arguments = ["--no-sandbox"] if os.getuid() == 0 else []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
-        yield browser
-        browser.close()
+    yield from launched()
 
 
 Open = Callable[..., Any]
