@@ -97,13 +97,18 @@ def role_groups[D](
     deployment: Deployment, devices: Sequence[D]
 ) -> tuple[list[list[list[D]]], list[list[D]]]:
     """The rows of each domain's mesh and of the ffn mesh (in colocated mode none): attention has
-    the first devices, ffn the next ones.
+    the first devices, ffn the next ones; of each process, where processes have both roles.
 
     Raises:
       ConfigError: the data centre's network would join the devices of a row.
     """
     a, f = deployment.attention, deployment.ffn
     split = deployment.runtime_domains * a.devices
+    by_host = [list(own) for _, own in itertools.groupby(devices, _process_of)]
+    if deployment.shares_processes(len(by_host)):
+        own, more = split // len(by_host), f.devices // len(by_host)
+        first = [device for host in by_host for device in host[:own]]
+        devices = first + [device for host in by_host for device in host[own : own + more]]
     domains = [
         _rows(part, a.dp, a.tp, "attention")
         for part in _domain_devices(devices[:split], deployment.runtime_domains)

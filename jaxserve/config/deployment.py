@@ -114,6 +114,24 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Ranks of experts: `ffn.ep`, in colocated mode DP groups."""
         return self.attention.dp if self.mode == "colocated" else self.ffn.ep
 
+    def shares_processes(self, processes: int) -> bool:
+        """Whether each of so many processes has an equal part of both roles' devices, in place of
+        one role's: where `attention.processes` and `ffn.processes` both say that number, or say
+        nothing and the roles do not divide over processes of their own."""
+        a, f = self.attention, self.ffn
+        if self.mode == "colocated" or processes == 1 or self.link.transport == "pull":
+            return False
+        if a.processes or f.processes:
+            return a.processes == f.processes == processes
+        divides = not a.devices % processes and not f.devices % processes
+        return divides and not self.separate_splits(processes)
+
+    def separate_splits(self, processes: int) -> list[tuple[int, int]]:
+        """Numbers of processes for attention and for ffn over which their devices divide evenly."""
+        splits = [(first, processes - first) for first in range(1, processes)]
+        devices = self.attention.devices, self.ffn.devices
+        return [(a, f) for a, f in splits if not devices[0] % a and not devices[1] % f]
+
     @property
     def devices(self) -> int:
         """Devices of the runtime that the deployment is, or of all of its two roles' runtimes."""

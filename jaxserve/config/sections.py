@@ -38,7 +38,9 @@ class AttentionRole(Section, frozen=True):
     """Memory that the deployment may use on each device, in 10^9 bytes; a deployment that needs
     more is refused. 0: what the devices report (CPUs report nothing)."""
     processes: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Processes that the role's devices are divided over; 0: as `--processes` leaves it."""
+    """Processes that the role's devices are divided over; 0: as `--processes` leaves it. They
+    play no other role, unless this, `ffn.processes` and the number of all processes are the same:
+    then each has its part of both roles."""
     runtime: Name = "main"
     """JAX runtime that the role lives in. Roles of one runtime share a `jax.distributed` group and
     are started together; a role of another one is started alone (`serve --role`)."""

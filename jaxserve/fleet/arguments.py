@@ -118,7 +118,9 @@ def from_arguments(
             raise ConfigError(f"{flag} [{variable}] = {values[name]!r}: expected a whole number")
     local_device_ids = None
     if getattr(arguments, "distributed", False):
-        local_device_ids = _detect(values)
+        if not _take_from_pod(values, environment):
+            local_device_ids = _detect(values)
+        _add_control(values)
     if values["slices"]:
         values["process_id"] = f"{_over_slices(values)}"
     processes, process_id = int(values["processes"] or 1), int(values["process_id"] or 0)
@@ -173,6 +175,53 @@ def _over_slices(values: Mapping[str, str]) -> int:
     return number * (processes // slices) + within
 
 
+_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+_POD_PORT = 8482
+"""Of the coordination service in pods, as JAX has it."""
+
+
+def _take_from_pod(values: dict[str, str], environment: Mapping[str, str]) -> bool:
+    """Fills in what is missing from the variables that GKE gives the pods of a TPU slice; whether
+    there are any. JAX reads them only where a TPU was found.
+
+    Raises:
+      ConfigError: they contradict each other.
+    """
+    names = next((environment[name] for name in _TPU_HOSTS if environment.get(name)), "")
+    number = environment.get("TPU_WORKER_ID", "")
+    if not names or not number:
+        return False
+    hosts = [name.strip().rpartition(":")[0] or name.strip() for name in names.split(",")]
+    slices = environment.get("MEGASCALE_NUM_SLICES", "") or "1"
+    own = environment.get("MEGASCALE_SLICE_ID", "") or "0"
+    if not (number.isdecimal() and slices.isdecimal() and own.isdecimal()):
+        raise ConfigError(
+            f"--distributed: TPU_WORKER_ID = {number!r}, MEGASCALE_SLICE_ID = {own!r} of "
+            f"MEGASCALE_NUM_SLICES = {slices!r}: expected whole numbers"
+        )
+    if int(number) >= len(hosts) or int(own) >= int(slices):
+        raise ConfigError(
+            f"--distributed: TPU_WORKER_ID {number} of {len(hosts)} hosts, slice {own} of "
+            f"{slices}: expected numbers below"
+        )
+    leader = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0] or hosts[0]
+    found = {
+        "coordinator": f"{leader}:{_POD_PORT}",
+        "processes": f"{len(hosts) * int(slices)}",
+        "process_id": f"{int(own) * len(hosts) + int(number)}",
+    }
+    for name, value in found.items():
+        values[name] = values[name] or value
+    return True
+
+
+def _add_control(values: dict[str, str]) -> None:
+    """The control plane is where the coordination service is, a port further."""
+    if not values["control"]:
+        host, port = split_address(values["coordinator"], "--coordinator")
+        values["control"] = f"{host}:{port + 1 if port < 65535 else port - 1}"
+
+
 def _detect(values: dict[str, str]) -> tuple[int, ...] | None:
     """Fills in what is missing from the cluster's own variables; returns the local device ids."""
     # The same detection that jax.distributed.initialize() runs. It is private, but only it knows
@@ -196,7 +245,4 @@ def _detect(values: dict[str, str]) -> tuple[int, ...] | None:
         )
     values |= {"coordinator": coordinator, "processes": f"{processes}"}
     values["process_id"] = f"{process_id}"
-    if not values["control"]:
-        host, port = split_address(coordinator, "--coordinator")
-        values["control"] = f"{host}:{port + 1 if port < 65535 else port - 1}"
     return None if devices is None else tuple(devices)

@@ -237,8 +237,9 @@ def check_devices(share: ProcessShare, process_id: int, there: int) -> None:
             f"process {process_id} has {there} devices, and its share of the layout is "
             f"{share.devices} ({share.attention} attention + {share.ffn} ffn): with several "
             "processes, each must have exactly its share. Change the sizes of the roles or "
-            "--processes, or show the process fewer devices (CUDA_VISIBLE_DEVICES, "
-            "TPU_VISIBLE_CHIPS)"
+            "--processes, give each process its part of both roles (attention.processes and "
+            "ffn.processes = --processes), or show the process fewer devices "
+            "(CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
         )
 
 

@@ -40,7 +40,9 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
     """How the deployment's devices divide over its processes, in process order.
 
     One process has all. Otherwise attention lives on the first a processes and ffn on the rest,
-    where a divides both evenly; of several such a, the one with the most equal processes.
+    where a divides both evenly; of several such a, the one with the most equal processes. Each has
+    an equal part of both roles where that is asked for, or nothing else divides
+    (`Deployment.shares_processes`).
     Every attention process has its part of every domain. A colocated deployment has its one mesh on
     all processes.
 
@@ -61,6 +63,8 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
         return (ProcessShare(attention // processes, 0),) * processes
     if processes == 1:
         return (ProcessShare(domains * attention, ffn),)
+    if deployment.shares_processes(processes):
+        return (ProcessShare(domains * attention // processes, ffn // processes),) * processes
     roles_processes = roles[0].processes, roles[1].processes
     if all(roles_processes):
         if sum(roles_processes) != processes:
@@ -70,13 +74,20 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
             )
         a, f = roles_processes
         return _shares(domains * (attention // a), a, ffn // f, f)
-    splits = [(first, processes - first) for first in range(1, processes)]
-    fitting = [(a, f) for a, f in splits if not attention % a and not ffn % f]
+    fitting = deployment.separate_splits(processes)
     if not fitting:
+        splits = [(first, processes - first) for first in range(1, processes)]
         tried = ", ".join(f"{attention}/{a} and {ffn}/{f}" for a, f in splits)
+        works = [
+            str(count)
+            for count in range(2, attention + ffn + 1)
+            if deployment.separate_splits(count) or deployment.shares_processes(count)
+        ]
         raise ConfigError(
             f"{sizes[0]} and {sizes[1]} do not divide evenly over {processes} processes, the "
-            f"first for attention and the rest for ffn: {tried}"
+            f"first for attention and the rest for ffn: {tried}; nor does each process get the "
+            f"same part of both: {attention}/{processes} and {ffn}/{processes}. Numbers of "
+            f"processes that work: 1, {', '.join(works)}"
         )
     a, f = min(fitting, key=lambda split: abs(domains * attention / split[0] - ffn / split[1]))
     return _shares(domains * (attention // a), a, ffn // f, f)

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.launch import systemd
 from jaxserve.launch.options import Rendering, host_places
 from jaxserve.launch.settings import Places, deployment_text, placed
+from jaxserve.storage.bucket import is_url
 
 SCRIPT = """\
 #!/usr/bin/env bash
@@ -87,7 +88,7 @@ def render(rendering: Rendering) -> dict[str, str]:
         raise ConfigError(
             f"--target cloud-tpu: {work.hardware_name} is rented on GKE; take gke-lws"
         )
-    if not options.model:
+    if not options.model and not is_url(rendering.deployment.model):
         raise ConfigError("--target cloud-tpu: say --model-path, the model folder on its hosts")
     name = options.name
     nodes = [name] if work.slices == 1 else [f"{name}-{n}" for n in range(work.slices)]

@@ -187,15 +187,16 @@ def _runtime(
     devices = deployment.devices
     if devices % slices:
         raise ConfigError(f"--slices {slices} do not divide the {devices} devices of the layout")
-    if deployment.mode == "afd" and attention.processes and ffn.processes:
+    processes = slices * count(devices // slices, kind, name)
+    both = deployment.shares_processes(processes)
+    if deployment.mode == "afd" and attention.processes and ffn.processes and not both:
         processes = attention.processes + ffn.processes
-    else:
-        processes = slices * count(devices // slices, kind, name)
     shares = {share.devices for share in process_shares(deployment, processes)}
     if len(shares) > 1 or processes % slices:
         raise ConfigError(
             f"{processes} processes on {slices} slice(s) would have {sorted(shares)} devices each: "
-            "processes of one workload are equal; change the sizes of the roles"
+            "processes of one workload are equal; change the sizes of the roles, or give each its "
+            "part of both (attention.processes and ffn.processes = their number)"
         )
     return _Runtime(processes, shares.pop(), kind, name)
 

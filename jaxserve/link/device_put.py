@@ -3,7 +3,8 @@
 One copy a slot, however many devices it reaches: the host pays for its own devices' pieces and not
 for those of the other side. Only where the processes of the two sides do not match one to one is
 there a copy for every pair of them, since JAX refuses what would go to several; every process takes
-part in each, because JAX pairs the ends of copies by their number. A list of arrays in one call is
+part in each, because JAX pairs the ends of copies by their number. What stays inside one of several
+processes is that one's alone. A list of arrays in one call is
 paired up wrongly between processes (seen with jax 0.12 on CPU), single arrays are not.
 """
 
@@ -62,6 +63,9 @@ class DevicePutTransport(Transport):
             for pairs in _copies([source[i] for i in from_], [destination[i] for i in to]):
                 senders = [sender for sender, _ in pairs]
                 receivers = [receiver for _, receiver in pairs]
+                ends = {device.process_index for device in senders + receivers}
+                if len(ends) == 1 and here not in ends:
+                    continue
                 taken = tuple(local.index(d) for d in senders if d.process_index == here)
                 join = None
                 if senders != source:
@@ -77,7 +81,10 @@ class DevicePutTransport(Transport):
         complete = all(receivers == destination for receivers in placed)
         self._fill: list[list[Shard]] | None = None
         if not complete:
-            self._fill = _fill_orders(placed, slots, destination, direction, piece, dtype)
+            of_slots = [[n for n, of in enumerate(slots) if of == s] for s in range(route.slots)]
+            # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
+            arrays = of_slots if direction == "dispatch" else [list(range(len(placed)))]
+            self._fill = _fill_orders(placed, arrays, destination, piece, dtype)
         self._copy_whole = None
         if len(self._legs) == 1 and self._legs[0].join is None and complete:
             self._copy_whole = self._legs[0].copy
@@ -117,9 +124,8 @@ padding where no piece lands."""
 
 def _fill_orders(
     placed: list[list[jax.Device]],
-    slots: list[int],
+    arrays: list[list[int]],
     destination: list[jax.Device],
-    direction: Direction,
     piece: tuple[int, int],
     dtype: jnp.dtype,
 ) -> list[list[Shard]]:
@@ -127,14 +133,10 @@ def _fill_orders(
 
     Args:
       placed: devices that each copy reaches, in the order of its shards.
-      slots: of each copy.
+      arrays: the copies that make up each of the receiver's arrays.
     """
     here = jax.process_index()
     mine = [[device for device in leg if device.process_index == here] for leg in placed]
-    # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
-    arrays = [[leg for leg, of in enumerate(slots) if of == slot] for slot in sorted(set(slots))]
-    if direction == "combine":
-        arrays = [list(range(len(placed)))]
     orders: list[list[Shard]] = []
     for legs in arrays:
         found = {device: (leg, place) for leg in legs for place, device in enumerate(mine[leg])}
@@ -152,10 +154,14 @@ def _copies(
     senders: list[jax.Device], receivers: list[jax.Device]
 ) -> Iterator[list[tuple[jax.Device, jax.Device]]]:
     """The pairs of devices, divided as JAX can copy them: all at once where each process has pairs
-    with one other at most, else by pairs of processes."""
+    with one other at most, else by pairs of processes. Several processes never copy at once what
+    stays inside them."""
     pairs = list(zip(senders, receivers, strict=True))
     processes = {(sender.process_index, receiver.process_index) for sender, receiver in pairs}
-    if len({a for a, _ in processes}) == len({b for _, b in processes}) == len(processes):
+    inside = len(processes) > 1 and any(a == b for a, b in processes)
+    if not inside and len({a for a, _ in processes}) == len({b for _, b in processes}) == len(
+        processes
+    ):
         yield pairs
         return
 

@@ -179,6 +179,19 @@ def compile_deployment(
     return sorted(done, key=lambda one: order.index((one.name, one.bucket)))
 
 
+def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]]:
+    """The roles of each host of the topology that has devices of one: what it compiles and runs."""
+    meshes = Submeshes(deployment, there.devices)
+    attention = {d.process_index for mesh in meshes.domains for d in mesh.devices.flat}
+    ffn = {device.process_index for device in meshes.ffn.devices.flat}
+    if deployment.mode == "colocated":
+        ffn = set()
+    parts: tuple[tuple[Role, set[int]], ...] = (("attention", attention), ("ffn", ffn))
+    return {
+        host: tuple(role for role, own in parts if host in own) for host in sorted(attention | ffn)
+    }
+
+
 def _layers(config: ModelConfig, name: str, kind: object) -> int:
     """How many layers run a program."""
     kinds = [config.kind(layer) for layer in range(config.layers)]

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     )
     seconds = time.perf_counter() - start
     held = aot.memory(config, deployment, programs)
+    each = host_lines(programs, aot.hosts(deployment, there))
     problems = failures(deployment, programs, held, hardware)
     notes = remarks(deployment, hardware, there.device_kind)
     if options.html:
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
             ("Verdict", report.lines(problems or ["everything compiles and fits"])),
             ("Programs", report.table(_program_rows(programs))),
             ("Memory of a device, GB", report.table(_memory_rows(held, deployment, hardware))),
+            ("Hosts", report.lines(each)),
             ("Notes", report.lines(notes or ["none"])),
         ]
         title = f"{options.config.name} for {options.topology}, compiled in {seconds:.0f} s"
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(grid(_program_rows(programs)) + "\n")
         print(grid(_memory_rows(held, deployment, hardware)) + "\n")
+        print("\n".join(each) + "\n")
         print(f"{len(programs)} programs in {seconds:.1f} s, {options.workers} at a time")
         print("\n".join(f"note: {note}" for note in notes))
     for problem in problems:
@@ -93,6 +96,24 @@ def _bucket(text: str) -> Bucket:
 def _line(one: "CompiledProgram") -> str:
     said = one.error[:120] if one.error else "compiled"
     return f"{one.name} {one.bucket.tokens}x{one.bucket.pages}: {said}, {one.seconds:.1f} s"
+
+
+def host_lines(
+    programs: Sequence["CompiledProgram"], hosts: Mapping[int, tuple[str, ...]]
+) -> list[str]:
+    """What each host compiles when it starts without a compile cache, hosts alike in one line."""
+    lines = []
+    for roles in dict.fromkeys(hosts.values()):
+        own = [one for one in programs if one.role in roles]
+        alike = [host for host, its in hosts.items() if its == roles]
+        which = f"host {alike[0]}" if len(alike) == 1 else f"hosts {alike[0]} to {alike[-1]}"
+        if len(alike) != alike[-1] - alike[0] + 1:
+            which = f"hosts {', '.join(map(str, alike))}"
+        lines.append(
+            f"{which}: {' and '.join(roles)}: {len(own)} programs, "
+            f"{sum(one.seconds for one in own):.0f} s"
+        )
+    return lines
 
 
 def available(deployment: Deployment, role: str, hardware: Hardware) -> float:

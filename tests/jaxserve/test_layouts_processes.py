@@ -102,6 +102,28 @@ def test_domains_over_processes_give_the_colocated_tokens(
     check(tokens, reference, "2 domains", record_property)
 
 
+BOTH_ROLES = [
+    (4, 2, Case("2A4F", 2, "alltoall", "device_put")),
+    (2, 4, Case("2A4F", 3, "gather", "ppermute")),
+    (2, 2, Case("2A4F", 1, "alltoall", "ppermute")),
+    (2, 4, Case("2A4F", 3, "gather", "device_put")),
+]
+"""Devices of either role, and the rest."""
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.parametrize(("attention", "ffn", "case"), BOTH_ROLES, ids=str)
+def test_hosts_with_parts_of_both_roles_give_the_colocated_tokens(
+    attention, ffn, case, tiny_model, reference, tmp_path, record_property
+):
+    """Two processes, each with half of the attention mesh and half of the ffn mesh."""
+    sizes = {"attention.dp": attention, "attention.tp": 1, "ffn.ep": ffn, "ffn.tp": 1}
+    overrides = case.overrides | sizes | {"attention.processes": 2, "ffn.processes": 2}
+    tokens = run(tiny_model, overrides, 2, tmp_path).tokens
+    check(tokens, reference, case, record_property)
+
+
 @pytest.fixture(scope="module")
 def measured(tiny_model, tmp_path_factory):
     return run(tiny_model, MEASURED.overrides, 2, tmp_path_factory.mktemp("measured"), "--figures")

@@ -104,6 +104,43 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+POD = {
+    "TPU_WORKER_ID": "1",
+    "TPU_WORKER_HOSTNAMES": "serve-0-0.serve,serve-0-1.serve",
+    "TPU_SKIP_MDS_QUERY": "true",
+}
+
+
+def test_a_pod_of_a_tpu_slice_is_detected() -> None:
+    assert parse("--distributed", **SECRET, **POD) == ProcessArguments(
+        process_id=1,
+        processes=2,
+        coordinator="serve-0-0.serve:8482",
+        control_address="serve-0-0.serve:8483",
+        token="s3cret",
+    )
+    found = parse(*["--distributed", "--coordinator", "a:7", "--process-id", "0"], **SECRET, **POD)
+    assert (found.process_id, found.coordinator, found.control_address) == (0, "a:7", "a:8")
+    newer = POD | {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8471,10.0.0.2:8471,10.0.0.3:8471"}
+    found = parse("--distributed", **SECRET, **newer)
+    assert (found.processes, found.coordinator) == (3, "10.0.0.1:8482")
+
+
+def test_a_pod_of_several_slices_is_detected() -> None:
+    slices = {
+        "MEGASCALE_COORDINATOR_ADDRESS": "serve-slice-0-0.serve:8080",
+        "MEGASCALE_SLICE_ID": "2",
+        "MEGASCALE_NUM_SLICES": "3",
+    }
+    found = parse("--distributed", **SECRET, **POD, **slices)
+    assert (found.process_id, found.processes) == (5, 6)
+    assert found.coordinator == "serve-slice-0-0.serve:8482"
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID 2 of 2 hosts, slice 2 of 3"):
+        parse("--distributed", **SECRET, **POD | slices | {"TPU_WORKER_ID": "2"})
+    with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID = 'two'"):
+        parse("--distributed", **SECRET, **POD | slices | {"MEGASCALE_SLICE_ID": "two"})
+
+
 def test_no_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
         monkeypatch.delenv(name)

@@ -56,7 +56,9 @@ def test_colocated_shares_have_one_mesh() -> None:
 def test_uneven_split_shows_the_arithmetic() -> None:
     expected = (
         r"attention dp 3 × tp 1 = 3 devices and ffn ep 1 × tp 1 = 1 devices do not divide evenly "
-        r"over 3 processes, the first for attention and the rest for ffn: 3/1 and 1/2, 3/2 and 1/1"
+        r"over 3 processes, the first for attention and the rest for ffn: 3/1 and 1/2, 3/2 and "
+        r"1/1; nor does each process get the same part of both: 3/3 and 1/3\. Numbers of processes "
+        r"that work: 1, 2, 4$"
     )
     with pytest.raises(ConfigError, match=expected):
         process_shares(deployment(3), 3)
@@ -67,7 +69,7 @@ def test_uneven_split_shows_the_arithmetic() -> None:
     st.integers(1, 12),
     st.sampled_from(["afd", "colocated"]),
 )
-def test_shares_add_up_and_roles_do_not_mix(
+def test_shares_add_up_and_roles_mix_only_where_nothing_else_divides(
     dp: int, tp: int, ep: int, ffn_tp: int, processes: int, mode: str
 ) -> None:
     layout = deployment(dp, tp, ep, ffn_tp, mode=mode)
@@ -79,9 +81,22 @@ def test_shares_add_up_and_roles_do_not_mix(
     assert len(shares) == processes
     assert sum(share.devices for share in shares) == layout.devices
     assert sum(share.attention for share in shares) == layout.attention.devices
-    if processes > 1:
+    if processes > 1 and layout.separate_splits(processes):
         assert {share.role for share in shares} <= {"attention", "ffn"}
+    elif processes > 1:
+        assert len(set(shares)) == 1
     assert [share.role for share in shares] == sorted(share.role for share in shares)
+
+
+def test_each_process_has_its_part_of_both_roles_where_asked() -> None:
+    asked = {"attention.processes": 2, "ffn.processes": 2}
+    assert process_shares(deployment(8, ep=8), 2) == (ProcessShare(8, 0), ProcessShare(0, 8))
+    both = load_deployment("demo", {"attention.dp": 8, "ffn.ep": 4, **asked})
+    assert process_shares(both, 2) == (ProcessShare(4, 2),) * 2
+    assert process_shares(both, 4) == (ProcessShare(4, 0),) * 2 + (ProcessShare(0, 2),) * 2
+    assert process_shares(deployment(3, ep=3), 3) == (ProcessShare(1, 1),) * 3
+    with pytest.raises(ConfigError, match=r"attention.processes 2 \+ ffn.processes 2 = 4, but"):
+        process_shares(both, 3)
 
 
 def test_role_names() -> None:

@@ -136,6 +136,30 @@ def test_job_set_of_two_slices(expected: str, tmp_path: Path) -> None:
         drains(made, 0)
 
 
+def test_pods_of_tpu_slices_find_their_numbers(expected: str, tmp_path: Path) -> None:
+    """`--distributed` with the variables that GKE gives the pods of two slices."""
+    (text,) = files_of(f"--config demo --target kubernetes {TWO}").values()
+    unpack(objects(text)["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
+    names = [f"serve-slice-{n}-0.serve" for n in range(2)]
+    command = ["python", "-u", "-m", "jaxserve.serve", "--distributed"]
+    command += ["--config", str(tmp_path / "deployment.yaml")]
+    with hosts(names, tmp_path) as made:
+        for number, name in reversed(list(enumerate(names))):
+            variables = {
+                "TPU_WORKER_ID": "0",
+                "TPU_WORKER_HOSTNAMES": name,
+                "TPU_SKIP_MDS_QUERY": "true",
+                "TPU_TOPOLOGY": "2x2",
+                "TPU_ACCELERATOR_TYPE": "v6e-4",
+                "MEGASCALE_COORDINATOR_ADDRESS": f"{names[0]}:8080",
+                "MEGASCALE_SLICE_ID": f"{number}",
+                "MEGASCALE_NUM_SLICES": "2",
+            }
+            made.start(name, command, SECRET | variables)
+        assert answer(made.wait_ready(names[0])) == expected
+        drains(made, 1)
+
+
 SRUN = """#!/usr/bin/env bash
 # As many tasks as hosts, each with what Slurm tells it.
 while [[ $1 == -* ]]; do shift; done

@@ -6,7 +6,7 @@ import pytest
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.plan import main
 from jaxserve.planner.aot import CompiledProgram, RoleMemory, count_collectives, deployment_buckets
-from jaxserve.planner.compile_command import available, failures, remarks
+from jaxserve.planner.compile_command import available, failures, host_lines, remarks
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.roles.layout import Bucket
 
@@ -93,3 +93,15 @@ def test_buckets_are_those_of_the_engine():
 def test_what_is_wrong_is_named(capsys, asked, message):
     assert main(asked) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_each_host_compiles():
+    other = GOOD._replace(name="ffn_moe", role="ffn", seconds=4.4)
+    both = ("attention", "ffn")
+    assert host_lines([GOOD, other], {0: ("attention",), 1: ("attention",), 2: ("ffn",)}) == [
+        "hosts 0 to 1: attention: 1 programs, 20 s",
+        "host 2: ffn: 1 programs, 4 s",
+    ]
+    assert host_lines([GOOD, other], {0: both, 2: both}) == [
+        "hosts 0, 2: attention and ffn: 2 programs, 24 s"
+    ]
