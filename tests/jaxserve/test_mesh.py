@@ -292,7 +292,7 @@ def test_real_slices_are_cut_along_their_links(name, layout):
 
 def test_each_host_has_its_part_of_both_roles():
     """Two hosts of four: two devices of each are attention's."""
-    hosts = [Chip(n, 0, (n % 4, n // 4, 0), process_index=n // 4) for n in range(8)]
+    hosts = [Chip(n, n // 4, (n % 4, n // 4, 0)) for n in range(8)]
     asked = {"attention_processes": 2, "ffn_processes": 2}
     attention, ffn = cut(hosts, attention_dp=4, ffn_ep=4, **asked)
     assert [[chip.id for chip in row] for row in attention] == [[0], [1], [4], [5]]
