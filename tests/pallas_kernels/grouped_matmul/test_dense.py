@@ -110,3 +110,17 @@ def test_what_is_covered(target, rows, weight, covered):
         assert covers(jnp.zeros((8, array.shape[1]), rows), array) == covered
     with use_target(Target("reference", "cpu")):
         assert not covers(jnp.zeros((8, array.shape[1]), rows), array)
+
+
+@pytest.mark.parametrize("format", ["float", "fp8", "fp8_block", "int8"])
+def test_a_row_is_the_same_alone_and_among_others(format):
+    """Bit for bit, on CPU, where XLA has another product for a single row."""
+    rng = np.random.default_rng(0)
+    _, weights = dense_weight(rng, 64, 384, format)
+    rows = jnp.asarray(rng.normal(size=(33, 384)), jnp.bfloat16)
+    if format == "float":
+        rows, weights = rows.astype(jnp.float32), weights.astype(jnp.float32)
+    alone, few, many = (jax.jit(dense_matmul)(rows[:count], weights) for count in (1, 3, 33))
+    assert np.abs(alone).max() > 0
+    np.testing.assert_array_equal(alone, few[:1])
+    np.testing.assert_array_equal(alone, many[:1])

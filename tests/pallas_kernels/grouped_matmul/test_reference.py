@@ -1,8 +1,39 @@
 """The definition in `jax.numpy` against NumPy, as the kernels are."""
 
-from pallas_kernels.target import Target
-from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul.reference import grouped_swiglu
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite, Weight
 
 
 class TestReference(GroupedMatmulSuite):
     target = Target("reference", "cpu")
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("d_model, d_ff", [(8, 16), (256, 72)])
+    def test_a_row_is_the_same_in_any_company(self, d_model, d_ff, dtype):
+        """As many as there may be, of its group and of others, and wherever it is: bit for bit."""
+        rng = np.random.default_rng(0)
+        weights = [
+            Weight(rng, (3, *shape), "float", dtype, [1] * 3).jax
+            for shape in ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
+        ]
+        rows = jnp.asarray(rng.normal(size=(33, d_model)), dtype)
+        found = []
+        with use_target(self.target):
+            for count, sizes, place in [
+                (1, [0, 1, 0], 0),
+                (2, [0, 2, 0], 1),
+                (9, [0, 9, 0], 3),
+                (9, [5, 1, 3], 5),
+                (33, [1, 30, 0], 30),
+            ]:
+                some = jnp.roll(rows, place, axis=0)[:count]
+                output = jax.jit(grouped_swiglu)(some, *weights, jnp.asarray(sizes, jnp.int32))
+                found.append(np.asarray(output[place], np.float32))
+        assert np.abs(found[0]).max() > 0
+        np.testing.assert_array_equal(found, found[:1] * 5)
