@@ -14,7 +14,7 @@ class TestReference(GroupedMatmulSuite):
     target = Target("reference", "cpu")
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    @pytest.mark.parametrize("d_model, d_ff", [(8, 16), (256, 72)])
+    @pytest.mark.parametrize(("d_model", "d_ff"), [(8, 16), (256, 72)])
     def test_a_row_is_the_same_in_any_company(self, d_model, d_ff, dtype):
         """As many as there may be, of its group and of others, and wherever it is: bit for bit."""
         rng = np.random.default_rng(0)
