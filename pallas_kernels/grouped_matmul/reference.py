@@ -89,8 +89,8 @@ def _map_rows(
     sizes: Array | np.ndarray,
 ) -> Array:
     """Apply `function(some rows, *weights of their group)` to all rows that belong to a group."""
-    in_8_bits = any(isinstance(stack, QuantArray) for stack in weights)
-    if in_8_bits or current_target().device_kind != "cpu":
+    floats = [stack for stack in weights if not isinstance(stack, QuantArray)]
+    if len(floats) < len(weights) or current_target().device_kind != "cpu":
         return _map_blocks(function, rows, weights, sizes)
     count, group_sizes = rows.shape[0], jnp.asarray(sizes)
     if count == 1:  # whose products XLA would take out of the loop, and sum otherwise
@@ -102,7 +102,7 @@ def _map_rows(
     def run_group(index: Array, output: Array) -> Array:
         group = jnp.sum(used <= index)
         # Sliced once for all rows of the group.
-        own = [stack[group].astype(jnp.float32) for stack in weights]
+        own = [stack[group].astype(jnp.float32) for stack in floats]
 
         def run_row(row: Array, output: Array) -> Array:
             result = function(jax.lax.dynamic_slice_in_dim(rows, row, 1), *own)
@@ -110,8 +110,8 @@ def _map_rows(
 
         return jax.lax.fori_loop(row_start[group], row_end[group], run_row, output)
 
-    output = jnp.zeros((rows.shape[0], weights[-1].shape[-2]), rows.dtype)
-    output = vary_like(output, (rows, *weights, group_sizes))
+    output = jnp.zeros((rows.shape[0], floats[-1].shape[-2]), rows.dtype)
+    output = vary_like(output, (rows, *floats, group_sizes))
     return jax.lax.fori_loop(0, used[-1], run_group, output)[:count] if count else output
 
 
