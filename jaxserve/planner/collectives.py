@@ -51,14 +51,12 @@ def exchange_bytes_seconds(
             rows.own * _at_once(moved.there, far * sizes[0], link, hardware.network),
             rows.own * _at_once(moved.back, far * sizes[1], link, hardware.network),
         )
-    if brought:
-        row = row._replace(sum=row.result)
     moved = gather_moves(mesh, row)
     link, far = gather_bandwidth(hardware, devices), mesh.peers / near - 1
     there, back = (
         rows.own * rows.reached * (whole - far * size) / link
         + (0.0 if brought else rows.own * far * size / hardware.network)
-        for whole, size in zip(moved, (row.packed, row.sum), strict=True)
+        for whole, size in zip(moved, (row.packed, row.result), strict=True)
     )
     return there, back
 

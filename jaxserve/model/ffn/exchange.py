@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.collectives import ragged_all_to_all, summed, summed_rows
 from jaxserve.model.ffn.replicas import (
     choose_shared_rank,
     choose_slots,
@@ -100,21 +101,22 @@ def make_exchanges(
     """The exchange of every kind of layer. Those without routed experts need all rows everywhere.
 
     Args:
-      dtype: of results that are not yet summed over ranks.
+      dtype: in which results that are not yet summed over devices travel.
       blocks: None: all devices' rows are rows.
     """
     blocks = blocks or Blocks()
-    gather = GatherExchange(axes, blocks)
+    gather = GatherExchange(axes, blocks, dtype)
     moe: Exchange = AllToAllExchange(axes, blocks, dtype) if kind == "alltoall" else gather
     return {"dense": gather, "moe": moe}
 
 
 class GatherExchange(NamedTuple):
-    """All rows to all devices, whose shares of the results are summed: an all-gather and an FP32
-    reduce-scatter."""
+    """All rows to all devices, whose shares of the results are summed: an all-gather, and back what
+    a reduce-scatter in `dtype` moves."""
 
     axes: Axes
     blocks: Blocks
+    dtype: jnp.dtype
 
     def __call__(
         self,
@@ -144,10 +146,8 @@ class GatherExchange(NamedTuple):
         share, load = block.with_load(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
-        rows = jax.lax.psum_scatter(
-            self._in_place(share), axes.rows, scatter_dimension=0, tiled=True
-        )
-        return _summed_over_tensor(rows, axes), load
+        rows = summed_rows(self._in_place(share), axes.rows, self.dtype)
+        return rows if axes.split else summed(rows, axes.tensor, self.dtype), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
         """The rows of the filled blocks."""
@@ -220,7 +220,8 @@ class AllToAllExchange(NamedTuple):
         if block.dense is not None:
             with jax.named_scope("dense"):
                 rows += self._shared(packed, own, block.dense, packing)
-        return _summed_over_tensor(rows, axes), expert_load(load, table, rank * experts.local)
+        rows = rows if axes.split else summed(rows, axes.tensor, self.dtype)
+        return rows, expert_load(load, table, rank * experts.local)
 
     def _shared(
         self,
@@ -235,7 +236,7 @@ class AllToAllExchange(NamedTuple):
             return expert(own.tokens)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         share = expert(packing.unpack(of_rank).tokens)
-        return jax.lax.psum_scatter(share, tensor, scatter_dimension=0, tiled=True)
+        return summed_rows(share, (tensor,), self.dtype)
 
 
 class SendPlan(NamedTuple):
@@ -351,57 +352,3 @@ def _first_of_each_rank(
     earlier = jnp.tril(jnp.ones((chosen.shape[1],) * 2, bool), -1)
     again = jnp.any((chosen[:, :, None] == chosen[:, None, :]) & earlier, axis=2)
     return jnp.where(again, nowhere, chosen).astype(jnp.int32)
-
-
-def ragged_all_to_all(
-    operand: Array,
-    output: Array,
-    input_offsets: Int32[Array, " devices"],
-    send_sizes: Int32[Array, " devices"],
-    output_offsets: Int32[Array, " devices"],
-    recv_sizes: Int32[Array, " devices"],
-    *,
-    axes: tuple[str, ...],
-    rows: int,
-) -> Array:
-    """`jax.lax.ragged_all_to_all`; on CPUs, which have none, an all-to-all of padded pieces.
-
-    Args:
-      rows: that one device sends to another at most.
-    """
-    return jax.lax.platform_dependent(
-        *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
-        cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
-        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
-    )
-
-
-def padded_all_to_all(
-    operand: Array,
-    output: Array,
-    input_offsets: Int32[Array, " devices"],
-    send_sizes: Int32[Array, " devices"],
-    output_offsets: Int32[Array, " devices"],
-    recv_sizes: Int32[Array, " devices"],
-    *,
-    axes: tuple[str, ...],
-    rows: int,
-) -> Array:
-    """The same with pieces of `rows` rows, however many of them are meant: every platform has it,
-    and it moves as much as a gather."""
-    within = jnp.arange(rows, dtype=jnp.int32)
-    places = jnp.minimum(input_offsets[:, None] + within, operand.shape[0] - 1)
-    exchange = functools.partial(
-        jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
-    )
-    pieces, starts = exchange(operand[places]), exchange(output_offsets)
-    past = output.shape[0]
-    target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, past)
-    flat = pieces.reshape(-1, *operand.shape[1:])
-    return output.at[target.reshape(-1)].set(flat, mode="drop")
-
-
-def _summed_over_tensor(
-    rows: Float32[Array, "rows d_model"], axes: Axes
-) -> Float32[Array, "rows d_model"]:
-    return rows if axes.split else jax.lax.psum(rows, axes.tensor)

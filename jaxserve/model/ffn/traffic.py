@@ -13,8 +13,6 @@ from jaxserve.model.row_width import row_words
 
 ExchangeKind = Literal["gather", "alltoall"]
 
-FP32 = 4
-
 WORTH = 0.5
 """`auto` takes the all-to-all where it moves at most this part of what the gather moves. The rest
 pays for what bytes do not show: rows are sorted by rank and back, sizes go ahead of them, and
@@ -65,9 +63,7 @@ class RowBytes(NamedTuple):
     packed: int
     """On its way to the experts."""
     result: int
-    """Of a result in the model's dtype."""
-    sum: int
-    """Of a partial sum in FP32."""
+    """Of a result, or a part of its sum, in the model's dtype."""
 
 
 class Moved(NamedTuple):
@@ -100,9 +96,9 @@ def ranks_met(mesh: ExchangeMesh, experts: int, top_k: int) -> float:
 
 
 def gather_moves(mesh: ExchangeMesh, row: RowBytes) -> Moved:
-    """Every row to every device, and partial sums in FP32 back."""
+    """Every row to every device, and parts of its sum back."""
     others = mesh.peers - 1
-    return Moved(others * row.packed, others * row.sum + _tensor_sum(mesh, row))
+    return Moved(others * row.packed, others * row.result + _tensor_sum(mesh, row))
 
 
 def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> Moved:
@@ -116,7 +112,7 @@ def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bo
     others = reached * (mesh.peers - 1)
     beside = mesh.tensor - 1 if shared and mesh.split and not mesh.shared else 0
     there = (others + beside) * row.packed
-    return Moved(there, others * row.result + beside * row.sum + _tensor_sum(mesh, row))
+    return Moved(there, (others + beside) * row.result + _tensor_sum(mesh, row))
 
 
 def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> ExchangeKind:
@@ -129,7 +125,7 @@ def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> E
 
 def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
     """The devices of a rank that have the same rows add up their results."""
-    return 0.0 if mesh.split else 2 * (mesh.tensor - 1) / mesh.tensor * row.sum
+    return 0.0 if mesh.split else 2 * (mesh.tensor - 1) / mesh.tensor * row.result
 
 
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
@@ -144,7 +140,7 @@ def row_bytes(d_model: int, top_k: int, sent: str, dtype: str) -> RowBytes:
     """Of rows that are sent in the format `sent` by a model in `dtype`."""
     size = _BYTES[sent]
     words = row_words(d_model, top_k, size, has_scale=size == 1)
-    return RowBytes(words * size, d_model * _BYTES[dtype], d_model * FP32)
+    return RowBytes(words * size, d_model * _BYTES[dtype])
 
 
 def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:

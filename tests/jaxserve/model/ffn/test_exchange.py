@@ -21,7 +21,7 @@ from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock, shared_parts
 from jaxserve.model.ffn.balance import rebalance
-from jaxserve.model.ffn.exchange import Axes, make_exchanges, padded_all_to_all
+from jaxserve.model.ffn.exchange import Axes, make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import (
     EMPTY,
@@ -304,35 +304,3 @@ def test_the_shared_expert_is_whole_on_every_rank():
     assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
     dense = Template(lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs))
     assert ("d_ff", "d_model") in dense.dimensions
-
-
-def test_literal_padded_all_to_all():
-    """Two devices: the first sends rows 1 and 2 to itself and row 0 to the other, which sends its
-    last row to the first and keeps nothing."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
-    here = PartitionSpec("ep")
-    arrays = {
-        "operand": np.array([[10], [11], [12], [20], [21], [22]], np.float32),
-        "input_offsets": np.array([1, 0, 2, 0], np.int32),
-        "send_sizes": np.array([2, 1, 1, 0], np.int32),
-        "output_offsets": np.array([0, 3, 2, 0], np.int32),
-        "recv_sizes": np.array([2, 1, 1, 0], np.int32),
-    }
-
-    def body(operand, input_offsets, send_sizes, output_offsets, recv_sizes):
-        output = jnp.full((4, 1), -1, operand.dtype)
-        return padded_all_to_all(
-            operand,
-            output,
-            input_offsets,
-            send_sizes,
-            output_offsets,
-            recv_sizes,
-            axes=("ep",),
-            rows=3,
-        )
-
-    placed = [jax.device_put(array, NamedSharding(mesh, here)) for array in arrays.values()]
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(here,) * 5, out_specs=here, check_vma=False)
-    out = np.asarray(jax.jit(mapped)(*placed))[:, 0]
-    assert out.tolist() == [11, 12, 22, -1, -1, -1, -1, 10]

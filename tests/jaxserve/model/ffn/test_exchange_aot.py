@@ -122,7 +122,7 @@ def test_rows_of_an_all_to_all_go_where_they_are_needed():
     width = 1024 + 128
     assert found["gather"] == [
         ["all-gather", "u8", [4 * 32, width]],
-        ["reduce-scatter", "f32", [32, 1024]],
+        ["reduce-scatter", "bf16", [32, 1024]],
     ]
     sizes, back, there = found["alltoall"]
     assert sizes[:2] in (["all-reduce", "s32"], ["all-gather", "s32"])

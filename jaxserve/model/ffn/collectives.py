@@ -1,0 +1,102 @@
+"""The collectives of an exchange that JAX does not have as they are needed, by platform.
+
+Called by `exchange.py`, inside its `shard_map`. Knows arrays and mesh axes, not what rows mean.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+
+def summed_rows(
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...], dtype: jnp.dtype
+) -> Float32[Array, "rows d_model"]:
+    """This device's part of the rows, summed over the shares of all devices of `axes`.
+
+    In 16 bits shares travel in `dtype`: half of FP32's bytes. On TPUs, whose links make rings, a
+    reduce-scatter adds them on the way, rounding every sum. Elsewhere all-to-alls move as many
+    bytes, the last axis' first, so that few cross between the devices of the others. Their sums are
+    FP32, in the order of the devices: a row's bits do not depend on its place among the rows.
+    """
+    if dtype.itemsize > 2:
+        return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
+    return jax.lax.platform_dependent(
+        shares.astype(dtype),
+        tpu=functools.partial(_summed_on_the_way, axes=axes),
+        default=functools.partial(_summed_here, axes=axes),
+    )
+
+
+def _summed_on_the_way(
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
+) -> Float32[Array, "rows d_model"]:
+    rows = jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
+    return rows.astype(jnp.float32)
+
+
+def _summed_here(
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
+) -> Float32[Array, "rows d_model"]:
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    rows = shares.reshape(*sizes, -1, shares.shape[1])
+    for place, axis in reversed(list(enumerate(axes))):
+        arrived = jax.lax.all_to_all(rows.astype(shares.dtype), axis, place, 0)
+        rows = jnp.sum(arrived, axis=0, dtype=jnp.float32)
+    return rows
+
+
+def summed(
+    share: Float[Array, "rows d_model"], axis: str, dtype: jnp.dtype
+) -> Float32[Array, "rows d_model"]:
+    """The sum of the shares of all devices of `axis`, which travel in `dtype`."""
+    return jax.lax.psum(share.astype(dtype), axis).astype(jnp.float32)
+
+
+def ragged_all_to_all(
+    operand: Array,
+    output: Array,
+    input_offsets: Int32[Array, " devices"],
+    send_sizes: Int32[Array, " devices"],
+    output_offsets: Int32[Array, " devices"],
+    recv_sizes: Int32[Array, " devices"],
+    *,
+    axes: tuple[str, ...],
+    rows: int,
+) -> Array:
+    """`jax.lax.ragged_all_to_all`; on CPUs, which have none, an all-to-all of padded pieces.
+
+    Args:
+      rows: that one device sends to another at most.
+    """
+    return jax.lax.platform_dependent(
+        *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
+        cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
+        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
+    )
+
+
+def padded_all_to_all(
+    operand: Array,
+    output: Array,
+    input_offsets: Int32[Array, " devices"],
+    send_sizes: Int32[Array, " devices"],
+    output_offsets: Int32[Array, " devices"],
+    recv_sizes: Int32[Array, " devices"],
+    *,
+    axes: tuple[str, ...],
+    rows: int,
+) -> Array:
+    """The same with pieces of `rows` rows, however many of them are meant: every platform has it,
+    and it moves as much as a gather."""
+    within = jnp.arange(rows, dtype=jnp.int32)
+    places = jnp.minimum(input_offsets[:, None] + within, operand.shape[0] - 1)
+    exchange = functools.partial(
+        jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
+    )
+    pieces, starts = exchange(operand[places]), exchange(output_offsets)
+    past = output.shape[0]
+    target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, past)
+    flat = pieces.reshape(-1, *operand.shape[1:])
+    return output.at[target.reshape(-1)].set(flat, mode="drop")
