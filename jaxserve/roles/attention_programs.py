@@ -70,6 +70,7 @@ class AttentionPrograms(TokenPrograms):
             ),
             (ROWS, PIECES, *pages),
             donated=tuple(range(3, 3 + len(pages))),
+            cuda_graphs="off",
         )
 
     def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
@@ -102,6 +103,7 @@ class AttentionPrograms(TokenPrograms):
             ),
             (ROWS, PIECES, *pages),
             donated=(0, *range(3, 3 + len(pages))),
+            cuda_graphs="off",
         )
 
     def first_pass(self, bucket: Bucket) -> Program:
@@ -167,6 +169,7 @@ class AttentionPrograms(TokenPrograms):
             ),
             (ROWS, PIECES, *[PAGES_SPEC] * places),
             donated=(0, *range(3, 3 + places)),
+            cuda_graphs="off",
         )
 
     def next_pass(self, bucket: Bucket, *, again: bool) -> Program:
@@ -237,6 +240,7 @@ class AttentionPrograms(TokenPrograms):
             (ROWS, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
             (ROWS, REPLICATED, ROWS, *([ROWS] if bucket.drafts else [])),
             donated=(),
+            cuda_graphs="branches",
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -139,6 +139,7 @@ class ColocatedPrograms(TokenPrograms):
                 *([ROWS] if bucket.drafts else []),
             ),
             donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),
+            cuda_graphs="branches",
         )
 
     def predict(self, bucket: Bucket) -> Program:

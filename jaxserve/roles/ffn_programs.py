@@ -96,4 +96,5 @@ class FFNPrograms:
             (*[pieces] * slots, *(REPLICATED, counts) * moe, *layer.specs(FFN_RULES)),
             (*[pieces] * slots, *(counts,) * moe),
             donated=(slots + 1,) * moe,
+            cuda_graphs="off",
         )

@@ -15,6 +15,7 @@ from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.sampler import SamplerState, sample
+from jaxserve.roles.cuda_graphs import CudaGraphs, compiler_options
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
 
 ROWS = PartitionSpec("dp")
@@ -32,6 +33,7 @@ class Program(NamedTuple):
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...] | PartitionSpec
     donated: tuple[int, ...]
+    cuda_graphs: CudaGraphs = "default"
 
     def mapped(self) -> Callable[..., Any]:
         """The function over whole arrays."""
@@ -51,7 +53,9 @@ class Program(NamedTuple):
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
             for a, spec in zip(self.arguments, self.in_specs, strict=True)
         ]
-        return jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments).compile()
+        lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments)
+        platform = self.mesh.devices.flat[0].platform
+        return lowered.compile(compiler_options(self.cuda_graphs, platform))
 
 
 class StepContext(NamedTuple):

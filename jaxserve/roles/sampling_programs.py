@@ -103,6 +103,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         (ROWS,) * 5,
         (ROWS, REPLICATED, ROWS, *lengths),
         donated=(3,),
+        cuda_graphs="branches",
     )
 
 
