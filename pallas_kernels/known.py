@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def when_known(plan: Callable[..., Any], sizes: jax.Array | np.ndarray, *rest: int) -> Any:
+def when_known(plan: Callable[..., Any], sizes: jax.Array | np.ndarray, *rest: int | bool) -> Any:
     """Calls `plan(sizes, *rest)`. For sizes in NumPy the result is in NumPy too: constants of the
     program instead of computations at run time."""
     if not isinstance(sizes, np.ndarray):

@@ -6,8 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.target import Target
+
+HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
+"""Multiprocessors, by the beginning of the device kind, where they are not 132."""
+
 SHARED_MEMORY = 232_448
 """Bytes of shared memory per thread block."""
+
+INTERPRETED_PROCESSORS = 2
 
 SMALLEST_SCALE = 2.0**-100
 """Smallest scale; rows that would need a smaller one become zeros with the scale 1."""
@@ -38,3 +45,13 @@ def store(target: Any, value: Any) -> None:
         plgpu.store(target, value, optimized=False)
     else:  # JAX 0.11
         target[...] = value
+
+
+def processors(target: Target) -> int:
+    """Multiprocessors of the device."""
+    if target.interpret:
+        return INTERPRETED_PROCESSORS
+    names = HOPPER_PROCESSORS.items()
+    # A space, so that names that end can be told from longer ones.
+    matches = (count for name, count in names if f"{target.device_kind} ".startswith(name))
+    return next(matches, 132)

@@ -19,6 +19,7 @@ from jaxserve.link.contract import Contract
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import (
     STORAGE,
+    EncodedRows,
     WireFormat,
     decode_rows,
     encode_rows,
@@ -84,10 +85,11 @@ class MessageFormat(msgspec.Struct, frozen=True):
         bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
         scales = _as(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
         tokens = decode_rows(values, scales, dtype)
+        encoded = None if scales is None else EncodedRows(values, scales)
         if not self.top_k:
-            return Message(tokens, None, None)
+            return Message(tokens, None, None, encoded)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
-        return Message(tokens, _as(experts, jnp.int32), _as(gates, jnp.float32))
+        return Message(tokens, _as(experts, jnp.int32), _as(gates, jnp.float32), encoded)
 
 
 class PackedRows(NamedTuple):

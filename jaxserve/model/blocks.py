@@ -148,7 +148,12 @@ class FFNBlock(Module):
             assert message.gates is not None
             with jax.named_scope("experts"):
                 routed, load = self.experts.routed(
-                    message.tokens, message.experts, message.gates, rank, layer
+                    message.tokens,
+                    message.experts,
+                    message.gates,
+                    rank,
+                    layer,
+                    message.encoded,
                 )
                 share += routed
         return share, load

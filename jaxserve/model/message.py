@@ -15,4 +15,5 @@ class Message(NamedTuple):
     """None in dense layers."""
     gates: Float[Array, "tokens top_k"] | None
     encoded: EncodedRows | None = None
-    """The tokens encoded for the wire, if the norm already quantised them; else None."""
+    """The tokens encoded for the wire, in 8 bits: if the norm already quantised them or, behind the
+    link, if they came in it; else None."""

@@ -35,7 +35,7 @@ from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import ROW_BLOCK
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, current_target
 
 RowFormat = Literal["fp8", "int8", "float"]
 
@@ -88,6 +88,8 @@ def grouped_swiglu(
     *,
     row_format: RowFormat | None = None,
     source: Int32[Array, " picked"] | None = None,
+    narrow: QuantArray | None = None,
+    zero_padding: bool = True,
     implementation: Implementation = "auto",
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
@@ -103,6 +105,10 @@ def grouped_swiglu(
       source: for each row of the groups, the index into `rows` (a token of several experts is
         several rows of the groups); None: `rows` in order. A row that is picked more than once is
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
+      narrow: `rows` in the `row_format`, one scale a row, if they came in it. Where rows are picked
+        on a Hopper GPU these values are multiplied, and not rounded again in blocks.
+      zero_padding: False: results past the groups' rows may be anything, and cost no memory
+        traffic.
       implementation: see `coverage.Implementation`.
 
     Returns:
@@ -131,10 +137,34 @@ def grouped_swiglu(
     if target.backend == "mosaic_tpu":
         from pallas_kernels.grouped_matmul import mosaic_tpu
 
-        return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source)
+        return mosaic_tpu.grouped_swiglu(
+            *arrays, target, row_format, source, zero_padding=zero_padding
+        )
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source)
+    return mosaic_gpu.grouped_swiglu(
+        *arrays, target, row_format, source, narrow, zero_padding=zero_padding
+    )
+
+
+def fastest_row_format(
+    rows: Float[Array, "rows d_model"], weights: tuple[Array | QuantArray, ...]
+) -> RowFormat | None:
+    """The `row_format` of a SwiGLU network (gate, up, down) where None would not be the fastest.
+
+    Hopper has no product of FP8 weights and wider rows: it converts the weights to FP16, in every
+    tile, and multiplies at half the rate of rows in FP8 blocks, which move half the bytes.
+    """
+    if current_target().backend != "mosaic_gpu" or rows.dtype == jnp.float32:
+        return None
+    for array in weights:
+        if not isinstance(array, QuantArray) or array.dtype == jnp.int8:
+            return None
+        if 0 < array.block[1] < array.shape[2] and array.block[1] % ROW_BLOCK:
+            return None
+    from pallas_kernels.grouped_matmul import mosaic_gpu
+
+    return None if mosaic_gpu.gap(rows.dtype, weights, "fp8") else "fp8"
 
 
 def _target(

@@ -85,15 +85,15 @@ def dense_swiglu(
     gate_weights: Float[Array, "d_ff d_model"] | QuantArray,
     up_weights: Float[Array, "d_ff d_model"] | QuantArray,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray,
-) -> Float32[Array, "rows d_out"]:
-    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows are rounded to the dtype of
-    `rows`."""
+) -> Float[Array, "rows d_out"]:
+    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are rounded to
+    the dtype of `rows`."""
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights):
         gate, up, down = map(_stack, weights)
-        return grouped_swiglu(rows, gate, up, down, _one_group(rows)).astype(jnp.float32)
+        return grouped_swiglu(rows, gate, up, down, _one_group(rows))
     hidden = jax.nn.silu(dense_matmul(rows, gate_weights)) * dense_matmul(rows, up_weights)
-    return dense_matmul(hidden.astype(rows.dtype), down_weights)
+    return dense_matmul(hidden.astype(rows.dtype), down_weights).astype(rows.dtype)
 
 
 def _two_rows(row: Array) -> Array:

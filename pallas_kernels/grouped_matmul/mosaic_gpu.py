@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
+from pallas_kernels.grouped_matmul.mosaic_gpu_pick import Picked, pick_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     PART_COLUMNS,
     SPARE_SCALES,
@@ -33,9 +34,10 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     quantises,
     shared_memory,
 )
-from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles
-from pallas_kernels.grouped_matmul.tiles import HOPPER_PROCESSORS, Kind, hopper_tiles
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum
+from pallas_kernels.grouped_matmul.tiles import Kind, hopper_tiles
 from pallas_kernels.known import when_known
+from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
@@ -44,7 +46,6 @@ SHARED_MEMORY = 231_424
 """Bytes of a CTA's 232,448 that buffers may take; the rest is for barriers."""
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
-INTERPRETED_PROCESSORS = 2
 
 BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows in blocks")
 """Kinds of operands whose rows are in 8 bits."""
@@ -89,43 +90,69 @@ def grouped_swiglu(
     target: Target,
     row_format: str | None = None,
     source: Int32[Array, " picked"] | None = None,
+    narrow: QuantArray | None = None,
+    *,
+    zero_padding: bool = True,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down;
     for what `gap` leaves."""
     count = (rows if source is None else source).shape[0]
     if 0 in (count, rows.shape[0]):
         return jnp.zeros((count, down_weights.shape[1]), rows.dtype)
-    operand, later = _whole_blocks(rows, row_format, source)
+    picked = (
+        None if source is None else Picked(source, running_sum(jnp.asarray(group_sizes)), target)
+    )
+    operand, later = _whole_blocks(rows, row_format, picked, narrow)
     hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
     product = functools.partial(
         _product, group_sizes=group_sizes, target=target, as_floats=row_format == "float"
     )
     gate_and_up = (gate_weights, up_weights)
-    hidden = product(operand, gate_and_up, out_dtype=hidden_dtype, epilogue=_swiglu, source=later)
+    hidden = product(
+        operand,
+        gate_and_up,
+        out_dtype=hidden_dtype,
+        epilogue=_swiglu,
+        picked=later,
+        zero_padding=False,
+    )
     between = _Rows(*hidden) if isinstance(operand, _Rows) else hidden[0]
-    return product(between, (down_weights,), out_dtype=rows.dtype)[0][:count]
+    out = product(between, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
+    return out[0][:count]
 
 
 def _whole_blocks(
     rows: Float[Array, "rows d_in"],
     row_format: str | None,
-    source: Int32[Array, " picked"] | None = None,
-) -> tuple[Array | _Rows, Array | None]:
+    picked: Picked | None = None,
+    narrow: QuantArray | None = None,
+) -> tuple[Array | _Rows, Picked | None]:
     """Rows as they are multiplied, as many as whole blocks have; and which of them are still to be
-    picked."""
-    if source is not None:
-        source = jnp.pad(source, (0, -source.shape[0] % BLOCK_ROWS))
+    picked.
+
+    Args:
+      narrow: picked rows in the format, if they were in it before.
+    """
+    if picked is not None:
+        missing = -picked.source.shape[0] % BLOCK_ROWS
+        picked = picked._replace(source=jnp.pad(picked.source, (0, missing)))
     elif missing := -rows.shape[0] % BLOCK_ROWS:
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
     if row_format in (None, "float"):
-        return rows, source
-    quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
-    values, scales = _picked(quantised.values, source), _picked(quantised.scales, source)
+        return rows, picked
+    blocks = rows.shape[1] // ROW_BLOCK
+    if narrow is not None and picked is not None:
+        spread = jnp.broadcast_to(narrow.scales, (rows.shape[0], blocks))
+        quantised = QuantArray(narrow.values, spread, (1, ROW_BLOCK))
+    else:
+        quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
+    values, scales = _rows_of(quantised.values, picked), quantised.scales
+    scales = scales if picked is None else scales[picked.source]
     return _Rows(values, jnp.pad(scales.T, ((0, 0), (0, SPARE_SCALES)))), None
 
 
-def _picked(rows: Array, source: Array | None) -> Array:
-    return rows if source is None else rows[source]
+def _rows_of(rows: Array, picked: Picked | None) -> Array:
+    return rows if picked is None else pick_rows(rows, picked)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -181,26 +208,29 @@ def _product(
     epilogue: Epilogue = lambda product: product,
     *,
     as_floats: bool = False,
-    source: Int32[Array, " picked"] | None = None,
+    picked: Picked | None = None,
+    zero_padding: bool = True,
 ) -> tuple[Array, ...]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format.
 
     Args:
       as_floats: floats stay floats, even for INT8 weights.
-      source: which of the rows, which are no `_Rows` then; None: all.
+      picked: which of the rows, which are no `_Rows` then; None: all.
+      zero_padding: rows of padding become zeros; else they are not written.
 
     Returns:
       what `grouped_product` does.
     """
     all_rows = rows.values if isinstance(rows, _Rows) else rows
-    count = (all_rows if source is None else source).shape[0]
+    count = (all_rows if picked is None else picked.source).shape[0]
     kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
-    operands = _operands(rows, weights, tiles, as_floats=as_floats, source=source)
-    tile_list = when_known(list_tiles, group_sizes, count, tiles.rows)
+    operands = _operands(rows, weights, tiles, as_floats=as_floats, picked=picked)
+    tile_list = when_known(list_tiles, group_sizes, count, tiles.rows, zero_padding)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
-    processors = INTERPRETED_PROCESSORS if interpret else _processors(target)
-    return grouped_product(operands, tile_list, epilogue, out_dtype, tiles, processors, interpret)
+    return grouped_product(
+        operands, tile_list, epilogue, out_dtype, tiles, processors(target), interpret
+    )
 
 
 def _kind(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
@@ -256,26 +286,19 @@ def _has_whole_parts(weights: WeightArray) -> bool:
     return _is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
 
 
-def _processors(target: Target) -> int:
-    names = HOPPER_PROCESSORS.items()
-    # A space, so that names that end can be told from longer ones.
-    matches = (count for name, count in names if f"{target.device_kind} ".startswith(name))
-    return next(matches, 132)
-
-
 def _operands(
     rows: Array | _Rows,
     weights: tuple[WeightArray, ...],
     tiles: Tiles,
     *,
     as_floats: bool = False,
-    source: Array | None = None,
+    picked: Picked | None = None,
 ) -> Operands:
     """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
     first = weights[0]
     if not isinstance(first, QuantArray):
         assert isinstance(rows, Array)
-        return Operands(_picked(rows, source), weights)
+        return Operands(_rows_of(rows, picked), weights)
     quantised = [array for array in weights if isinstance(array, QuantArray)]
     row_scales: Any = None
     block_scales: Any = None
@@ -286,9 +309,10 @@ def _operands(
             rows, row_scales = quantize_rows(rows, "int8")
     elif rows.dtype == jnp.bfloat16:
         rows, row_scales = _as_float16(rows)
-    rows = _picked(rows, source)
+    rows = _rows_of(rows, picked)
     if row_scales is not None:
-        row_scales = jnp.pad(_picked(row_scales, source), (0, tiles.rows))
+        row_scales = row_scales if picked is None else row_scales[picked.source]
+        row_scales = jnp.pad(row_scales, (0, tiles.rows))
     values = tuple(from_bits(array.values) for array in quantised)
     if _is_per_channel(first):
         scales = tuple(_channel_scales(array, tiles.out) for array in quantised)

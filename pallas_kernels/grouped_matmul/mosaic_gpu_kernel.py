@@ -52,7 +52,8 @@ def grouped_product(
     processors: int,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """`epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group, zeros for padding rows.
+    """`epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group, zeros for padding rows that
+    are in the list of tiles; others are not written.
 
     Args:
       operands: see there.

@@ -221,6 +221,16 @@ class Context:
         """Steps of the ring that a tile takes; padding rows need no products."""
         return jnp.where(tile.group < self.groups, self.inner_steps, 0)
 
+    @property
+    def group_tiles(self) -> jax.Array:
+        """Row tiles of all groups."""
+        return self.tile_list.ends[self.groups - 1]
+
+    @property
+    def all_tiles(self) -> jax.Array:
+        """Those of padding, too."""
+        return self.tile_list.ends[self.tile_list.ends.shape[0] - 1]
+
     def stage_of(self, step: jax.Array) -> jax.Array:
         """The buffers of a step."""
         return jax.lax.rem(step, self.tiles.stages)

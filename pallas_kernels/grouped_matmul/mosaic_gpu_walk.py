@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any:
     """Run `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA."""
-    total = context.tile_list.totals[1] * context.out_tiles
+    total = context.all_tiles * context.out_tiles
     processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
 
     def run(round_: jax.Array, carry: Any) -> Any:
@@ -32,7 +32,7 @@ def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any
 def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
     """The tile at a place of the order, and its output tile; past the end it is the last one's."""
     band, out_tiles = context.tiles.band, context.out_tiles
-    of_groups, total = context.tile_list.totals[0], context.tile_list.totals[1]
+    of_groups, total = context.group_tiles, context.all_tiles
     band_index = jax.lax.div(place, band * out_tiles)
     inside = place - band_index * (band * out_tiles)
     # The range is hidden from the compiler: for operands known to fit 16 bits it emits the division
@@ -43,7 +43,7 @@ def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
     padding = place - of_groups * out_tiles
     out_tile = jnp.where(padding < 0, column, jax.lax.rem(padding, out_tiles))
     row_tile = jnp.where(padding < 0, row, of_groups + jax.lax.div(padding, out_tiles))
-    row_tile = jnp.minimum(row_tile, total - 1)
+    row_tile = jnp.maximum(jnp.minimum(row_tile, total - 1), 0)
     tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
     return tile, out_tile
 
@@ -77,7 +77,7 @@ def _begin_tile(context: Context, place: jax.Array) -> Cursor:
 
 def load_next(context: Context, cursor: Cursor, stage: Any, *, mine: Any) -> Cursor:
     """Start to load the cursor's step, if there is one and it is `mine` to load; and go on."""
-    exists = cursor.place < context.tile_list.totals[0] * context.out_tiles
+    exists = cursor.place < context.group_tiles * context.out_tiles
 
     @pl.when(mine & exists)
     def _load() -> None:

@@ -72,11 +72,17 @@ def grouped_swiglu(
     target: Target,
     row_format: RowFormat | None = None,
     source: Int32[Array, " picked"] | None = None,
+    *,
+    zero_padding: bool = True,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
     factor, as_floats = _factor(rows, row_format, target), row_format == "float"
     products = partial(
-        _grouped_products, group_sizes=group_sizes, target=target, as_floats=as_floats
+        _grouped_products,
+        group_sizes=group_sizes,
+        target=target,
+        as_floats=as_floats,
+        zero_padding=False,
     )
     hidden: Any
     if _same_format(gate_weights, up_weights):
@@ -90,7 +96,7 @@ def grouped_swiglu(
         )
         hidden = _factor(_swiglu(gate, up), row_format, target)
         hidden = hidden if isinstance(hidden, QuantArray) else hidden.astype(rows.dtype)
-    return products(hidden, (down_weights,), out_dtype=rows.dtype)
+    return products(hidden, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
 
 
 def _factor(rows: Array, row_format: RowFormat | None, target: Target) -> Array | QuantArray:
@@ -154,6 +160,7 @@ def _grouped_products(
     out_format: Format | None = None,
     as_floats: bool = False,
     source: Array | None = None,
+    zero_padding: bool = True,
 ) -> Any:
     """Rows times one weight, or SwiGLU of two of the same format.
 
@@ -163,6 +170,7 @@ def _grouped_products(
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
       source: which of the rows; None: all.
+      zero_padding: tiles of padding alone become zeros; else they are not written.
     """
     row_scales: tuple[Array, ...] = ()
     rows: Array
@@ -201,7 +209,7 @@ def _grouped_products(
         column_bytes,
         jnp.dtype(out_dtype).itemsize,
     )
-    visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows)
+    visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows, zero_padding)
     inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns

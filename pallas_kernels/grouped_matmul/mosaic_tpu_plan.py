@@ -41,9 +41,10 @@ class Visits(NamedTuple):
 
 
 def plan_visits(
-    group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int
+    group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int, zero_padding: bool = True
 ) -> tuple[Visits, Int32[Array, ""]]:
-    """The visits for `rows` rows in tiles of `tile_rows`, and their number."""
+    """The visits for `rows` rows in tiles of `tile_rows`, and their number; without
+    `zero_padding` none of tiles that only hold padding."""
     # Step 1: the tiles that each group spans, and so its number of visits. Tiles that only hold
     # padding are those of one more group.
     tiles = pl.cdiv(rows, tile_rows)
@@ -78,7 +79,7 @@ def plan_visits(
         stream=stream,
         groups=jnp.sum(has_rows, dtype=jnp.int32)[None],
     )
-    return visits, visit_end[-1]
+    return visits, visit_end[-1] if zero_padding else visit_end[-2]
 
 
 class Pieces(NamedTuple):

@@ -9,6 +9,7 @@ SparseCores (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -39,24 +40,75 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     """Sorts choices by group; a choice outside 0..groups-1 belongs to no group."""
     here = (choices >= 0) & (choices < groups)
     group = jnp.where(here, choices, groups).reshape(-1)
+    top_k = choices.shape[1]
+    by_sorting = functools.partial(_by_sorting, groups=groups + 1, top_k=top_k)
+    by_counting = functools.partial(_by_counting, groups=groups + 1, top_k=top_k)
+    source, place, sizes = jax.lax.platform_dependent(
+        group, cpu=by_sorting, tpu=by_sorting, default=by_counting
+    )
+    return Order(source, place.reshape(choices.shape), here, sizes[:groups])
+
+
+def _by_sorting(
+    group: Int32[Array, " choices"], groups: int, top_k: int
+) -> tuple[Array, Array, Array]:
+    """The token of every row, the row of every choice, and the sizes of the groups.
+
+    Inverts the permutation by a second sort: TPUs scatter one number at a time.
+    """
     order = jnp.argsort(group, stable=True).astype(jnp.int32)
-    # Inverts the permutation by a second sort: TPUs scatter one number at a time, and on GPUs XLA
-    # turns it into a scatter.
-    place = jnp.argsort(order).astype(jnp.int32).reshape(choices.shape)
+    place = jnp.argsort(order).astype(jnp.int32)
     sizes = jnp.sum(jnp.arange(groups)[:, None] == group, axis=1, dtype=jnp.int32)
-    return Order(order // choices.shape[1], place, here, sizes)
+    return order // top_k, place, sizes
+
+
+def _by_counting(
+    group: Int32[Array, " choices"], groups: int, top_k: int
+) -> tuple[Array, Array, Array]:
+    """The same in few kernels, where a sort takes GPUs many."""
+    place, sizes = _places(group, groups)
+    token = jnp.arange(group.shape[0], dtype=jnp.int32) // top_k
+    return jnp.zeros_like(group).at[place].set(token, unique_indices=True), place, sizes
+
+
+def _places(
+    group: Int32[Array, " choices"], groups: int
+) -> tuple[Int32[Array, " choices"], Int32[Array, " groups"]]:
+    """The place of every choice among all, sorted by group and then by their order; and the sizes
+    of the groups. Two sums of comparisons: within blocks of choices, and of blocks with all."""
+    count = group.shape[0]
+    block = 1 << (math.isqrt(count * groups).bit_length() - 1)  # where both have equal work
+    block = min(block, count)
+    # What fills the last block comes behind all others.
+    blocks = jnp.pad(group, (0, -count % block), constant_values=groups).reshape(-1, block)
+    index = jnp.arange(count, dtype=jnp.int32)
+    # The place of the first choice of a group in a block, or of the one that would be it.
+    number = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None, None]
+    of_group = jnp.arange(groups, dtype=jnp.int32)[:, None]
+    is_before = (group < of_group) | ((group == of_group) & (index < number * block))
+    first = jnp.sum(is_before, axis=2, dtype=jnp.int32)  # [blocks, groups]
+    within = jnp.arange(block)
+    is_earlier = within[:, None] > within
+    same = (blocks[:, :, None] == blocks[:, None, :]) & is_earlier
+    rank = jnp.sum(same, axis=2, dtype=jnp.int32).reshape(-1)[:count]
+    place = first[index // block, group] + rank
+    starts = first[0]
+    return place, jnp.diff(starts, append=count)
 
 
 def combine(
     rows: Float[Array, "rows d"], gates: Float[Array, "tokens top_k"], order: Order
 ) -> Float32[Array, "tokens d"]:
-    """For every token, the sum of its choices' rows times their gates, in the order of choices."""
-    # If there are choices of other devices, the last row belongs to one of them and is zero. All of
-    # them read that row, which stays in caches.
-    place = jnp.where(order.here, order.place, rows.shape[0] - 1)
-    gates = jnp.where(order.here, gates, 0).astype(jnp.float32)
+    """For every token, the sum of its choices' rows times their gates, in the order of choices.
+    Rows and gates that are no choice's may be anything."""
+    # Choices that are not here all read one row, which stays in caches.
+    place = jnp.where(order.here, order.place, 0)
     products = [
-        rows[place[:, choice]].astype(jnp.float32) * gates[:, choice, None]
+        jnp.where(
+            order.here[:, choice, None],
+            rows[place[:, choice]].astype(jnp.float32) * gates[:, choice, None],
+            0.0,
+        )
         for choice in range(gates.shape[1])
     ]
     return functools.reduce(jnp.add, products)
@@ -72,6 +124,7 @@ def routed_swiglu(
     *,
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,
+    narrow: QuantArray | None = None,
 ) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
     """Run every token through the SwiGLU networks that it chose and sum the results, weighted by
     the gates.
@@ -81,7 +134,7 @@ def routed_swiglu(
         window contribute nothing.
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
-      row_format: see `grouped_swiglu`.
+      row_format, narrow: see `grouped_swiglu`.
 
     Returns:
       the sums, and the number of tokens of each network of the window.
@@ -110,5 +163,7 @@ def routed_swiglu(
         sizes,
         row_format=row_format,
         source=order.source,
+        narrow=narrow,
+        zero_padding=False,
     )
     return combine(rows, gates, order), order.sizes

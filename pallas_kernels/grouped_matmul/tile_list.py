@@ -14,38 +14,50 @@ BLOCK_ROWS = 8
 
 
 class TileList(NamedTuple):
-    """Row tiles in the order of the rows; of the array's fixed length, the first `totals[1]` exist.
+    """Row tiles in the order of the rows; of the array's fixed length, the first `ends[-1]` exist.
 
     Attributes:
       tiles: [4, bound]: of every tile its group, its first row divided by `BLOCK_ROWS`, and the
         range of its rows that belong to the group, counted from its first row. The group of tiles
         of padding rows is the number of groups.
-      totals: [2]: tiles of groups, and all.
+      ends: the number of tiles of every group and those before it; padding, if it has tiles, is
+        one more group.
     """
 
     tiles: Int32[Array, "4 bound"]
-    totals: Int32[Array, " 2"]
+    ends: Int32[Array, " groups"]
 
 
-def list_tiles(group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int) -> TileList:
-    """Cut the rows of every group into tiles of `tile_rows`, and the padding rows after them."""
+def list_tiles(
+    group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int, zero_padding: bool = True
+) -> TileList:
+    """Cut the rows of every group into tiles of `tile_rows`, and, if they are to become zeros, the
+    padding rows after them."""
     # Step 1: the number of tiles of every group; padding is one more group.
-    padding = rows - jnp.sum(group_sizes, keepdims=True)
-    sizes = jnp.concatenate([group_sizes, padding])
-    row_end = jnp.cumsum(sizes)
+    sizes = group_sizes
+    if zero_padding:
+        padding = rows - jnp.sum(group_sizes, keepdims=True)
+        sizes = jnp.concatenate([group_sizes, padding])
+    row_end = running_sum(sizes)
     first = (row_end - sizes) // BLOCK_ROWS * BLOCK_ROWS  # row of a group's first tile
     tiles_of_group = jnp.where(sizes > 0, -(-(row_end - first) // tile_rows), 0)
-    tile_end = jnp.cumsum(tiles_of_group)
+    tile_end = running_sum(tiles_of_group)
     # Step 2: the length of the list. A non-empty group has at most BLOCK_ROWS - 1 rows of others
     # in its first tile, and one tile that is not full.
     used = min(sizes.shape[0], rows)
     bound = (rows + used * (tile_rows + BLOCK_ROWS - 2)) // tile_rows
     index = jnp.arange(bound, dtype=jnp.int32)
     # Step 3: the group of every tile, and the tile's range of that group's rows.
-    past = tile_end[None, :] <= index[:, None]  # [bound, groups + 1]: the groups before the tile's
+    past = tile_end[None, :] <= index[:, None]  # [bound, sizes]: the groups before the tile's
     group = jnp.minimum(jnp.sum(past, axis=1, dtype=jnp.int32), sizes.shape[0] - 1)
     number = index - (tile_end - tiles_of_group)[group]  # of the tile, within its group
     start = first[group] + number * tile_rows
     begin = jnp.maximum((row_end - sizes)[group] - start, 0)
     end = jnp.minimum(row_end[group] - start, tile_rows)
-    return TileList(jnp.stack([group, start // BLOCK_ROWS, begin, end]), tile_end[-2:])
+    return TileList(jnp.stack([group, start // BLOCK_ROWS, begin, end]), tile_end)
+
+
+def running_sum(sizes: Int32[Array, " sizes"]) -> Int32[Array, " sizes"]:
+    """Of every size and those before it, in one pass; `jnp.cumsum` takes GPUs several."""
+    count = sizes.shape[0]
+    return jnp.sum(jnp.where(jnp.tril(jnp.ones((count, count), bool)), sizes, 0), axis=1)

@@ -165,7 +165,3 @@ def hopper_tiles(
     if kind == "many rows in blocks":
         del choices["rows"]
     return tuned.in_force("grouped_matmul", device_kind, call, default, choices)
-
-
-HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
-"""Multiprocessors, by the beginning of the device kind, where they are not 132."""

@@ -32,5 +32,5 @@ class DenseFFN(Module):
         self.down = matrix(rngs, formats, d_model=d_model, **hidden)
 
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
-        """This device's share of the output, FP32."""
+        """This device's share of the output, in the dtype of x."""
         return dense_swiglu(x, self.gate[...], self.up[...], self.down[...])

@@ -214,7 +214,9 @@ class AllToAllExchange(NamedTuple):
                 # Rows come to a rank of the shared expert for no other reason.
                 chosen, gates = work_of_rank(chosen, gates, there, rank, sizes)
         with jax.named_scope("experts"):
-            results, load = experts.routed(message.tokens, chosen, gates, rank, layer)
+            results, load = experts.routed(
+                message.tokens, chosen, gates, rank, layer, message.encoded
+            )
         with jax.named_scope("combine"):
             rows = plan.combine(results.astype(self.dtype))
         if block.dense is not None:
@@ -300,10 +302,9 @@ class SendPlan(NamedTuple):
         rows, devices = self.order.place.shape[0], self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         tensor_rank = self.device % self.copies
-        # The last row stays zero; it stands for choices that were not sent.
         returned = ragged_all_to_all(
             results,
-            jnp.zeros((self.copies * self.most + 1, results.shape[1]), results.dtype),
+            jnp.zeros((self.copies * self.most, results.shape[1]), results.dtype),
             self.places[:, self.rank],
             self.sizes[:, self.rank],
             self.starts[:, self.rank] + tensor_rank * self.most,

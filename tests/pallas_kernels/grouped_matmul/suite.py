@@ -389,12 +389,12 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         with use_target(self.target):
             picked, in_order = (
                 jax.jit(fresh(functools.partial(grouped_swiglu, row_format=row_format, **options)))
-                for options in ({"source": jnp.asarray(source)}, {})
+                for options in ({"source": jnp.asarray(source), "zero_padding": False}, {})
             )
             output = np.asarray(picked(jnp.asarray(rows), *rest), np.float32)
             expected = np.asarray(in_order(jnp.asarray(rows[source]), *rest), np.float32)
         assert np.abs(expected[:19]).min(axis=1).max() > 0
-        np.testing.assert_array_equal(output, expected)
+        np.testing.assert_array_equal(output[:19], expected[:19])
 
     @pytest.mark.parametrize("format", ["float", "int8"])
     def test_a_row_does_not_depend_on_the_batch(self, format):

@@ -61,18 +61,18 @@ def test_as_numpy(target, format):
 
 @pytest.mark.parametrize("format", ["float", "fp8", "fp8_block", "int8"])
 def test_without_kernels(format):
-    """Hidden rows are rounded, results are not."""
+    """Hidden rows and a network's results are rounded, those of one product are not."""
     rng = np.random.default_rng(0)
     rows = rows_of(rng)
     shapes = ((24, D_IN), (24, D_IN), (8, 24))
     (gate, up, down), arrays = zip(*(dense_weight(rng, *s, format) for s in shapes), strict=True)
     product = dense_matmul(jnp.asarray(rows), arrays[0])
     network = dense_swiglu(jnp.asarray(rows), *arrays)
-    assert product.dtype == network.dtype == jnp.float32
+    assert (product.dtype, network.dtype) == (jnp.float32, jnp.bfloat16)
     gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
     scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 5e-3 * scale)
+    assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 8e-3 * scale)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -24,7 +24,7 @@ D_MODEL, D_FF = 256, 128
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """One block of threads, which has two stages for all tiles."""
-    monkeypatch.setattr(mosaic_gpu, "_processors", lambda target: 1)
+    monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 1)
     pick = mosaic_gpu.pick_tiles
     monkeypatch.setattr(
         mosaic_gpu,

@@ -10,12 +10,14 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
 from pallas_kernels.grouped_matmul import (
     grouped_matmul,
+    grouped_swiglu,
     mosaic_gpu,
     mosaic_gpu_narrowing,
     mosaic_gpu_rows_first,
     mosaic_gpu_weights_first,
     tiles,
 )
+from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
@@ -241,5 +243,63 @@ class TestPickTiles:
 
     def test_every_device_kind_has_multiprocessors(self):
         kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]
-        processors = [mosaic_gpu._processors(Target("mosaic_gpu", kind)) for kind in kinds]
+        processors = [mosaic_gpu.processors(Target("mosaic_gpu", kind)) for kind in kinds]
         assert processors == [132, 132, 114, 78, 132]
+
+
+class TestNarrowRows:
+    """Rows that came in FP8 over a wire."""
+
+    def test_their_values_are_multiplied(self):
+        """The rows themselves are not looked at. If every block has the largest magnitude of its
+        row, quantising in blocks gives these values, too."""
+        rng = np.random.default_rng(0)
+        values = rng.normal(size=(5, 256)).astype(jnp.float8_e4m3fn)
+        values[:, ::128] = 448
+        scales = 2.0 ** np.arange(-3, 2, dtype=np.float32)[:, None]
+        rows = jnp.asarray(values.astype(np.float32) * scales, jnp.bfloat16)
+        gate, up, down = (
+            quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32) / 16, "fp8", (1, 0))
+            for shape in [(2, 128, 256), (2, 128, 256), (2, 256, 128)]
+        )
+        source, sizes = jnp.array([0, 2, 4, 1, 3, 0, 0], jnp.int32), jnp.array([3, 2], jnp.int32)
+        narrow = QuantArray(jnp.asarray(values), jnp.asarray(scales), (1, 0))
+        with use_target(TARGET):
+            found, expected = (
+                grouped_swiglu(
+                    *(given, gate, up, down, sizes),
+                    row_format="fp8",
+                    source=source,
+                    narrow=other,
+                    zero_padding=False,
+                )[:5]
+                for given, other in ((jnp.full_like(rows, jnp.nan), narrow), (rows, None))
+            )
+        assert np.abs(np.asarray(expected, np.float32)).max(axis=1).min() > 0
+        np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize(
+        ("dtype", "widths", "expected"),
+        [
+            (jnp.float8_e4m3fn, (256, 128), "fp8"),
+            (jnp.float8_e4m3fn, (256, 192), None),  # no whole blocks of hidden rows
+            (jnp.int8, (256, 128), None),
+            (None, (256, 128), None),
+        ],
+    )
+    def test_fp8_weights_have_fp8_rows(self, dtype, widths, expected):
+        d_model, d_ff = widths
+        shapes = [(2, d_ff, d_model), (2, d_ff, d_model), (2, d_model, d_ff)]
+        weights = [
+            quantised(dtype, shape, (1, 0)) if dtype else jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for shape in shapes
+        ]
+        rows = jax.ShapeDtypeStruct((4, d_model), jnp.bfloat16)
+        found = []
+        for target in (Target("reference", "cpu"), H200):
+            with use_target(target):
+                jax.eval_shape(
+                    lambda *arrays: found.append(fastest_row_format(arrays[0], arrays[1:])),
+                    *(rows, *weights),
+                )
+        assert found == [None, expected]

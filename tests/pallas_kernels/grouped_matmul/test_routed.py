@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul.routed import combine, routed_swiglu, sort_choices
+from pallas_kernels.grouped_matmul.routed import (
+    _by_counting,
+    _by_sorting,
+    combine,
+    routed_swiglu,
+    sort_choices,
+)
 
 pytestmark = pytest.mark.unoptimised
 
@@ -45,10 +51,23 @@ def test_order():
     np.testing.assert_array_equal(order.sizes, [2, 2, 2])
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 211])
+def test_counting_gives_the_order_that_sorting_gives(tokens):
+    """Of more choices, or fewer, than are compared with each other at once."""
+    group = np.random.default_rng(0).integers(0, 6, 3 * tokens).astype(np.int32)
+    order = np.argsort(group, stable=True)
+    for found in (_by_counting(jnp.asarray(group), 6, 3), _by_sorting(jnp.asarray(group), 6, 3)):
+        source, place, sizes = map(np.asarray, found)
+        assert source.dtype == place.dtype == sizes.dtype == np.int32
+        np.testing.assert_array_equal(source, order // 3)
+        np.testing.assert_array_equal(place[order], np.arange(3 * tokens))
+        np.testing.assert_array_equal(sizes, np.bincount(group, minlength=6))
+
+
 def test_sums():
-    """A gate of a choice that is not here may be anything."""
+    """A gate, or a row, of a choice that is not here may be anything."""
     order = sort_choices(jnp.asarray([[1, 0], [5, 0], [4, 1]], jnp.int32), 2)
-    rows = [[1.0, np.inf], [10.0, 20.0], [100.0, 200.0], [30.0, 40.0], [0.0, 0.0], [0.0, 0.0]]
+    rows = [[1.0, np.inf], [10.0, 20.0], [100.0, 200.0], [30.0, 40.0], [np.nan] * 2, [np.nan] * 2]
     gates = jnp.asarray([[0.5, 2.0], [np.nan, 3.0], [np.inf, 0.25]])
     total = combine(jnp.asarray(rows, jnp.bfloat16), gates, order)
     assert total.dtype == jnp.float32

@@ -13,8 +13,8 @@ listed = jax.jit(list_tiles, static_argnums=(1, 2))
 
 def test_literal():
     """Group 0: rows 0 to 4; group 2: rows 5 to 27, from row 0 on; padding: from row 24 on."""
-    tiles, totals = list_tiles(jnp.asarray([5, 0, 23], jnp.int32), 40, 16)
-    assert totals.tolist() == [3, 4]
+    tiles, ends = list_tiles(jnp.asarray([5, 0, 23], jnp.int32), 40, 16)
+    assert ends.tolist() == [1, 1, 3, 4]
     assert tiles[:, :4].T.tolist() == [[0, 0, 0, 5], [2, 0, 5, 16], [2, 2, 0, 12], [3, 3, 4, 16]]
 
 
@@ -27,7 +27,7 @@ def test_every_row_is_in_one_tile(sizes, padding, tile_rows):
     """Of its group, and there is room for all tiles. One shape, so that it compiles once."""
     sizes = [min(size, 160 - padding - sum(sizes[:i])) for i, size in enumerate(sizes)]
     sizes = [max(size, 0) for size in sizes]
-    tiles, [of_groups, total] = listed(jnp.asarray(sizes, jnp.int32), 160, tile_rows)
+    tiles, [*_, of_groups, total] = listed(jnp.asarray(sizes, jnp.int32), 160, tile_rows)
     assert total <= tiles.shape[1]
     assert (tiles[0, :of_groups] < 4).all()
     assert (tiles[0, of_groups:total] == 4).all()
@@ -44,6 +44,12 @@ def test_every_row_is_in_one_tile(sizes, padding, tile_rows):
 def test_the_most_tiles_fit():
     """Groups that need two tiles for nine rows, each, since they begin at the end of a block."""
     sizes = [7] + [16] * 9
-    tiles, [of_groups, total] = list_tiles(jnp.asarray(sizes, jnp.int32), sum(sizes), 16)
+    tiles, [*_, of_groups, total] = list_tiles(jnp.asarray(sizes, jnp.int32), sum(sizes), 16)
     assert total == of_groups == 1 + 2 * 9
     assert tiles.shape[1] >= total
+
+
+def test_without_zeros_padding_has_no_tiles():
+    tiles, ends = list_tiles(jnp.asarray([5, 0, 23], jnp.int32), 40, 16, False)
+    assert ends.tolist() == [1, 1, 3]
+    assert tiles[:, :3].T.tolist() == [[0, 0, 0, 5], [2, 0, 5, 16], [2, 2, 0, 12]]

@@ -33,9 +33,9 @@ def test_shares_of_d_ff_add_up(dtype):
         dense(gate[s], up[s], down[:, s], dtype)(jnp.asarray(x, dtype))
         for s in (slice(0, 4), slice(4, 8), slice(8, 12))
     ]
-    assert all(part.dtype == jnp.float32 for part in parts)
+    assert all(part.dtype == dtype for part in parts)
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
-    total = np.sum([np.asarray(part) for part in parts], axis=0)
+    total = np.sum([np.asarray(part, np.float32) for part in parts], axis=0)
     np.testing.assert_allclose(total, expected, atol=tolerance)
 
 

@@ -1,0 +1,76 @@
+"""Rows picked for the groups of a product on Hopper GPUs (Pallas, Mosaic GPU): no more than exist.
+
+Called by `mosaic_gpu.py`. Only the device knows how many of the rows that there is room for belong
+to a group; XLA's gather copies all of them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32, Shaped
+
+from pallas_kernels.mosaic_gpu import processors, store
+from pallas_kernels.target import Target
+
+WARPGROUP = 128
+"""Threads of a block."""
+BLOCKS = 8
+"""Of threads, a multiprocessor: each copies one row at a time, and waits for it."""
+VECTORS = (16, 8, 4, 2, 1)
+"""Neighbouring values that a thread may have, to choose from: at most 16 bytes."""
+
+
+class Picked(NamedTuple):
+    """Which rows a product takes.
+
+    Attributes:
+      source: an index for every row there is room for; negative ones count from the end.
+      ends: where the groups' rows end; the rows after the last group do not exist.
+    """
+
+    source: Int32[Array, " picked"]
+    ends: Int32[Array, " groups"]
+    target: Target
+
+
+def pick_rows(rows: Shaped[Array, "rows d"], picked: Picked) -> Shaped[Array, "picked d"]:
+    """The rows at `picked.source`; those that do not exist may be anything."""
+    source, ends, target = picked
+    if rows.shape[1] % WARPGROUP:
+        return rows[source]
+    kernel = plgpu.kernel(
+        _body,
+        kernel_name="pick_rows",
+        out_type=jax.ShapeDtypeStruct((len(source), rows.shape[1]), rows.dtype),
+        grid=(BLOCKS * processors(target),),
+        grid_names=("block",),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    )
+    picked_rows: Array = kernel(rows, source, ends)
+    return picked_rows
+
+
+def _body(
+    rows: Any,  # [rows, d]
+    source: Any,  # [picked]
+    ends: Any,  # [groups]
+    output: Any,  # [picked, d]
+) -> None:
+    """Every so many rows, from this block's number on."""
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    d, most = rows.shape[1], 16 // rows.dtype.itemsize
+    sizes = (size for size in VECTORS if size <= most and d % (WARPGROUP * size) == 0)
+    layout = plgpu.Layout.WG_STRIDED((d,), vec_size=next(sizes))
+
+    count, last = ends[ends.shape[0] - 1], rows.shape[0] - 1
+
+    def copy(round_: jax.Array, _: None) -> None:
+        row = round_ * blocks + block
+        index = source[row]
+        index = jnp.minimum(jnp.maximum(jnp.where(index < 0, index + last + 1, index), 0), last)
+        store(output.at[row], plgpu.load(rows.at[index], layout=layout, optimized=False))
+
+    lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), copy, None)
