@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure(options.log_format)
     try:
         process = from_arguments(options)
-        sizing = Sizing() if process.processes == 1 and not process.role else None
+        alone = process.processes == process.host_processes == 1
+        sizing = Sizing() if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
         if options.check:
             from jaxserve.commands.checking import check
@@ -46,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sizing is not None:
             sizing.log()
         check_timeline(options.timeline, deployment)
+        if process.host_processes > 1:
+            from jaxserve.commands.host import run_processes
+
+            return run_processes(
+                deployment, process, sys.argv[1:] if arguments is None else arguments
+            )
         # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
         # is back sooner without engine, tokenizers and servers.
         if process.role == "router":

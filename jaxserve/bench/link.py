@@ -1,11 +1,12 @@
 """Host time of the link inside one runtime, against the devices of both sides (part e).
 
 A message of one row a device goes there and an answer comes back, on simulated devices: first in
-one process, which owns both sides, then on hosts of up to eight devices, a process each, as the
-committed configurations have them; then calls that take a shard a device, among them the cheapest
-there is, and what a link of one piece would take. As in a step, messages follow each other layer by
-layer: what comes after a sleep costs several times as much, whatever it is. The clock is the
-enqueuing thread's CPU time: simulated devices copy on threads of the same cores.
+one process, which owns both sides, then on hosts of up to eight devices, a process each, then with
+a process a device, as Slurm and `--host-processes` start them on GPUs; then calls that take a shard
+a device, among them the cheapest there is, and what a link of one piece would take. As in a step,
+messages follow each other layer by layer: what comes after a sleep costs several times as much,
+whatever it is. The clock is the enqueuing thread's CPU time: simulated devices copy on threads of
+the same cores.
 
 Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 """
@@ -54,8 +55,11 @@ def measure(quick: bool) -> Part:
     found = run_worker(worker, _SECONDS)
     calls = found.pop("calls")
     hosts = {
-        f"{attention}A{ffn}F": over_hosts(attention, ffn, arguments) for attention, ffn in HOSTS
+        f"{attention}A{ffn}F": over_hosts(attention, ffn, HOST_DEVICES, arguments)
+        for attention, ffn in HOSTS
     }
+    most = HOSTS[1 if quick else 2]
+    alone = over_hosts(*most, 1, arguments)
     measures = []
     for transport, rows in found.items():
         for name, row in rows.items():
@@ -74,6 +78,11 @@ def measure(quick: bool) -> Part:
     measures.append(
         Measure("  16A16F ÷ 1A1F", max(hosts["16A16F"]) / max(hosts["1A1F"]), "", LIMIT)
     )
+    name = f"{most[0]}A{most[1]}F"
+    measures += [
+        Measure(f"device_put, a process a device: {name}, median", statistics.median(alone), "µs"),
+        Measure(f"  {name} ÷ 1A1F", max(alone) / max(hosts["1A1F"]), "", LIMIT),
+    ]
     for name, times in calls.items():
         for devices, microseconds in times.items():
             measures.append(Measure(f"{name}, {devices} devices", microseconds, "µs"))
@@ -81,18 +90,19 @@ def measure(quick: bool) -> Part:
         "Medians. In the first rows one process owns all devices, so both sides' shares of the "
         "host time are in it.",
         f"Hosts of {HOST_DEVICES}: a process a host, each of one role; the process that spends "
-        "most.",
+        "most, which is also what ratios are of.",
         "Routes trampoline and broadcast are one wire: rows cross once, the ffn mesh spreads them.",
         "One piece: the first shard, its copy, and an array put together of it and of padding; the "
         "collectives that bring rows together and spread them come on top.",
     ]
-    details = found | {"hosts": hosts, "calls": calls}
+    details = found | {"hosts": hosts, "a process a device": alone, "calls": calls}
     return Part("link", "(e) host time of a message and its answer", measures, notes, details)
 
 
-def over_hosts(attention: int, ffn: int, arguments: list[str]) -> list[float]:
-    """Microseconds that each process spends on a message and its answer, its own end of both."""
-    processes = -(-attention // HOST_DEVICES) + -(-ffn // HOST_DEVICES)
+def over_hosts(attention: int, ffn: int, devices: int, arguments: list[str]) -> list[float]:
+    """Microseconds that each process, of so many devices at most, spends on a message and its
+    answer, its own end of both."""
+    processes = -(-attention // devices) + -(-ffn // devices)
     shared = [*arguments, "--attention", str(attention), "--ffn", str(ffn)]
     shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
     workers = [

@@ -24,8 +24,11 @@ _FLAGS = {
     "slices": ("--slices", "JAXSERVE_SLICES"),
     "worker": ("--worker", "JAXSERVE_WORKER"),
     "devices": ("--devices", "JAXSERVE_DEVICES"),
+    "host_processes": ("--host-processes", "JAXSERVE_HOST_PROCESSES"),
+    "host_process": ("--host-process", "JAXSERVE_HOST_PROCESS"),
 }
-_NUMBERS = ("process_id", "processes", "slice", "slices", "worker", "devices")
+_TEXTS = ("coordinator", "control", "control_bind")
+_NUMBERS = tuple(name for name in _FLAGS if name not in _TEXTS)
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,10 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Whether this prefill worker plays a domain until a router says otherwise."""
     devices: int | None = None
     """The most devices that its role may have here; None: as many as the deployment says."""
+    host_processes: int = 1
+    """So many processes on this host; more than 1: the numbers above are those of the hosts."""
+    host_process: int | None = None
+    """Number of this process among those that share the devices of its host; None: none do."""
     coordinator: str = ""
     """`host:port` of JAX's coordination service, which process 0 starts."""
     control_address: str = ""
@@ -56,7 +63,9 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
         return self.process_id == 0
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in msgspec.structs.asdict(self).items() if value}
+        usual = msgspec.structs.asdict(ProcessArguments())
+        given = msgspec.structs.asdict(self)
+        shown = {name: value for name, value in given.items() if value != usual[name]}
         shown["token"] = "…" if self.token else ""
         return f"ProcessArguments({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
@@ -79,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "worker": "number of this prefill worker or domain among those of the fleet (0)",
         "devices": "devices that are left for this worker's role, where they are fewer than the "
         "deployment says",
+        "host_processes": "processes that this host is to run, with a part of its devices each; "
+        "--process-id and --processes are of the hosts then (1)",
+        "host_process": "number of this process among those of its host; set by --host-processes",
     }
     for name, (flag, variable) in _FLAGS.items():
         kind = int if name in _NUMBERS else str
@@ -130,6 +142,9 @@ def from_arguments(
         raise ConfigError(
             f"--process-id {process_id} of --processes {processes}: expected 0 to {processes - 1}"
         )
+    host_processes = int(values["host_processes"] or 1)
+    if host_processes < 1:
+        raise ConfigError(f"--host-processes {host_processes}: expected at least 1")
     if processes > 1:
         for name in ("process_id", "coordinator", "control"):
             if not values[name]:
@@ -139,7 +154,7 @@ def from_arguments(
             raise ConfigError(
                 f"{processes} processes need {TOKEN_VARIABLE}: one secret, the same for each"
             )
-        for name in ("coordinator", "control", "control_bind"):
+        for name in _TEXTS:
             if values[name]:
                 split_address(values[name], _FLAGS[name][0])
     return ProcessArguments(
@@ -149,6 +164,8 @@ def from_arguments(
         worker=worker,
         stand_in=getattr(arguments, "stand_in", False),
         devices=int(values["devices"]) if values["devices"] else None,
+        host_processes=host_processes,
+        host_process=int(values["host_process"]) if values["host_process"] else None,
         coordinator=values["coordinator"],
         control_address=values["control"],
         control_bind=values["control_bind"],

@@ -177,7 +177,7 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         coordinator_address=arguments.coordinator,
         num_processes=arguments.processes,
         process_id=arguments.process_id,
-        local_device_ids=arguments.local_device_ids,
+        local_device_ids=_own_devices(arguments, deployment),
         cluster_detection_method="deactivate",
         initialization_timeout=start_seconds,
         heartbeat_timeout_seconds=max(
@@ -190,6 +190,23 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         _delay_abort()
     check_devices(share, arguments.process_id, jax.local_device_count())
     return share
+
+
+def _own_devices(arguments: ProcessArguments, deployment: Deployment) -> tuple[int, ...] | None:
+    """The host's accelerators that belong to this process, by their numbers; None: all.
+
+    Raises:
+      ConfigError: processes of one host share its TPU chips.
+    """
+    number, platform = arguments.host_process, choose_platform()
+    if number is None or platform == "cpu":
+        return arguments.local_device_ids
+    if platform == "tpu":
+        raise ConfigError("--host-processes: on TPUs a host has one process")
+    shares = process_shares(deployment, arguments.processes)
+    before = shares[arguments.process_id - number : arguments.process_id]
+    first = sum(share.devices for share in before)
+    return tuple(range(first, first + shares[arguments.process_id].devices))
 
 
 def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessShare:

@@ -56,6 +56,10 @@ def arguments(deployment: Deployment, work: Workload, options: Options) -> list[
         made.append(f"--role={work.role}")
     if work.port:
         made.append(f"--listen=$(POD_IP):{work.port}")
+    on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
+    all_roles = deployment.mode == "afd" and work.role in ("", "decode")
+    if on_gpus and all_roles and work.devices > 1:
+        made.append(f"--host-processes={work.devices}")
     if work.faces and not files_of(deployment, options):
         made.append("--insecure-bind")
     return made

@@ -215,3 +215,19 @@ def test_files_are_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None
     assert head == f"# python -m jaxserve.launch {FLEET}"
     assert main([*FLEET.split(), "--write", "/dev/null/x"]) == 2
     assert "--write /dev/null/x: Not a directory" in capsys.readouterr().err
+
+
+def test_a_process_a_gpu_where_a_runtime_has_both_roles() -> None:
+    def given(command: str) -> list[str]:
+        (text,) = files_of(command).values()
+        pods = [tree["spec"] for (kind, _), tree in objects(text).items() if "Leader" in kind]
+        return [
+            word
+            for pod in pods
+            for word in container_of(pod["leaderWorkerTemplate"]["workerTemplate"])["args"]
+            if word.startswith("--host-processes")
+        ]
+
+    gpus = "--config step3 --hardware h100 --target kubernetes"
+    assert given(gpus) == ["--host-processes=8"]
+    assert given(V6E) == []

@@ -1,0 +1,141 @@
+"""Several processes on one host, a part of its devices each: `serve --host-processes N`.
+
+The host time of a message between the roles grows with the devices that one process owns, hardly
+with those of the other side, so a process a GPU is the fastest way to run a runtime of several
+hosts (`jaxserve/README.md` has the figures). The process that was started this way loads nothing:
+it starts the others, passes signals on, and ends with them. It takes the numbers of the hosts
+(`--process-id`, `--processes`, from flags, the environment or the cluster) and gives the processes
+theirs; a host on its own needs none.
+"""
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.addresses import free_port
+from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
+
+LAST_WORDS_SECONDS = 120.0
+"""For the others to end after the first has: the leader says why first."""
+LOOK_SECONDS = 0.05
+
+logger = logging.getLogger("jaxserve.serve")
+
+
+def run_processes(
+    deployment: Deployment, process: ProcessArguments, arguments: Sequence[str]
+) -> int:
+    """Runs this host's processes until all have ended.
+
+    Args:
+      process: which host this is, of how many.
+      arguments: of this command, as given.
+
+    Returns:
+      The exit code of the process that ended first with another one than 0; 0: none did.
+
+    Raises:
+      ConfigError: roles with runtimes of their own, which have one process each.
+    """
+    if deployment.link.transport == "pull" or process.role == "router":
+        raise ConfigError(
+            f"--host-processes {process.host_processes}: a router, and a worker over "
+            "link.transport = pull, has one process"
+        )
+    environment = dict(os.environ)
+    if process.processes == 1:
+        ports: set[int] = set()
+        while len(ports) < 2:
+            ports.add(free_port())
+        coordinator, control = (f"127.0.0.1:{port}" for port in ports)
+        process = msgspec.structs.replace(process, coordinator=coordinator, control_address=control)
+        environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-m", "jaxserve.serve", *given],
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+            preexec_fn=_ends_with(os.getpid()),  # noqa: PLW1509  (no thread runs here)
+        )
+        for given in commands(process, arguments)
+    ]
+    return _watch(children)
+
+
+def commands(process: ProcessArguments, arguments: Sequence[str]) -> list[list[str]]:
+    """What each process of this host is given, after what this command was given: later flags win.
+
+    Only the first of a host answers probes: the others would need ports of their own.
+    """
+    count = process.host_processes
+    given = [each for each in arguments if each != "--distributed"]
+    shared = {
+        "--host-processes": "1",
+        "--processes": f"{process.processes * count}",
+        "--slices": "1",
+        "--slice": "0",
+        "--coordinator": process.coordinator,
+        "--control": process.control_address,
+    }
+    if process.control_bind:
+        shared["--control-bind"] = process.control_bind
+    quiet = [f"server.follower_{face}_port=-1" for face in ("grpc", "http")]
+    silent = [word for setting in quiet for word in ("--set", setting)]
+    made = []
+    for number in range(count):
+        own = {
+            "--process-id": f"{process.process_id * count + number}",
+            "--host-process": f"{number}",
+        }
+        flags = [word for pair in {**shared, **own}.items() for word in pair]
+        made.append([*given, *flags, *(silent if number else [])])
+    return made
+
+
+def _ends_with(parent: int) -> Callable[[], None]:
+    """What a child does first: it gets SIGTERM when this process ends in whatever way."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if libc is not None:
+            set_parent_death_signal = 1
+            libc.prctl(set_parent_death_signal, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return prepare
+
+
+def _watch(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended. A signal goes to the first, which drains the deployment, or has its
+    leader drain it; a second one ends all at once."""
+    signals: list[int] = []
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: signals.append(number))
+    failed, told, deadline = 0, 0, float("inf")
+    while any(child.poll() is None for child in children):
+        if signals:
+            number, told = signals.pop(0), told + 1
+            for child in children if told > 1 else children[:1]:
+                child.send_signal(number)
+        ended = [child.returncode for child in children if child.returncode is not None]
+        failed = failed or next((code for code in ended if code), 0)
+        if ended:
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+        if time.monotonic() > deadline:
+            logger.error("processes of this host are still there; ending them")
+            for child in children:
+                child.kill()
+        time.sleep(LOOK_SECONDS)
+    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    return 128 - failed if failed < 0 else failed

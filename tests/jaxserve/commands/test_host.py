@@ -1,0 +1,132 @@
+"""Processes that share the devices of a host: who they are, and how they end."""
+
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from jaxserve.commands import host
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Link
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import bootstrap
+from jaxserve.fleet.addresses import free_port
+from jaxserve.fleet.arguments import ProcessArguments, from_arguments
+from jaxserve.llm import LLM
+from jaxserve.serve import parser
+from tests.jaxserve.fleet.launched import REPOSITORY, Launched
+
+DEMO = f"{REPOSITORY}/configs/demo.yaml"
+HOST = ["--process-id", "1", "--processes", "2", "--coordinator", "h:1", "--control", "h:2"]
+
+
+def given(words: list[str]) -> ProcessArguments:
+    environment = {"JAXSERVE_CLUSTER_TOKEN": "secret", "JAXSERVE_HOST_PROCESSES": "9"}
+    return from_arguments(parser().parse_args(words), environment)
+
+
+def test_processes_count_on_from_host_to_host() -> None:
+    words = ["--config", "demo", "--host-processes=4", *HOST]
+    this = given(words)
+    assert (this.process_id, this.processes, this.host_processes) == (1, 2, 4)
+    made = [given(each) for each in host.commands(this, words)]
+    assert [one.process_id for one in made] == [4, 5, 6, 7]
+    assert {one.processes for one in made} == {8}
+    assert [one.host_process for one in made] == [0, 1, 2, 3]
+    assert {one.host_processes for one in made} == {1}
+    assert {(one.coordinator, one.control_address) for one in made} == {("h:1", "h:2")}
+
+
+def test_what_the_cluster_says_is_of_hosts() -> None:
+    slices = ["--slices", "2", "--slice", "1", "--process-id", "0", *HOST[2:]]
+    words = ["--config", "demo", "--distributed", "--host-processes", "2"]
+    made = host.commands(given([*words[:2], *words[3:], *slices]), [*words, *slices])
+    assert not any("--distributed" in each for each in made)
+    assert [given(each).process_id for each in made] == [2, 3]
+
+
+def test_only_the_first_of_a_host_answers_probes() -> None:
+    words = ["--config", "demo", "--host-processes=2", *HOST]
+    first, second = host.commands(given(words), words)
+    assert "server.follower_http_port=-1" not in first
+    assert "server.follower_http_port=-1" in second
+
+
+def test_each_has_its_devices(monkeypatch) -> None:
+    deployment = Deployment(model="m", attention=AttentionRole(dp=2), ffn=FFNRole(ep=4, tp=2))
+    monkeypatch.setattr(bootstrap, "choose_platform", lambda: "cuda")
+
+    def devices(process: int, number: int | None) -> tuple[int, ...] | None:
+        arguments = ProcessArguments(process_id=process, processes=4, host_process=number)
+        return bootstrap._own_devices(arguments, deployment)
+
+    # Two processes with an attention device each, two with four ffn devices.
+    assert [devices(n, n) for n in range(4)] == [(0,), (1,), (2, 3, 4, 5), (6, 7, 8, 9)]
+    assert [devices(2, 0), devices(3, 1), devices(3, None)] == [(0, 1, 2, 3), (4, 5, 6, 7), None]
+    monkeypatch.setattr(bootstrap, "choose_platform", lambda: "tpu")
+    with pytest.raises(ConfigError, match="on TPUs a host has one process"):
+        devices(0, 0)
+
+
+def test_roles_with_runtimes_of_their_own_have_one_process() -> None:
+    deployment = Deployment(model="m", link=Link(transport="pull", addresses=("h:1",)))
+    with pytest.raises(ConfigError, match="--host-processes 2: a router, and a worker over"):
+        host.run_processes(deployment, ProcessArguments(host_processes=2), [])
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 3), 3), ((1, 0), 1)])
+def test_the_first_failure_is_the_end_of_all(codes, expected) -> None:
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    children = [subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in codes]
+    try:
+        assert host._watch(children) == expected
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def test_who_does_not_end_is_ended(monkeypatch) -> None:
+    monkeypatch.setattr(host, "LAST_WORDS_SECONDS", 0.2)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    codes = ("exit(1)", "import time; time.sleep(60)")
+    children = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    try:
+        assert host._watch(children) == 1
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert children[1].returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
+    environment = {"JAX_PLATFORMS": "cpu", "JAXSERVE_CLUSTER_TOKEN": "secret"}
+    ports = [free_port() for _ in range(3)]
+    asked = {"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0}
+    buckets = ["lanes=1", "scheduler.token_buckets=[16]", "scheduler.page_buckets=[16]"]
+    buckets.append("scheduler.max_length=256")
+    sizes = [*buckets, "attention.dp=2", "ffn.ep=2", f"server.http_port={ports[2]}"]
+    command = ["-u", "-m", "jaxserve.serve", "--config", "demo", "--host-processes", "2"]
+    command += ["--coordinator", f"127.0.0.1:{ports[0]}", "--control", f"127.0.0.1:{ports[1]}"]
+    command += [word for one in [*sizes, "server.grpc_port=0"] for word in ("--set", one)]
+    hosts = [
+        Launched([*command, "--processes", "2", "--process-id", f"{number}"], environment)
+        for number in range(2)
+    ]
+    try:
+        hosts[0].wait_for("^ready  ", 300)
+        url = f"http://127.0.0.1:{ports[2]}/v1/completions"
+        text = httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"]
+        hosts[1].process.send_signal(signal.SIGTERM)  # its first process has the leader drain all
+        assert [one.end(30) for one in hosts] == [0, 0]
+    finally:
+        for one in hosts:
+            if one.process.poll() is None:
+                one.process.kill()
+                one.end(10)
+    with LLM(DEMO, ["mode=colocated", *buckets]) as llm:
+        (alone,) = llm.generate(["def f(x):"], SamplingParams(max_tokens=24, temperature=0))
+    assert text == alone.text
+    assert len(text) > 20
