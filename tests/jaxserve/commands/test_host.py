@@ -106,7 +106,7 @@ def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
     ports = [free_port() for _ in range(3)]
     asked = {"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0}
     buckets = ["lanes=1", "scheduler.token_buckets=[16]", "scheduler.page_buckets=[16]"]
-    buckets.append("scheduler.max_length=256")
+    buckets += ["scheduler.max_length=256", "scheduler.token_budget=16", "scheduler.slots=8"]
     sizes = [*buckets, "attention.dp=2", "ffn.ep=2", f"server.http_port={ports[2]}"]
     command = ["-u", "-m", "jaxserve.serve", "--config", "demo", "--host-processes", "2"]
     command += ["--coordinator", f"127.0.0.1:{ports[0]}", "--control", f"127.0.0.1:{ports[1]}"]
