@@ -6,7 +6,8 @@ with `--world` what others measured, beside what we predict.
 AFD, EP or TP is the cheapest, by models, hardware, contexts and TPOTs. `deploy` sizes a whole
 deployment: prefill, the pages link, decoding and spares. `simulate` runs a deployment in simulated
 time; `calibrate` and `verify` compare predictions with measurements;
-`compile` compiles its programs for a TPU topology. Exit codes: 1 no layout meets the target, or
+`compile` compiles its programs for a TPU topology, and `estimate` says from what was compiled for
+H200s how fast they may be. Exit codes: 1 no layout meets the target, or
 something would fail on the pod; 2 wrong arguments.
 """
 
@@ -27,6 +28,7 @@ from jaxserve.planner.advice import why_not
 from jaxserve.planner.checks import Check, checks
 from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import deployment_text, write_largest
+from jaxserve.planner.estimate_command import add_estimate
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Mode, Target
@@ -314,7 +316,8 @@ def parser() -> argparse.ArgumentParser:
     add_fleet(simulate)
     add_calibrate(commands.add_parser("calibrate", help="measured stages in place of rooflines"))
     add_verify(commands.add_parser("verify", help="predicted against measured stages"))
-    add_compile(commands.add_parser("compile", help="all programs for a TPU topology, without one"))
+    add_compile(commands.add_parser("compile", help="all programs for a topology, without it"))
+    add_estimate(commands.add_parser("estimate", help="speed from what was compiled for H200s"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="for programs")
         command.add_argument("--html", type=Path, metavar="FILE", help="a page with pictures")

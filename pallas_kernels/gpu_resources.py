@@ -88,10 +88,8 @@ def prepare(folder: str | None = None) -> None:
     }
 
 
-def compile_function(
-    function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> jax.stages.Compiled:
-    """Compile for one H200, in a process that is prepared.
+def devices(hosts: int = 1, of_host: int = 1) -> tuple[jax.Device, ...]:
+    """H200s that exist only as a description.
 
     Raises:
       RuntimeError: there is no CUDA plugin, or it does not know the device.
@@ -99,13 +97,25 @@ def compile_function(
     library = plugin()
     if library is None:
         raise RuntimeError('there is no CUDA plugin: pip install "jax[cuda13]"')
-    topology = topologies.get_topology_desc(
+    shape = f"1x{hosts}x{of_host}"
+    found = topologies.get_topology_desc(
         platform="cuda",
-        topology_name="1x1x1",
-        topology="1x1x1",
+        topology_name=shape,
+        topology=shape,
         target_config=_description(library),
     )
-    mesh = Mesh([topology.devices[0]], ("device",))
+    return tuple(found.devices)
+
+
+def compile_function(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> jax.stages.Compiled:
+    """Compile for one H200, in a process that is prepared.
+
+    Raises:
+      RuntimeError: as `devices`.
+    """
+    mesh = Mesh([devices()[0]], ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments

@@ -163,11 +163,15 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<layout>[^}]*
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
-def traffic(program: str) -> Traffic:
+def traffic(program: str, in_place: int = 0) -> Traffic:
     """What the entry computation of a compiled program (its text) moves.
 
     Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
     where it is started.
+
+    Args:
+      in_place: length of the first axis of arrays that are left out, such as a pool of pages, of
+        which an instruction touches few; 0: none is.
     """
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
@@ -177,14 +181,14 @@ def traffic(program: str) -> Traffic:
         if op in _NOTHING or op.endswith("-done"):
             continue
         instructions += 1
-        total += _outside(match["type"])
+        total += _outside(match["type"], in_place)
         if op != "copy-start":  # whose type has its operand in it
             operands = re.findall(r"%([\w.-]+)", match["operands"])
-            total += sum(_outside(types.get(operand, "")) for operand in operands)
+            total += sum(_outside(types.get(operand, ""), in_place) for operand in operands)
     return Traffic(instructions, total)
 
 
-def _outside(type_text: str) -> int:
+def _outside(type_text: str, in_place: int) -> int:
     """Bytes of the arrays of a type that lie in HBM."""
     total = 0
     for array in _ARRAY.finditer(type_text):
@@ -192,6 +196,8 @@ def _outside(type_text: str) -> int:
             continue
         bits = 8 if array["dtype"] == "pred" else int(re.findall(r"\d+", array["dtype"])[0])
         sizes = [int(size) for size in array["shape"].split(",") if size]
+        if in_place and sizes[:1] == [in_place]:
+            continue
         total += math.prod(sizes) * bits // 8
     return total
 

@@ -6,6 +6,7 @@ the planner that imports JAX.
 """
 
 import concurrent.futures
+import math
 import os
 import re
 import time
@@ -29,6 +30,7 @@ from jaxserve.roles.ffn import ffn_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
+from pallas_kernels import small_ops
 
 COLLECTIVES = (
     "all-gather",
@@ -39,6 +41,7 @@ COLLECTIVES = (
     "collective-permute",
 )
 _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_RESULT = re.compile(r"= \(?[a-z]+(\d+)\w*\[([\d,]*)\]")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
@@ -73,6 +76,12 @@ class CompiledProgram(NamedTuple):
     temporaries: int = 0
     code: int = 0
     collectives: Mapping[str, int] = {}
+    instructions: int = 0
+    """That compute or copy something: on a GPU, launches."""
+    moved: int = 0
+    """Bytes that they read and write, without the pool of pages."""
+    exchanged: Mapping[str, int] = {}
+    """Bytes of the larger side of collectives, by name."""
 
 
 class RoleMemory(NamedTuple):
@@ -99,10 +108,11 @@ class RoleMemory(NamedTuple):
 
 
 def topology(name: str) -> Topology:
-    """`v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis.
+    """`v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis; `h200:4x8`: hosts and GPUs
+    of each.
 
     Raises:
-      ConfigError: libtpu is missing or does not know it.
+      ConfigError: libtpu, or JAX's CUDA plugin, is missing or does not know it.
     """
     # Do not look for TPUs, nor take them from a process that serves on them.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -116,6 +126,8 @@ def topology(name: str) -> Topology:
     form = "expected generation:chips, as in v6e:8x8 or v7x:4x4x4"
     if not colon or not re.fullmatch(r"[0-9]+(x[0-9]+)*", chips):
         raise ConfigError(f"--topology {name!r}: {form}")
+    if generation == "h200":
+        return Topology(name, _gpus(name, chips))
     try:
         found = topologies.get_topology_desc(wanted, platform="tpu")
     except Exception as error:  # libtpu has several kinds of its own
@@ -123,6 +135,19 @@ def topology(name: str) -> Topology:
         hint = "; libtpu is missing: pip install libtpu" if "libtpu" in said else ""
         raise ConfigError(f"--topology {name!r}: {said}{hint}; {form}") from None
     return Topology(name, tuple(found.devices))
+
+
+def _gpus(name: str, chips: str) -> tuple[jax.Device, ...]:
+    from pallas_kernels import gpu_resources
+
+    hosts, _, of_host = chips.partition("x")
+    if not of_host.isdecimal():
+        raise ConfigError(f"--topology {name!r}: expected h200:HOSTSxGPUS, as in h200:4x8")
+    gpu_resources.prepare()
+    try:
+        return gpu_resources.devices(int(hosts), int(of_host))
+    except RuntimeError as error:
+        raise ConfigError(f"--topology {name!r}: {error}") from None
 
 
 def compile_deployment(
@@ -171,7 +196,8 @@ def compile_deployment(
         programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        futures = [pool.submit(_compile, *each) for each in programs]
+        pages = deployment.cache.pages
+        futures = [pool.submit(_compile, *each, pages) for each in programs]
         for future in concurrent.futures.as_completed(futures):
             done.append(future.result())
             report(done[-1])
@@ -200,7 +226,9 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
     return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]
 
 
-def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> CompiledProgram:
+def _compile(
+    program: Program, role: Role, bucket: Bucket, layers: int, pages: int
+) -> CompiledProgram:
     start = time.perf_counter()
     try:
         compiled = program.compile()
@@ -211,7 +239,8 @@ def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> Compi
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     assert memory is not None  # of TPU executables there is one
-    arguments = int(memory.argument_size_in_bytes)
+    arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
+    traffic = small_ops.traffic(text, pages)
     return CompiledProgram(
         program.name,
         role,
@@ -224,7 +253,10 @@ def _compile(program: Program, role: Role, bucket: Bucket, layers: int) -> Compi
         outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         temporaries=int(memory.temp_size_in_bytes),
         code=int(memory.generated_code_size_in_bytes),
-        collectives=count_collectives(compiled.as_text() or ""),
+        collectives=count_collectives(text),
+        instructions=traffic.instructions,
+        moved=traffic.bytes,
+        exchanged=exchanged_bytes(text, program.mesh.size),
     )
 
 
@@ -243,6 +275,18 @@ def _argument_bytes(program: Program) -> int:
 def count_collectives(text: str) -> dict[str, int]:
     """Collectives in an executable's HLO text, by name; an asynchronous one counts once."""
     return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
+
+
+def exchanged_bytes(text: str, devices: int) -> dict[str, int]:
+    """Bytes of collectives in an executable's HLO text, by name: of all that one of so many devices
+    has gathered, or of what it has before it is summed and scattered."""
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        name, array = _COLLECTIVE.search(line), _RESULT.search(line)
+        if name is not None and array is not None:
+            size = int(array[1]) // 8 * math.prod(map(int, filter(None, array[2].split(","))))
+            found[name[1]] += size * (devices if name[1] == "reduce-scatter" else 1)
+    return dict(found)
 
 
 def memory(

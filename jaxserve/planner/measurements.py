@@ -5,6 +5,7 @@ list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` write
 collects several into one.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -74,12 +75,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tokens that the bucket's pages of a sequence hold; 0: `context`."""
     sampled: int = 0
     """Rows of a DP group that head and sampler see; 0: one a sequence."""
+    source: Literal["measured", "estimate"] = "measured"
+    """`estimate`: computed from compiled programs (`plan estimate`); of no account where the same
+    stage of the same model was measured on the same hardware."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies what was measured; a later measurement with the same key replaces this one."""
-        times = "seconds", "mean"
-        return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in times)
+        result = ("seconds", "mean", "source")
+        return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in result)
 
 
 def read_measurements(path: Path) -> list[Measurement]:
@@ -105,8 +109,11 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
-    """Joins lists of measurements; later ones replace earlier ones with the same key."""
-    return list({one.key: one for found in lists for one in found}.values())
+    """Joins lists of measurements; later ones replace earlier ones with the same key, but estimates
+    nothing that was measured."""
+    every = [one for found in lists for one in found]
+    every.sort(key=lambda one: one.source != "estimate")
+    return list({one.key: one for one in every}.values())
 
 
 class Expected(NamedTuple):
@@ -199,20 +206,39 @@ def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
 def calibration(
     found: Sequence[Measurement], configs: Path = CONFIGS, *, medians: bool = False
 ) -> Calibration:
-    """A fit for each stage, hardware, model and format that was measured: of means, whose sums are
-    steps, or of medians."""
+    """A fit for each stage, hardware, model and format that was measured, or else estimated: of
+    means, whose sums are steps, or of medians."""
     points: dict[FitKey, list[tuple[Terms, float]]] = {}
-    for one in found:
+    measured: set[FitKey] = set()
+    for one in sorted(found, key=lambda one: one.source == "estimate"):
         key, terms, _ = expected(one, configs)
+        if one.source == "measured":
+            measured.add(key)
+        elif key in measured:
+            continue
         seconds = one.seconds if medians or not one.mean else one.mean
         points.setdefault(key, []).append((terms, seconds))
     return Calibration({key: fit(values) for key, values in points.items()})
 
 
+def estimated(found: Sequence[Measurement]) -> str:
+    """What has to be said of measurements some of which are none; empty: nothing."""
+    count = sum(one.source == "estimate" for one in found)
+    if not count:
+        return ""
+    return f"{count} of {len(found)} stages are ESTIMATES from compiled programs, not measured"
+
+
 def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
-    """The calibration from a file of measurements; without a file, no correction.
+    """The calibration from a file of measurements; without a file, no correction. Says on stderr if
+    they are estimates.
 
     Raises:
       ConfigError: see `read_measurements` and `expected`.
     """
-    return NOTHING if path is None else calibration(read_measurements(path), configs)
+    if path is None:
+        return NOTHING
+    found = read_measurements(path)
+    if said := estimated(found):
+        print(f"note: {path}: {said}", file=sys.stderr)
+    return calibration(found, configs)

@@ -1,0 +1,202 @@
+"""A deployment's speed, estimated from its compiled programs: no device has run them.
+
+Called by `plan estimate`, which compiles and counts, or reads what was counted. Arithmetic over
+counts; what it takes for granted is `pallas_kernels/estimate/assumptions.py`. A stage is a lane's
+work for one layer on one role: launches, bytes, what its kernels take beyond their bytes, and its
+collectives, one after the other.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from pallas_kernels.estimate.assumptions import assumed
+
+
+class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was counted of one program, of one device."""
+
+    layers: int
+    """Layers that run it in a step."""
+    instructions: int
+    bytes: int
+    """Read and written, without the pool of pages."""
+    exchanged: dict[str, int] = {}
+    """Bytes of collectives, by name."""
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a deployment: what `plan estimate --count` writes, and `configs/estimates/` keeps."""
+
+    config: str
+    model: str
+    format: str
+    """Number format of weights, cache and messages."""
+    topology: str
+    context: int
+    tokens: int
+    """Of a lane in a step, on all devices of attention together."""
+    dp: int
+    tp: int
+    ep: int
+    ffn_tp: int
+    edges: int
+    """Copies that a host enqueues to send a lane's message of one layer, and as many back."""
+    kernels: dict[str, float]
+    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes."""
+    cached: int
+    """Bytes of the cache that a device reads in a layer."""
+    message: dict[str, int]
+    """Bytes of a device's `dispatch` and `combine`."""
+    programs: dict[str, ProgramCounts]
+    note: str = "estimate"
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """Of the roles."""
+        return {"attention": self.dp * self.tp, "ffn": self.ep * self.ffn_tp}
+
+
+class Bounds(NamedTuple):
+    """Seconds that a lane's layer occupies each of what it passes; the longest sets the pace."""
+
+    attention: float
+    ffn: float
+    network: float
+    host: float
+
+    def longest(self) -> str:
+        """Its name."""
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+def read(path: Path) -> Counts:
+    """Counts from a file.
+
+    Raises:
+      ConfigError: it is missing or malformed.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Counts)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def program_seconds(one: ProgramCounts, devices: int) -> tuple[float, float]:
+    """Of a program: work, and collectives, of a role of so many devices."""
+    work = one.instructions * assumed("h200.node") + one.bytes / assumed("h200.memory")
+    return work, sum(collective_seconds(size, devices) for size in one.exchanged.values())
+
+
+def collective_seconds(size: int, devices: int) -> float:
+    """Of a ring over the fast links, and over one NIC a GPU where it leaves the host."""
+    moved = size * (devices - 1) / devices
+    local = min(devices, int(assumed("h200.host_devices")))
+    outside = moved / local / assumed("h200.network") if devices > local else 0.0
+    return assumed("h200.collective") + max(moved / assumed("h200.link"), outside)
+
+
+def stage_seconds(counts: Counts) -> dict[str, float]:
+    """Of every program, collectives included."""
+    found = {}
+    for name, one in counts.programs.items():
+        role = "ffn" if name.startswith("ffn") else "attention"
+        seconds = sum(program_seconds(one, counts.devices[role]))
+        if name.startswith(("attend", "enter")):
+            seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
+        if name.endswith("_moe") and role == "ffn":
+            seconds += counts.kernels["ffn"]
+        found[name] = seconds
+    return found
+
+
+def bounds(counts: Counts, edges: int | None = None) -> Bounds:
+    """On the mean of all layers; a step's end counts as attention's.
+
+    Args:
+      edges: instead of those counted.
+    """
+    seconds, programs = stage_seconds(counts), counts.programs
+    layers = sum(one.layers for name, one in programs.items() if name.startswith("ffn"))
+
+    def mean(ffn: bool) -> float:
+        chosen = [name for name in programs if name.startswith("ffn") == ffn]
+        return sum(programs[name].layers * seconds[name] for name in chosen) / layers
+
+    edges = counts.edges if edges is None else edges
+    host = 2 * edges * assumed("host.edge") + assumed("host.stage")
+    network = max(counts.message.values()) / assumed("h200.network")
+    return Bounds(mean(False), mean(True), network, host)
+
+
+def tokens_per_device(counts: Counts, pace: float) -> float:
+    """Tokens a second of a device, all roles counted, if a lane's layer takes `pace` seconds."""
+    layers = sum(one.layers for name, one in counts.programs.items() if name.startswith("ffn"))
+    return counts.tokens / (layers * pace) / sum(counts.devices.values())
+
+
+def lines(counts: Counts) -> list[str]:
+    """For people."""
+    seconds, found = stage_seconds(counts), bounds(counts)
+    result = [
+        f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}, read from compiled "
+        "programs; nothing was measured.",
+        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7}",
+    ]
+    for name, one in counts.programs.items():
+        result.append(
+            f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
+            f"{seconds[name] * 1e6:>7.1f}"
+        )
+    every = counts.devices["attention"] * counts.devices["ffn"]
+    for edges in sorted({counts.edges, every}):
+        here = bounds(counts, edges)
+        slowest = here.longest()
+        pace = getattr(here, slowest)
+        result.append(
+            f"{edges} copies a message: {tokens_per_device(counts, pace):.0f} tokens/s a GPU, "
+            f"bound by {slowest}; " + _by_resource(counts, here)
+        )
+    return [*result, "µs of a lane's layer: " + _times(found)]
+
+
+def _by_resource(counts: Counts, found: Bounds) -> str:
+    return "if it were alone: " + ", ".join(
+        f"{name} {tokens_per_device(counts, seconds):.0f}"
+        for name, seconds in found._asdict().items()
+    )
+
+
+def _times(found: Bounds) -> str:
+    return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found._asdict().items())
+
+
+def measurements(counts: Counts) -> list[dict[str, object]]:
+    """What `--calibration` reads: stages without their collectives, labelled as estimates."""
+    seconds, found = stage_seconds(counts), []
+    for op, name in (("attend", "attend_moe"), ("ffn", "ffn_moe"), ("leave", "leave")):
+        if name in seconds:
+            role = "ffn" if op == "ffn" else "attention"
+            _, collectives = program_seconds(counts.programs[name], counts.devices[role])
+            found.append(
+                {
+                    "device_kind": "NVIDIA H200",
+                    "op": op,
+                    "model": counts.model,
+                    "batch": counts.tokens // counts.dp,
+                    "context": counts.context,
+                    "format": counts.format,
+                    "dispatch": counts.format,
+                    "seconds": seconds[name] - collectives,
+                    "dp": counts.dp,
+                    "tp": counts.tp,
+                    "ep": counts.ep,
+                    "ffn_tp": counts.ffn_tp,
+                    "source": "estimate",
+                }
+            )
+    return found

@@ -1,0 +1,150 @@
+"""`plan estimate`: a deployment's speed from its compiled programs. Called by `plan.py`."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.errors import ConfigError
+from jaxserve.link.route import Route
+from jaxserve.model.ffn.traffic import row_bytes
+from jaxserve.planner import estimate
+from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.deployment_options import add_deployment, read_deployment
+from jaxserve.planner.models import load_model, model_config, model_folder
+from jaxserve.planner.quantities import tokens
+from jaxserve.planner.stages import Calculator
+from jaxserve.roles.layout import Bucket
+from pallas_kernels.estimate import model as kernels
+from pallas_kernels.estimate.assumptions import assumed
+
+COMMITTED = CONFIGS / "estimates" / "step3-h200.json"
+PROGRAMS = ("enter_dense", "attend_dense", "attend_moe", "leave", "ffn_dense", "ffn_moe")
+
+
+def add_estimate(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    add_deployment(command)
+    add = command.add_argument
+    add("--counts", type=Path, default=COMMITTED, metavar="FILE", help="what was counted: Step-3's")
+    add("--count", action="store_true", help="compile --config and write the counts first")
+    add("--topology", default="h200:4x8", metavar="NAME", help="with --count: h200:4x8")
+    add("--bucket", default="128x64", metavar="TOKENSxPAGES", help="with --count: 128x64")
+    add("--context", default="4K", metavar="TOKENS", help="with --count: 4K")
+    add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
+    add("--ffn-kernel", default="step3_2a2f fp8 16384", metavar="CASE", help="likewise")
+    add("--write", type=Path, metavar="FILE", help="stages, for --calibration of other commands")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Counts if asked to, shows, and writes."""
+    if options.count:
+        counted = count(options, read_deployment(options))
+        options.counts.parent.mkdir(parents=True, exist_ok=True)
+        options.counts.write_bytes(msgspec.json.format(msgspec.json.encode(counted)) + b"\n")
+    counts = estimate.read(options.counts)
+    print("\n".join(estimate.lines(counts)))
+    if options.write is not None:
+        found = msgspec.json.encode(estimate.measurements(counts))
+        options.write.write_bytes(msgspec.json.format(found) + b"\n")
+        print(f"{options.write}: stages, labelled as estimates")
+    return 0
+
+
+def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Counts:
+    """Compile for the topology, and count.
+
+    Raises:
+      ConfigError: something does not fit together, or a program does not compile.
+    """
+    config = model_config(model_folder(deployment.model, options.configs))
+    if config is None or deployment.mode != "afd":
+        raise ConfigError(f"{options.config}: an AFD deployment that the engine runs is expected")
+    rows, _, pages = options.bucket.partition("x")
+    if not (rows.isdecimal() and pages.isdecimal()):
+        raise ConfigError(f"--bucket {options.bucket!r}: expected tokens x pages, as in 128x64")
+    from jaxserve.planner import aot  # imports JAX
+
+    there = aot.topology(options.topology)
+    bucket = Bucket(int(rows), int(pages))
+    programs = {}
+    for one in aot.compile_deployment(config, deployment, there, [bucket]):
+        if one.error:
+            raise ConfigError(f"{one.name}: {one.error}")
+        if one.name in PROGRAMS:
+            programs[one.name] = estimate.ProgramCounts(
+                layers=one.layers,
+                instructions=one.instructions,
+                bytes=one.moved,
+                exchanged=dict(one.exchanged),
+            )
+    return _counts(options, deployment, config, bucket, programs)
+
+
+def _counts(
+    options: argparse.Namespace,
+    deployment: Deployment,
+    config: ModelConfig,
+    bucket: Bucket,
+    programs: dict[str, estimate.ProgramCounts],
+) -> estimate.Counts:
+    context = tokens(options.context)
+    attention, ffn = deployment.attention, deployment.ffn
+    message = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    model = load_model(str(deployment.model), options.configs)
+    formats = Formats(
+        weights="bfloat16" if ffn.weights == "auto" else ffn.weights,
+        cache="bfloat16" if deployment.cache.format == "auto" else deployment.cache.format,
+        dispatch=deployment.dispatch_format,
+    )
+    calculator = Calculator(model, context, formats, Assumptions())
+    cached = calculator.cache_row(model.attention[0], attention.tp) * bucket.tokens * context
+    choices = bucket.tokens * attention.dp * config.top_k / ffn.ep
+    return estimate.Counts(
+        config=Path(options.config).stem,
+        model=Path(deployment.model).name,
+        format=formats.weights,
+        topology=options.topology,
+        context=context,
+        tokens=bucket.tokens * attention.dp,
+        dp=attention.dp,
+        tp=attention.tp,
+        ep=ffn.ep,
+        ffn_tp=ffn.tp,
+        edges=Route(attention.devices, ffn.devices).attention,
+        kernels={
+            "attend": _beyond_bytes(options.attention_kernel, bucket.tokens * context),
+            "ffn": _beyond_bytes(options.ffn_kernel, choices),
+        },
+        cached=int(cached),
+        message={
+            "dispatch": bucket.tokens * message.packed,
+            "combine": bucket.tokens * message.result,
+        },
+        programs={name: programs[name] for name in PROGRAMS if name in programs},
+    )
+
+
+def _beyond_bytes(case: str, work: float) -> float:
+    """Seconds that a kernel's cycles take for so many positions, or rows, beyond its bytes' time.
+
+    Raises:
+      ConfigError: nothing was counted of the case.
+    """
+    counts = kernels.read_counts()
+    for one in counts["h200"]:
+        if one["case"] == case:
+            cycles = sum(
+                kernel["turns"] * kernels.turn(kernels.costs(kernel))[0]
+                for kernel in one["kernels"]
+            )
+            share = work / one["work"]
+            fixed = sum(kernel["bytes"] for kernel in one["kernels"]) / assumed("h200.memory")
+            if one["op"] == "attention":
+                fixed *= share
+            return max(0.0, cycles * share / assumed("h200.hertz") - fixed)
+    raise ConfigError(f"no counts of {case!r}: {', '.join(one['case'] for one in counts['h200'])}")

@@ -1,0 +1,198 @@
+"""Compiles kernels for devices that are not there, and counts what their loops cost.
+
+Called by `python -m pallas_kernels.estimate --count`, which needs JAX's CUDA wheels for the H200
+and libtpu for TPUs. What it finds is `counts.json`.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import aot, bundles, gpu_resources
+from pallas_kernels.attention.gpu_cases import FORMATS, KV_LENGTH, SEQUENCES
+from pallas_kernels.attention.mosaic_gpu_kernel import CONVERTED_COLUMNS
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
+from pallas_kernels.attention.shapes import SHAPES
+from pallas_kernels.estimate import sass
+from pallas_kernels.estimate.assumptions import LATENCIES, assumed
+from pallas_kernels.estimate.sass import Cost
+
+ATTENTION = tuple(
+    f"{model} {form} decode"
+    for model in ("step3", "deepseek-v3", "qwen3-235b")
+    for form in ("bf16", "int8", "fp8")
+)
+GROUPED = (
+    *(f"step3_2a2f {form} {tokens}" for form in ("bf16", "fp8") for tokens in (512, 16384)),
+    "step3_2a2f fp8_block_rows 512",
+)
+"""Not where rows come first: the inner loop of those kernels is not told from the one around."""
+TPU = ("step3 bf16", "step3 int8", "step3 fp8")
+WIDE = "deepseek-v3"
+"""Where two warpgroups share their rows."""
+PLATFORMS = ("v6e", "v7x")
+OUT_TILE = 128
+"""Columns of a tile of a grouped product, of each of the weights."""
+
+
+def loops_of(text: str, trips: int = 1) -> list[Cost]:
+    """Of every innermost loop of a kernel with products, one turn. A loop inside it, which has
+    none, is taken `trips` times."""
+    program = sass.parse(text)
+    found: list[tuple[int, int]] = []
+    costs = []
+    for first, last in sass.loops(program):
+        body = range(first, last + 1)
+        if any(first <= one and other <= last for one, other in found):
+            continue
+        if not any(program[at].columns for at in body):
+            continue
+        over = {at for at in body if program[at].columns or program[at].op.startswith("UTMALDG")}
+        found.append((first, last))
+        way = sass.unrolled(program, sass.way(program, first, last, over), trips)
+        costs.append(sass.cost(program, way, LATENCIES))
+    return costs
+
+
+def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
+    """The loops of every kernel of a case, in a process that is prepared."""
+    before = set(folder.iterdir())
+    gpu_resources.compile_function(case.function, case.arguments)
+    texts = sorted(set(folder.glob("*.sass_ctrl")) - before, key=lambda path: path.stat().st_mtime)
+    if not texts:
+        raise RuntimeError(f"{case.name}: no machine code was dumped; is nvdisasm on the PATH?")
+    trips = _conversions(case) if case.name.startswith(WIDE) else 1
+    return [loops_of(path.read_text(), trips) for path in texts]
+
+
+def _conversions(case: gpu_resources.Case) -> int:
+    """Turns of the loop in which the first of two warpgroups converts its share of a step."""
+    model, form, _ = case.name.split()
+    if jnp.dtype(FORMATS[form]).itemsize > 1:
+        return 1
+    return -(-SHAPES[model].head_dim // CONVERTED_COLUMNS // 2)
+
+
+def prepare(folder: Path) -> None:
+    """As `gpu_resources.prepare`, with machine code; its tools come with JAX's CUDA wheels."""
+    gpu_resources.prepare(str(folder))
+    os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
+    library = gpu_resources.plugin()
+    if library is None:
+        raise RuntimeError('there is no CUDA plugin: pip install "jax[cuda13]"')
+    for tools in library.parents[2].glob("nvidia/cu*/bin"):
+        os.environ["PATH"] += os.pathsep + str(tools)
+
+
+def count_hopper(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The cases of these names, for an H200."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        for op, count in (("attention", _attention), ("grouped_matmul", _grouped)):
+            for case in gpu_resources.cases(op):
+                if case.name in names:
+                    kernels = [
+                        count(case, number, costs)
+                        for number, costs in enumerate(compiled_loops(case, folder))
+                        if costs
+                    ]
+                    yield {
+                        "jax": jax.__version__,
+                        "op": op,
+                        "case": case.name,
+                        "work": _work(op, case),
+                        "kernels": kernels,
+                    }
+
+
+def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
+    """A turn is a step of one lane: 64 positions, or as many of each warpgroup."""
+    model, form, _ = case.name.split()
+    shape, size = SHAPES[model], jnp.dtype(FORMATS[form]).itemsize
+    heads = shape.q_heads // shape.kv_heads
+    steps = SEQUENCES * shape.kv_heads * KV_LENGTH // BLOCK
+    rows = BLOCK * max(1, -(-heads // BLOCK))
+    width = shape.head_dim + (0 if shape.shared else shape.v_width)
+    # What a turn's wgmmas compute says how many rows it has, and so how many turns there are.
+    of_step = 2 * rows * BLOCK * (shape.head_dim + shape.v_width)
+    turns = steps * of_step / sum(one.flops for one in costs) / assumed("h200.multiprocessors")
+    scales = (1 if shape.shared else 2) * 4 if size == 1 else 0
+    cached = SEQUENCES * KV_LENGTH * shape.kv_heads * (width * size + scales)
+    flops = 2 * SEQUENCES * shape.q_heads * KV_LENGTH * (shape.head_dim + shape.v_width)
+    return _kernel(costs, turns, cached, cached, flops, 1.0)
+
+
+def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
+    """A turn is a step of a tile, of both consumers, which run the same code."""
+    rows, gate, *_ = case.arguments
+    groups, d_ff, d_model = gate.shape
+    weights = 2 if number == 0 else 1
+    flops = 2 * rows.shape[0] * d_ff * d_model * weights
+    both = costs[:1] * 2
+    turns = flops / sum(one.flops for one in both) / assumed("h200.multiprocessors")
+    held = groups * d_ff * d_model * weights * jnp.dtype(gate.dtype).itemsize
+    in_bytes = 1 if case.name.split()[1].endswith("_rows") else 2
+    moved = rows.shape[0] * (d_model * in_bytes + d_ff * 2)
+    # Every tile of rows takes all weights of its group, and every one of columns all rows.
+    tile, d_in, d_out = costs[0].columns, d_model, d_ff * weights
+    if number == 1:
+        d_in, d_out = d_ff, d_model
+    reads = held * -(-rows.shape[0] // groups // tile)
+    reads += rows.shape[0] * d_in * in_bytes * -(-d_out // OUT_TILE)
+    return _kernel(both, turns, held + moved, reads, flops, 2.0 if in_bytes == 1 else 1.0)
+
+
+def _work(op: str, case: gpu_resources.Case) -> int:
+    """Cached positions of all sequences, or rows."""
+    if op == "attention":
+        return SEQUENCES * KV_LENGTH
+    return int(case.arguments[0].shape[0])
+
+
+def _kernel(
+    costs: Sequence[Cost], turns: float, size: float, l2_bytes: float, flops: float, rate: float
+) -> dict[str, Any]:
+    return {
+        "loops": [one._asdict() for one in costs],
+        "turns": turns,
+        "overhead": 0.0,
+        "bytes": size,
+        "l2_bytes": l2_bytes,
+        "flops": flops,
+        "rate": rate,
+    }
+
+
+def count_tpu(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The cases of attention of these names, for cores of TPUs."""
+    for platform in PLATFORMS:
+        about = aot.GENERATIONS[platform]
+        for case in aot.cases("attention", platform):
+            if case.loop is None or case.name not in names:
+                continue
+            floor = bundles.measure("attention", case.name, case.loop, platform)
+            loop = case.loop
+            yield {
+                "jax": jax.__version__,
+                "platform": platform,
+                "op": "attention",
+                "case": case.name,
+                "units": _units(case),
+                "bundles": floor.bundles,
+                "bytes": loop.bytes_per_unit,
+                "copies": loop.copies / loop.units,
+                "hertz": about.hertz,
+                "bandwidth": about.memory_bandwidth,
+            }
+
+
+def _units(case: aot.Case) -> int:
+    """KV tokens of the batch."""
+    pages = max(jax.tree.leaves(case.arguments), key=lambda array: array.size)
+    return int(pages.shape[0] * pages.shape[2])

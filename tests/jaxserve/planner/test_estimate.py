@@ -1,0 +1,103 @@
+"""A deployment's speed from counts: arithmetic by hand, and the committed counts of Step-3."""
+
+import msgspec
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.plan import main
+from jaxserve.planner import estimate
+from jaxserve.planner.estimate_command import COMMITTED
+from jaxserve.planner.measurements import (
+    Measurement,
+    calibration,
+    estimated,
+    joined,
+    read_measurements,
+)
+
+COUNTS = estimate.Counts(
+    config="x",
+    model="step3",
+    format="fp8",
+    topology="h200:1x2",
+    context=4096,
+    tokens=1000,
+    dp=1,
+    tp=1,
+    ep=1,
+    ffn_tp=1,
+    edges=1,
+    kernels={"attend": 10e-6, "ffn": 20e-6},
+    cached=43_000_000,
+    message={"dispatch": 500_000, "combine": 1_000_000},
+    programs={
+        "attend_moe": estimate.ProgramCounts(layers=2, instructions=10, bytes=4_300_000),
+        "ffn_moe": estimate.ProgramCounts(
+            layers=2, instructions=20, bytes=430_000_000, exchanged={"all-gather": 0}
+        ),
+    },
+)
+
+
+def test_stages():
+    """Launches of 1.7 µs, bytes at 4.3 TB/s, and what kernels take beyond them."""
+    found = estimate.stage_seconds(COUNTS)
+    assert found["attend_moe"] == pytest.approx(17e-6 + 1e-6 + 10e-6 + 10e-6)
+    assert found["ffn_moe"] == pytest.approx(34e-6 + 100e-6 + 10e-6 + 20e-6)
+
+
+def test_the_longest_sets_the_pace():
+    found = estimate.bounds(COUNTS)
+    assert found.attention == pytest.approx(38e-6)
+    assert found.ffn == pytest.approx(164e-6)
+    assert found.network == pytest.approx(20e-6)
+    assert found.host == pytest.approx(2 * 4.27e-6 + 115e-6)
+    assert found.longest() == "ffn"
+    # A lane's 1,000 tokens in 2 layers of 164 µs, on 2 devices.
+    assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 2)
+    assert estimate.bounds(COUNTS, edges=256).longest() == "host"
+
+
+def test_collectives():
+    """Fast links within a host; NICs, one a GPU, beyond."""
+    assert estimate.collective_seconds(450_000_000, 2) == pytest.approx(10e-6 + 0.5e-3)
+    moved = 64e6 * 15 / 16
+    assert estimate.collective_seconds(64_000_000, 16) == pytest.approx(10e-6 + moved / 8 / 50e9)
+
+
+def test_committed_counts(tmp_path, capsys):
+    """They are read, shown as what they are, and taken for a calibration."""
+    written = tmp_path / "stages.json"
+    assert main(["estimate", "--write", str(written)]) == 0
+    assert capsys.readouterr().out.startswith("ESTIMATE of step3 on h200:4x8 at 4096")
+    found = read_measurements(written)
+    assert {one.op for one in found} == {"attend", "ffn", "leave"}
+    assert all(one.source == "estimate" for one in found)
+    assert estimated(found) == "3 of 3 stages are ESTIMATES from compiled programs, not measured"
+    assert len(calibration(found).fits) == 3
+    counts = estimate.read(COMMITTED)
+    assert (counts.tokens, sum(counts.devices.values())) == (2048, 32)
+    assert counts.programs["attend_moe"].layers + counts.programs["attend_dense"].layers + 1 == 61
+
+
+def test_what_was_measured_replaces_estimates():
+    guess = Measurement(
+        device_kind="NVIDIA H200", op="attend", model="step3", batch=64, context=4096, format="fp8",
+        seconds=1.0, source="estimate",
+    )  # fmt: skip
+    real = msgspec.structs.replace(guess, seconds=2e-4, source="measured")
+    other = msgspec.structs.replace(guess, batch=32)
+    assert joined([[real], [guess]]) == [real]
+    assert joined([[guess], [real]]) == [real]
+    (fit,) = calibration([guess, real, other]).fits.values()
+    assert fit.points == 1
+    assert estimated([real]) == ""
+
+
+def test_a_file_that_is_none(tmp_path):
+    path = tmp_path / "counts.json"
+    with pytest.raises(ConfigError, match="No such file"):
+        estimate.read(path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="missing required field"):
+        estimate.read(path)

@@ -1,0 +1,65 @@
+"""Microseconds from counts: arithmetic by hand, and the committed counts."""
+
+import pytest
+
+from pallas_kernels.estimate import model
+from pallas_kernels.estimate.assumptions import ASSUMPTIONS
+from pallas_kernels.estimate.sass import Cost
+
+LOOP = Cost(1000.0, 300, 400.0, 1, 64, {"alu": 350.0, "issue": 20.0})
+KERNEL = {"turns": 10, "overhead": 5000.0, "bytes": 0, "l2_bytes": 0, "flops": 0.0, "rate": 1.0}
+
+
+def call(**changes):
+    kernel = KERNEL | {"loops": [LOOP._asdict()]} | changes
+    return {"op": "attention", "case": "x", "kernels": [kernel]}
+
+
+@pytest.mark.parametrize(
+    ("loops", "expected"),
+    [
+        (1, (1000, "chain")),
+        (2, (1000, "chain")),
+        (3, (1200, "tensor cores")),
+        (4, (1600, "tensor cores")),
+    ],
+)
+def test_what_runs_side_by_side_shares_all_but_its_chain(loops, expected):
+    assert model.turn([LOOP] * loops) == expected
+
+
+def test_hopper():
+    """15,000 cycles at 1.755 GHz; memory takes longer from 36.75 MB on."""
+    found = model.estimate_hopper(call())
+    assert found.seconds == pytest.approx(15000 / 1.755e9)
+    assert (found.bound, found.floor) == ("chain", 0)
+    found = model.estimate_hopper(call(bytes=43e6, flops=1e6))
+    assert (found.seconds, found.bound) == (pytest.approx(1e-5), "memory")
+    assert found.floor == pytest.approx(1e-5)
+
+
+def test_tpu():
+    one = {"platform": "v6e", "op": "attention", "case": "x", "units": 1000, "bundles": 2.0,
+           "bytes": 100, "copies": 2.0, "hertz": 1e9, "bandwidth": 1e12}  # fmt: skip
+    found = model.estimate_tpu(one)
+    assert found.parts == pytest.approx({"bundles": 2e-6, "memory": 1e-7, "descriptors": 1e-5})
+    assert (found.seconds, found.bound) == (pytest.approx(1e-5), "descriptors")
+
+
+def test_committed_counts_are_not_below_their_roofline():
+    found = model.estimates(model.read_counts())
+    assert {one.platform for one in found} >= {"h200", "v7x"}
+    for one in found:
+        assert 1e-6 < one.floor <= one.seconds < 0.1, one
+    assert model.table(found).startswith("ESTIMATES, read from compiled programs")
+
+
+def test_eight_bit_cache_on_hopper_is_bound_by_instructions():
+    """Half of the bytes, but converting them takes longer than moving them."""
+    found = {one.case: one for one in model.estimates(model.read_counts()) if one.op == "attention"}
+    assert found["step3 bf16 decode"].bound == "memory"
+    assert found["step3 fp8 decode"].bound != "memory"
+
+
+def test_every_assumption_has_a_source():
+    assert all(one.source and one.value > 0 for one in ASSUMPTIONS.values())
