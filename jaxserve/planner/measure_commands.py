@@ -128,6 +128,8 @@ def _observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
 
 def calibrate(options: argparse.Namespace) -> int:
     """Collects measurements, and shows what follows from them."""
+    if options.timeline is None and (options.batches or options.contexts):
+        raise ConfigError("--batches, --contexts: loads of a --timeline, which is missing")
     lists = [read_measurements(path) for path in options.measured]
     if options.write is not None and options.write.is_file():
         lists.insert(0, read_measurements(options.write))

@@ -199,6 +199,8 @@ class TestCalibrate:
     def test_nothing_to_calibrate_with(self, capsys):
         assert main(["calibrate"]) == 2
         assert "nothing to calibrate with" in capsys.readouterr().err
+        assert main(["calibrate", "--measured", "a.json", "--batches", "4"]) == 2
+        assert "loads of a --timeline, which is missing" in capsys.readouterr().err
 
 
 def test_a_calibration_changes_a_search(capsys, tmp_path):
