@@ -19,8 +19,10 @@ and the host's time for a step and lane, where that is what lanes wait for."""
 APART = 1e-3
 """Terms whose smallest singular value, of columns of length 1, is below this share of the largest
 cannot be told apart."""
-PASSES = 5
+PASSES = 30
 """Of a fit, each with the last one's weights."""
+NEAR = 0.2
+"""Relative error beyond which a point counts by its error."""
 FAR = 3.0
 """Most that a weight differs from what was measured, either way."""
 
@@ -63,7 +65,9 @@ def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
 
     Relative to what was measured, a point that came out short by chance would count more than one
     that came out long, and fits would be too small. So points are weighed by the last pass's fit
-    (McCullagh and Nelder, 1989, "Generalized Linear Models", §2.5).
+    (McCullagh and Nelder, 1989, "Generalized Linear Models", §2.5). What is far off, as a load that
+    was measured while something else ran, counts by its error instead of its error's square (Huber,
+    1964, "Robust estimation of a location parameter").
 
     Args:
       points: terms and measured seconds.
@@ -75,10 +79,13 @@ def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
         raise ValueError(f"points of {points}: seconds must be above 0, and terms not below")
     seconds = np.array([seconds for _, seconds in points])
     columns = np.array([[1.0, *terms[:2]] for terms, _ in points])
-    scale, best = seconds, np.zeros(3)
+    scale, trust, best = seconds, np.ones(len(points)), np.zeros(3)
     for _ in range(PASSES):
-        best = _non_negative(columns / scale[:, None], seconds / scale)
-        scale = np.clip(columns @ best, seconds / FAR, seconds * FAR)
+        weights = np.sqrt(trust) / scale
+        best = _non_negative(columns * weights[:, None], seconds * weights)
+        fitted = columns @ best
+        scale = np.clip(fitted, seconds / FAR, seconds * FAR)
+        trust = NEAR / np.maximum(np.abs(fitted - seconds) / scale, NEAR)
     error = float(np.max(np.abs(columns @ best / seconds - 1)))
     relative = columns / seconds[:, None]
     used = [index for index in range(3) if relative[:, index].any()]

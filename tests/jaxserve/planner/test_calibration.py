@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxserve.planner.calibration import NOTHING, Asked, Calibration, Fit, FitKey, Terms, fit
+from jaxserve.planner.calibration import NEAR, NOTHING, Asked, Calibration, Fit, FitKey, Terms, fit
 
 KEY = FitKey("ffn", "A", "step3", "fp8", 1)
 POINTS = [Terms(1.0, 4.0), Terms(2.0, 1.0), Terms(10.0, 3.0), Terms(4.0, 9.0)]
@@ -40,17 +40,27 @@ def test_nothing_is_below_0():
 
     def error(constant, memory, compute):
         times = ((constant + memory * x + compute * y, s) for (x, y, _), s in points)
-        return sum(((t - s) / w) ** 2 for (t, s), w in zip(times, weights, strict=True))
+        far = [abs(t - s) / w for (t, s), w in zip(times, weights, strict=True)]
+        return sum(one**2 / 2 if one < NEAR else NEAR * (one - NEAR / 2) for one in far)
 
-    assert error(*found[:3]) <= min(error(*factors) for factors in grid)
+    assert error(*found[:3]) <= 1.02 * min(error(*factors) for factors in grid)
 
 
 def test_chance_does_not_make_a_fit_too_small():
     """The mean of what scatters, not what is nearest to the smallest."""
-    found = fit([(Terms(0.0, 0.0), seconds) for seconds in (1.0, 2.0, 3.0)])
+    found = fit([(Terms(0.0, 0.0), seconds) for seconds in (1.6, 2.0, 2.4)])
     assert found.constant == pytest.approx(2.0)
-    scattered = [(Terms(x, 0.0), x * factor) for x in (1.0, 10.0) for factor in (0.5, 1.5)]
+    scattered = [(Terms(x, 0.0), x * factor) for x in (1.0, 10.0) for factor in (0.8, 1.2)]
     assert fit(scattered).memory == pytest.approx(1.0, abs=1e-3)
+
+
+def test_one_load_that_something_else_delayed_changes_little():
+    times = of(3.0, 2.0, 1.5, [*POINTS, Terms(6.0, 2.0), Terms(3.0, 7.0), Terms(8.0, 8.0)])
+    times[2] = times[2][0], 4 * times[2][1]
+    found = fit(times)
+    others = [(found.seconds(terms), seconds) for terms, seconds in times if terms != times[2][0]]
+    assert [one for one, _ in others] == pytest.approx([one for _, one in others], rel=0.15)
+    assert found.error == pytest.approx(0.75, abs=0.05)  # and says so
 
 
 def test_relative_errors_are_weighed_alike():
