@@ -112,7 +112,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
     expands within a chunk and absorbs before it (`model/attention/mla.py`)."""
     reserve: float = 0.1
-    """Share of the memory for activations and the compiler."""
+    """Share of the memory that weights and cache leave: half of it for the compiler, and the other
+    half for activations, which take more of the cache's where they need it."""
 
     @property
     def beyond_engine(self) -> list[str]:

@@ -30,6 +30,7 @@ from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, Steps, capaci
 from jaxserve.planner.deploy_spares import Spares
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Mode, Target
+from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
@@ -293,8 +294,17 @@ class Sizer:
             if weights > hardware.memory * (1 - calculator.assumed.reserve - KEPT):
                 continue
             for chunk in CHUNKS:
-                if chunk == CHUNKS[0] or chunk < 2 * requests.computed.mean():
-                    yield PrefillWorker(layout, chunk, hardware)
+                worker = PrefillWorker(layout, chunk, hardware)
+                useful = chunk == CHUNKS[0] or chunk < 2 * requests.computed.mean()
+                if useful and self._holds(worker):
+                    yield worker
+
+    def _holds(self, worker: PrefillWorker) -> bool:
+        """Whether a step of full chunks fits beside the weights and the pages of one prompt."""
+        memory = Memory(self.searcher.calculator, self._hosts.prefill, self._hosts.prefill)
+        (held,) = memory.held(worker.layout, 1, worker.chunk)
+        longest = held._replace(cache=held.cache * self.asked.longest / self.context)
+        return longest.fits(worker.hardware, self._calculator.assumed.reserve)
 
     def _no_worker(self) -> str:
         names = ", ".join(self._hosts.prefill)

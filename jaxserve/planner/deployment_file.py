@@ -12,6 +12,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.memory import token_budget, usable
 from jaxserve.planner.search import Plan, Searcher
 
 PAGE = {"gpu": 64, "tpu": 128}
@@ -48,8 +49,7 @@ def deployment_text(
     pages_longest = -(-longest // page)
     pages = max(pages_longest, layout.lanes * plan.batch * -(-context // page))
     decoded = plan.batch * (1 + layout.drafts)
-    budget = min(decoded + max(plan.batch, 128), 65536)
-    usable = 1 - assumed.reserve / 2
+    budget = token_budget(plan.batch, layout.drafts)
     beyond = ", ".join(assumed.beyond_engine)
     lines = [
         f"# {_sentence(plan, a, f, context)}",
@@ -65,13 +65,13 @@ def deployment_text(
         f"  dp: {layout.dp}",
         f"  tp: {layout.tp}",
         f"  weights: {weights}",
-        f"  memory_gb: {a.memory_gb * usable:.1f}",
+        f"  memory_gb: {usable(a, assumed.reserve) / 1e9:.1f}",
         "ffn:",
         *([] if colocated else [f"  ep: {layout.ep}", f"  tp: {layout.ffn_tp}"]),
         f"  weights: {weights}",
         *([f"  redundant_slots: {layout.redundant_slots}"] if layout.redundant_slots else []),
         *([f"  shared_ranks: {layout.shared_ranks}"] if layout.shared_ranks else []),
-        *([] if colocated else [f"  memory_gb: {f.memory_gb * usable:.1f}"]),
+        *([] if colocated else [f"  memory_gb: {usable(f, assumed.reserve) / 1e9:.1f}"]),
         f"link: {{dispatch: {formats.dispatch}}}",
         "cache:",
         f"  format: {formats.cache}",
@@ -133,7 +133,7 @@ def write_largest(
     config: ModelConfig,
 ) -> Plan:
     """Writes the plan, or its layout with the largest batch that `serve` would take: the search
-    knows of activations only that they need a part of the memory.
+    knows neither the templates' padding nor the pages that the longest sequence takes.
 
     Args:
       text_of: the file of a plan.

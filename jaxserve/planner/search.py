@@ -15,13 +15,13 @@ from jaxserve.planner.drafts import (
     NO_DRAFTS,
     Acceptance,
     Pass,
-    entrance_bytes,
     entrance_seconds,
     passes,
 )
 from jaxserve.planner.fabric import middle_bandwidth
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
+from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.skew import Skew, mean_busiest
 from jaxserve.planner.stages import Calculator, FFNStage, StageTime
@@ -104,9 +104,11 @@ class Searcher:
     ):
         self._skew = skew
         self.calculator = calculator
-        self._drafting = calculator._replace(model=calculator.model.with_module())
+        self.memory = Memory(calculator, attention, ffn)
         self._attention, self._ffn = attention, ffn
         self._acceptance = acceptance
+        self._shape: Layout | None = None
+        self._stages: dict[tuple[AttentionLayers, FFNLayers, Pass], dict[str, StageTime]] = {}
         self._layouts = Layouts(
             calculator.model,
             attention,
@@ -121,8 +123,9 @@ class Searcher:
         fastest: Plan | None = None
         short: tuple[Layout, str, float, float] | None = None
         for layout in self.layouts(target):
-            room, shortage = self._room(layout)
+            room = self.room(layout)
             if room < 1:
+                shortage = self.memory.shortage(layout)
                 if short is None or shortage[1] - shortage[2] < short[2] - short[3]:
                     short = (layout, *shortage)
                 continue
@@ -144,7 +147,7 @@ class Searcher:
         """Whether any layout meets the target with one sequence a DP group. One lane then needs the
         least time and memory."""
         return any(
-            self._room(layout)[0] >= 1 and self.evaluate(layout, 1).tpot <= target.tpot
+            self.memory.fits(layout, 1) and self.evaluate(layout, 1).tpot <= target.tpot
             for layout in self.layouts(target)
             if layout.lanes == 1
         )
@@ -174,37 +177,11 @@ class Searcher:
 
     def room(self, layout: Layout) -> int:
         """Sequences a DP group and lane that fit; 0: not even the weights, or not one."""
-        return max(0, self._room(layout)[0])
-
-    def _room(self, layout: Layout) -> tuple[int, tuple[str, float, float]]:
-        """Sequences a DP group and lane that fit, and (role, bytes needed for one, bytes there)."""
-        calculator = self._memory(layout)
-        usable = 1 - calculator.assumed.reserve
-        attention = self._attention[layout.attention].memory * usable
-        weights = self._attention_weights(layout)
-        ffn_weights = calculator.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
-        if layout.mode == "afd":
-            ffn = self._ffn[layout.ffn].memory * usable
-            if ffn_weights > ffn:
-                return 0, ("ffn", ffn_weights, ffn)
-        else:
-            weights += ffn_weights
-        lane = layout.lanes * calculator.sequence_bytes(layout.tp)
-        return int((attention - weights) // lane), ("attention", weights + lane, attention)
-
-    def _memory(self, layout: Layout) -> Calculator:
-        """What sums up weights and cache: with drafts, those of the module, too."""
-        return self._drafting if layout.drafts else self.calculator
-
-    def _attention_weights(self, layout: Layout) -> float:
-        calculator = self._memory(layout)
-        more = entrance_bytes(calculator.model) if layout.drafts else 0.0
-        return calculator.attention_weights(layout.tp) + more
+        return self.memory.room(layout)
 
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """What a layout does with a batch; whether it fits is not asked."""
-        calculator, memory = self.calculator, self._memory(layout)
-        model = calculator.model
+        calculator, model = self.calculator, self.calculator.model
         a = self._attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
         whole = Pass(batch, 1 + layout.drafts)
@@ -225,10 +202,7 @@ class Searcher:
         if layout.mode == "afd":
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
-        ffn_bytes = memory.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
-        held = self._attention_weights(layout)
-        held += layout.lanes * batch * memory.sequence_bytes(layout.tp)
-        colocated = layout.mode != "afd"
+        held, *ffn = self.memory.held(layout, batch)
         return Plan(
             layout=layout,
             batch=batch,
@@ -236,8 +210,8 @@ class Searcher:
             stages=stages,
             tokens_per_second=rate,
             dollars=price / 3600 / rate * 1e6,
-            attention_bytes=held + (ffn_bytes if colocated else 0.0),
-            ffn_bytes=0.0 if colocated else ffn_bytes,
+            attention_bytes=held.kept,
+            ffn_bytes=sum(part.kept for part in ffn),
             tokens_a_step=tokens_a_step,
         )
 
@@ -282,7 +256,19 @@ class Searcher:
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
-        """The stages of one layer and lane."""
+        """The stages of one layer and lane, which do not depend on how many lanes there are: the
+        layouts that differ in that alone follow each other."""
+        shape = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
+        if shape != self._shape:
+            self._shape, self._stages = shape, {}
+        key = attention, ffn, tokens
+        if key not in self._stages:
+            self._stages[key] = self._stages_of(shape, attention, ffn, tokens)
+        return self._stages[key]
+
+    def _stages_of(
+        self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
+    ) -> dict[str, StageTime]:
         calculator, a = self.calculator, self._attention[layout.attention]
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
         rows = tokens.batch * tokens.rows

@@ -18,12 +18,18 @@ from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.errors import ConfigError
 from jaxserve.link.message import MessageFormat
-from jaxserve.link.route import Route
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Role, Rules
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import describe_exchange, exchange_mesh, exchange_of
 from jaxserve.model.module import Template
+from jaxserve.roles.activations import (
+    FFNWidths,
+    StepSizes,
+    attention_activations,
+    ffn_activations,
+    latent_width,
+)
 from jaxserve.roles.layout import Bucket
 
 GB = 10**9
@@ -98,7 +104,7 @@ class RoleBytes(NamedTuple):
     cache: int
     """KV pages of all layers, those of prediction modules included, with scales."""
     activations: int
-    """Of the largest step; an estimate, see `_attention_activations` and `_ffn_activations`."""
+    """Of the largest step; an estimate, see `activations.py`."""
     moving: int = 0
     """Room for one expert on its way to a slot (`expert_programs.py`)."""
 
@@ -136,7 +142,7 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     multiple = step_multiple(deployment)
     tokens = -(-deployment.scheduler.token_budget // multiple) * multiple
     step_attention = _attention_activations(config, deployment, tokens)
-    step_ffn = _ffn_activations(config, deployment, templates.ranks, tokens)
+    step_ffn = _ffn_activations(config, deployment, tokens)
     devices = deployment.attention.devices
     moving = _moving(templates, meshes.ffn, meshes.ffn_rules, deployment.experts)
     if deployment.mode == "colocated":
@@ -209,69 +215,50 @@ def _shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShardi
     return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
 
 
-def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
-    """Bytes of a step's activations on an attention device.
+def _step_sizes(config: ModelConfig, deployment: Deployment, tokens: int) -> StepSizes:
+    return StepSizes(
+        tokens=tokens,
+        slots=deployment.scheduler.slots,
+        lanes=deployment.lanes,
+        drafts=deployment.drafts,
+        d_model=config.d_model,
+        vocab=config.vocab,
+        packed=_message_bytes(config, deployment),
+        size=jnp.dtype(deployment.dtype).itemsize,
+    )
 
-    Of every lane: the residual stream of its DP group's `tokens`, and a message and its answer on
-    their way. Of the one program that runs: either a layer's normed tokens, its heads (queries
-    before and after RoPE or absorption, mixed values; with latents also the keys and values of a
-    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler, of
-    every slot's last token and its drafts. And
-    every lane's token counts for penalties, an int32 a slot and token of the vocabulary.
-    Attention scores are not in it: kernels keep them on the chip.
-    """
-    role, size, d = deployment.attention, jnp.dtype(deployment.dtype).itemsize, config.d_model
-    rows = -(-tokens // role.tp)
-    lane = tokens * d * size + rows * (_message_bytes(config, deployment) + d * size)
+
+def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
+    """Bytes of a step's activations on an attention device."""
     sizes = config.attention
     if isinstance(sizes, MLA):
-        query, latent = sizes.nope_dim + sizes.rope_dim, sizes.kv_latent
-        width = 2 * query + (latent + sizes.rope_dim) + latent + 3 * sizes.v_dim
+        query = sizes.nope_dim + sizes.rope_dim
+        width = latent_width(query, sizes.kv_latent, sizes.rope_dim, sizes.v_dim)
     else:
         width = 3 * sizes.head_dim
-    attend = tokens * (sizes.q_heads // role.tp * width + d) * size + tokens * d * FP32
-    logits = deployment.scheduler.slots * config.vocab * FP32
-    counts = logits  # as many, of four bytes
-    return deployment.lanes * (lane + counts) + max(attend, 3 * (1 + deployment.drafts) * logits)
+    step = _step_sizes(config, deployment, tokens)
+    return attention_activations(step, sizes.q_heads, deployment.attention.tp, width)
 
 
-def _ffn_activations(
-    config: ModelConfig, deployment: Deployment, ranks: tuple[int, int], tokens: int
-) -> int:
-    """Bytes of a step's activations on an ffn device, which sees the rows of all DP groups.
+def _ffn_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
+    """Bytes of a step's activations on an ffn device."""
+    mesh, apart = exchange_mesh(deployment), deployment.ffn.shared_ranks
+    shared = apart and config.shared_d_ff // config.expert_d_ff
 
-    Of every lane: a message's rows and their answer on their way. Of the one layer that runs: all
-    rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or the shared
-    expert; and of the routed experts, for every row and expert of it, the sorted row, gate, up and
-    hidden values, and the output, with room for an FP32 copy on its way back, which accelerators do
-    not make. The routing decides at run time how many of these rows are a device's own: all of
-    them, in the worst case. So it is with the all-to-all, which besides holds results in the
-    model's dtype, its own rows sorted, a copy for each rank that they may go to, and the results
-    that come back for them.
-    """
-    size, d = jnp.dtype(deployment.dtype).itemsize, config.d_model
-    rows, devices = deployment.attention.dp * tokens, math.prod(ranks)
-    packed = _message_bytes(config, deployment)
-    pieces = deployment.attention.devices
-    arriving = -(-rows // pieces) * Route(pieces, devices).slots
-    lanes = deployment.lanes if deployment.mode == "afd" else 1
-    hidden, apart = 2 * FP32 + size, deployment.ffn.shared_ranks
+    def widths(kind: FFNKind) -> FFNWidths:
+        if kind == "dense":
+            return FFNWidths(config.d_ff, 0, 0, alltoall=False)
+        return FFNWidths(
+            0 if apart else config.shared_d_ff,
+            config.expert_d_ff,
+            max(config.top_k, shared),
+            exchange_of(config, deployment) == "alltoall",
+            min(config.top_k + (apart > 0), mesh.ranks),
+        )
 
-    def layer(kind: FFNKind) -> int:
-        width = config.d_ff if kind == "dense" else 0 if apart else config.shared_d_ff
-        held = rows * (packed + d * (size + FP32) + -(-width // devices) * hidden)
-        if kind == "moe":
-            routed = d * (2 * size + FP32) + -(-config.expert_d_ff // ranks[1]) * hidden
-            choices = max(config.top_k, apart and config.shared_d_ff // config.expert_d_ff)
-            held += rows * choices * routed
-            if exchange_of(config, deployment) == "alltoall":
-                mesh = exchange_mesh(deployment)
-                sent = math.ceil(rows * mesh.own) * min(config.top_k + (apart > 0), mesh.ranks)
-                held += rows * d * size + sent * (packed + devices // mesh.ranks * d * size)
-        return held
-
+    step, attention = _step_sizes(config, deployment, tokens), deployment.attention
     kinds = {kind.ffn for kind in config.kinds()}
-    return lanes * arriving * (packed + d * size) + max(map(layer, kinds))
+    return ffn_activations(step, mesh, attention.dp, attention.devices, map(widths, kinds))
 
 
 def _message_bytes(config: ModelConfig, deployment: Deployment) -> int:

@@ -97,7 +97,10 @@ class TestSearch:
         ElementTree.fromstring(picture.read_text(encoding="utf-8"))
         assert picture.read_text(encoding="utf-8").strip() in html.read_text(encoding="utf-8")
 
-    def test_a_batch_that_serve_would_refuse_is_written_smaller(self, capsys, tmp_path):
+    def test_a_batch_that_serve_would_refuse_is_written_smaller(
+        self, capsys, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr("jaxserve.planner.memory.Memory.fits", lambda *_: True)
         path = tmp_path / "plan.yaml"
         asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
         assert main([*asked, "--assume", "reserve=0", "--write", str(path)]) == 0

@@ -131,7 +131,7 @@ class TestSearch:
         search = searcher("qwen3-30b-a3b", "v6e")
         for plan in found.plans[:10]:
             more = search.evaluate(plan.layout, plan.batch + 1)
-            assert more.tpot > 0.05 or more.attention_bytes > 0.9 * 34.3e9
+            assert more.tpot > 0.05 or not search.memory.fits(plan.layout, plan.batch + 1)
 
     def test_a_plan_adds_up(self, found):
         for plan in found.plans[:5]:

@@ -1,0 +1,214 @@
+"""What a layout's devices hold: weights, cache and a step's activations; how many sequences fit.
+
+Called by `search.py` and `deploy.py`. Activations are those of `roles/activations.py`, by which
+`serve` refuses a deployment, so that what is planned can be written. Weights are sums by formula,
+which agree with `serve`'s templates within `TEMPLATES`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxserve.planner.assumptions import SIZE
+from jaxserve.planner.drafts import entrance_bytes
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.models import AttentionLayers, FFNLayers
+from jaxserve.planner.stages import Calculator
+from jaxserve.roles.activations import (
+    FFNWidths,
+    StepSizes,
+    attention_activations,
+    ffn_activations,
+    latent_width,
+)
+
+TEMPLATES = 0.005
+"""Of the weights, what their sum by formula may lack."""
+MOST_TOKENS = 65536
+"""Of a DP group's step."""
+
+
+class RoleMemory(NamedTuple):
+    """Bytes on a device of a role."""
+
+    weights: float
+    cache: float
+    step: float
+    """Activations of the largest step, and room for an expert on its way."""
+
+    @property
+    def kept(self) -> float:
+        """From step to step."""
+        return self.weights + self.cache
+
+    def fits(self, hardware: Hardware, reserve: float) -> bool:
+        """Whether weights and cache leave the reserve, and the step half of it."""
+        kept = self.kept
+        whole = kept + TEMPLATES * self.weights + self.step
+        return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
+
+
+def usable(hardware: Hardware, reserve: float) -> float:
+    """Bytes that a deployment may fill: written as `memory_gb`, in tenths of a GB."""
+    return round(hardware.memory_gb * (1 - reserve / 2), 1) * 1e9
+
+
+def token_budget(batch: int, drafts: int) -> int:
+    """Tokens of a DP group's largest step: every sequence's, and some of prompts."""
+    return min(batch * (1 + drafts) + max(batch, 128), MOST_TOKENS)
+
+
+class _Fixed(NamedTuple):
+    """What of a layout does not depend on the batch."""
+
+    attention: float
+    ffn: float
+    """Bytes of weights."""
+    sequence: float
+    """Bytes of a sequence's cache."""
+    heads: tuple[int, int, int]
+    """Query heads, devices that share them, numbers of a head and token."""
+    kinds: tuple[FFNWidths, ...]
+    moving: float
+    """Bytes of an expert on its way."""
+
+
+class Memory:
+    """Of layouts on hardware.
+
+    Args:
+      calculator: the model, its context and formats.
+      attention, ffn: hardware by name.
+    """
+
+    def __init__(
+        self,
+        calculator: Calculator,
+        attention: Mapping[str, Hardware],
+        ffn: Mapping[str, Hardware],
+    ):
+        self._calculator, self._attention, self._ffn = calculator, attention, ffn
+        self._drafting = calculator._replace(model=calculator.model.with_module())
+        self._last: tuple[Layout, _Fixed] | None = None
+
+    def held(self, layout: Layout, batch: int, budget: int = 0) -> tuple[RoleMemory, ...]:
+        """By the attention and the ffn role, or of the one mesh of a colocated layout.
+
+        Args:
+          batch: sequences of a DP group and lane.
+          budget: tokens of a DP group's largest step; 0: `token_budget`.
+        """
+        fixed = self._fixed(layout)
+        cache = layout.lanes * batch * fixed.sequence
+        step = self._step_sizes(layout, batch, budget)
+        attending = attention_activations(step, *fixed.heads)
+        pieces = layout.attention_devices
+        multiplying = fixed.moving + ffn_activations(
+            step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds
+        )
+        if layout.mode == "afd":
+            return (
+                RoleMemory(fixed.attention, cache, attending),
+                RoleMemory(fixed.ffn, 0.0, multiplying),
+            )
+        weights = fixed.attention + fixed.ffn
+        return (RoleMemory(weights, cache, attending + multiplying),)
+
+    def fits(self, layout: Layout, batch: int) -> bool:
+        """Whether so many sequences a DP group and lane do."""
+        reserve = self._calculator.assumed.reserve
+        devices = self._attention[layout.attention], self._ffn.get(layout.ffn)
+        return all(
+            part.fits(hardware, reserve)
+            for part, hardware in zip(self.held(layout, batch), devices, strict=False)
+            if hardware is not None
+        )
+
+    def room(self, layout: Layout) -> int:
+        """Sequences a DP group and lane that fit; 0: not even one."""
+        (one, *_) = self.held(layout, 1)
+        there = self._attention[layout.attention].memory * (1 - self._calculator.assumed.reserve)
+        high = int((there - one.weights) // one.cache) + 1
+        low = 0
+        while high - low > 1:  # what fits, and what does not
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(layout, middle) else (low, middle)
+        return low
+
+    def shortage(self, layout: Layout) -> tuple[str, float, float]:
+        """(role, bytes that one sequence takes there, bytes that there are), of the role that has
+        too few, or of attention."""
+        reserve = self._calculator.assumed.reserve
+        parts = self.held(layout, 1)
+        if layout.mode == "afd" and not parts[1].fits(self._ffn[layout.ffn], reserve):
+            name, part, hardware = "ffn", parts[1], self._ffn[layout.ffn]
+        else:
+            name, part, hardware = "attention", parts[0], self._attention[layout.attention]
+        kept, there = part.weights + part.cache, hardware.memory * (1 - reserve)
+        if kept > there:
+            return name, kept, there
+        return name, kept + part.step, usable(hardware, reserve)
+
+    def _fixed(self, layout: Layout) -> _Fixed:
+        if self._last is None or self._last[0] != layout:
+            self._last = layout, self._sum_up(layout)
+        return self._last[1]
+
+    def _sum_up(self, layout: Layout) -> _Fixed:
+        # With drafts, weights and cache of the module count, too.
+        calculator = self._drafting if layout.drafts else self._calculator
+        entrance = entrance_bytes(calculator.model) if layout.drafts else 0.0
+        mesh, moe = layout.ffn_mesh, calculator.model.moe
+        moving = 0.0
+        if mesh.routed > 1 and moe is not None:
+            expert = 3 * calculator.model.d_model * moe.expert_d_ff / mesh.tensor
+            moving = expert * SIZE[calculator.formats.weights]
+        return _Fixed(
+            calculator.attention_weights(layout.tp) + entrance,
+            calculator.ffn_weights(mesh, layout.redundant_slots),
+            calculator.sequence_bytes(layout.tp),
+            self._widest(layout),
+            tuple(self._widths(layout, group) for group in self._calculator.model.ffn),
+            moving,
+        )
+
+    def _step_sizes(self, layout: Layout, batch: int, budget: int) -> StepSizes:
+        calculator = self._calculator
+        tokens = budget or token_budget(batch, layout.drafts)
+        if layout.mode == "afd":  # all pieces of a message are equal
+            tokens = -(-tokens // layout.tp) * layout.tp
+        return StepSizes(
+            tokens=tokens,
+            slots=batch,
+            lanes=layout.lanes,
+            drafts=layout.drafts,
+            d_model=calculator.model.d_model,
+            vocab=calculator.model.vocab,
+            packed=calculator.dispatch_bytes(),
+            size=SIZE[calculator.formats.rows],
+        )
+
+    def _widest(self, layout: Layout) -> tuple[int, int, int]:
+        """Query heads, devices that share them, and numbers of a head and token."""
+
+        def width(group: AttentionLayers) -> int:
+            if group.kind != "mla":
+                return 3 * group.head_dim
+            rope = group.head_dim - group.kv_latent
+            return latent_width(group.qk_dim, group.kv_latent, rope, group.v_dim)
+
+        group = max(self._calculator.model.attention, key=lambda one: one.q_heads * width(one))
+        return group.q_heads, layout.tp, width(group)
+
+    def _widths(self, layout: Layout, group: FFNLayers) -> FFNWidths:
+        mesh, apart = layout.ffn_mesh, layout.shared_ranks > 0
+        if not group.experts:
+            return FFNWidths(group.shared_d_ff, 0, 0, alltoall=False)
+        shared = group.shared_d_ff // group.expert_d_ff if apart else 0
+        return FFNWidths(
+            0 if apart else group.shared_d_ff,
+            group.expert_d_ff,
+            max(group.top_k, shared),
+            self._calculator.exchange_kind(group, mesh) == "alltoall",
+            min(group.top_k + apart, mesh.ranks),
+        )
