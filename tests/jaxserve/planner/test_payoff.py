@@ -40,7 +40,7 @@ def test_costs_are_those_of_a_search_within_some_percent(found):
         for mode, plan in case.best.items():
             cheapest = min(each.dollars for each in plans if each.layout.mode == mode)
             assert plan.tpot <= case.tpot
-            assert 1 - 1e-9 <= plan.dollars / cheapest <= 1.25
+            assert 1 - 1e-9 <= plan.dollars / cheapest <= 1.3
 
 
 def test_rows_and_summary(found):
