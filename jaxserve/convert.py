@@ -1,6 +1,7 @@
-"""`python -m jaxserve.convert SRC DST [--weights fp8|int8|bf16]`: a Hugging Face folder becomes a
-checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
-`--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7).
+"""`python -m jaxserve.convert SRC DST [--weights fp8|int8|int4|bf16]`: a Hugging Face folder
+becomes a checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
+`--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7), and
+so does `int4`, for FFNs alone.
 
 An interrupted run resumes when it is started again. Exit codes: 1 the verified checkpoint is
 damaged, 2 wrong arguments, 130 Ctrl-C.
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf import read_config
@@ -21,6 +23,10 @@ from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
 from jaxserve.text.tokenizer import Tokenizer
+
+GROUPS = (32, 64, 128)
+GROUP = 128
+"""Of INT4, where none is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,14 +62,22 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("target", nargs="?", metavar="DST", help="where to: a folder")
     made.add_argument(
         "--weights",
-        choices=["fp8", "int8", "bf16"],
-        help="format of the matrices (FP8 blocks stay blocks in fp8); as they are if not given",
+        choices=["fp8", "int8", "int4", "bf16"],
+        help="format of the matrices (FP8 blocks stay blocks in fp8; int4: those of FFNs, "
+        "attention stays in floats); as they are if not given",
+    )
+    made.add_argument(
+        "--group",
+        type=int,
+        choices=GROUPS,
+        help=f"columns that share a scale in int4 ({GROUP})",
     )
     made.add_argument(
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="text like what the model will see; --weights int8 then is SmoothQuant and GPTQ",
+        help="text like what the model will see; --weights int8 or int4 then is SmoothQuant and "
+        "GPTQ",
     )
     made.add_argument(
         "--calibration-tokens",
@@ -99,8 +113,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error("--verify takes no SRC and DST beside it")
     if options.target is not None and is_url(options.target):
         made.error(f"DST {options.target}: a conversion is written to a folder; copy it afterwards")
-    if options.calibrate is not None and options.weights != "int8":
-        made.error(f"--calibrate needs --weights int8, and not {options.weights}")
+    if options.calibrate is not None and options.weights not in ("int8", "int4"):
+        made.error(f"--calibrate needs --weights int8 or int4, and not {options.weights}")
+    if options.group is not None and options.weights != "int4":
+        made.error(f"--group needs --weights int4, and not {options.weights}")
+    options.group = options.group or GROUP
     return options
 
 
@@ -120,6 +137,7 @@ def _convert(options: argparse.Namespace) -> int:
             options.source,
             options.target,
             options.weights,
+            group=options.group,
             calibration=calibration,
             ignored=options.ignore_key,
             on_block=_counted(progress),
@@ -144,7 +162,8 @@ def _calibration(options: argparse.Namespace) -> Calibration:
     text = options.calibrate.read_text(encoding="utf-8")
     token_ids = Tokenizer.from_folder(options.source).encode(text)
     try:
-        return Calibration(settings, cut(token_ids, settings, config.max_positions))
+        target = Target(4, options.group, int8_rows=False) if options.weights == "int4" else INT8
+        return Calibration(settings, cut(token_ids, settings, config.max_positions), target)
     except ValueError as error:
         raise ConfigError(f"{options.calibrate}: {error}") from None
 

@@ -5,7 +5,8 @@ Held-out bits per byte of the demo model for every format of weights, KV cache a
 BF16, and how often each format's most likely token is BF16's. It measures the serving programs
 themselves: a step takes 128 tokens of a file, one per slot, all on the pages of one sequence, so
 that the logits of all of them are returned. The part `outliers` does so with a model whose
-activations have outlier channels (`outliers.py`), in INT8 by rounding and by calibration.
+activations have outlier channels (`outliers.py`), in INT8 by rounding and by calibration; the part
+`int4` with the demo's FFNs in INT4 groups.
 """
 
 import functools
@@ -24,6 +25,7 @@ import numpy as np
 from jaxserve.bench.outliers import write_outliers
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import BenchError
+from jaxserve.calibration.gptq import Target
 from jaxserve.calibration.run import Calibration, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.config.deployment import load_deployment
@@ -42,7 +44,9 @@ LIMIT = 0.5
 """Percent of BF16's bits a byte that a format may cost."""
 WON_BACK = 80
 """Percent of what rounding to INT8 costs that calibration is to win back."""
-PARTS = ("formats", "outliers")
+PARTS = ("formats", "outliers", "int4")
+GROUPS = (128, 32)
+"""Columns that share a scale in INT4."""
 
 
 class Format(NamedTuple):
@@ -67,6 +71,7 @@ class Format(NamedTuple):
 
 
 BASE = Format("bfloat16", "bfloat16", "bfloat16")
+PLAIN = {"attention.weights": "auto", "ffn.weights": "auto"}
 
 
 class Text(NamedTuple):
@@ -93,6 +98,7 @@ def run(only: Sequence[str], quick: bool, json_file: Path | None, config: Path =
     parts = {
         "formats": functools.partial(measure, config=config),
         "outliers": functools.partial(measure_outliers, config=config),
+        "int4": functools.partial(measure_int4, config=config),
     }
     return run_parts("quality", parts, only, quick, json_file)
 
@@ -172,6 +178,52 @@ def measure_outliers(quick: bool, config: Path) -> Part:
     return Part("outliers", "INT8 where activations have outliers", measures, notes, details)
 
 
+def measure_int4(quick: bool, config: Path) -> Part:
+    """Scores the model with FFNs in INT4 (W4A16), rounded and calibrated, against FP32 and against
+    FFNs in INT8."""
+    source = Path(load_deployment(config).model)
+    texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
+    settings = Settings(tokens=2048 if quick else 16384)
+    text = calibration_text(source, settings.tokens)
+
+    def scored(name: str, overrides: dict[str, Any], folder: Path | None = None) -> Score:
+        made = deployment(config, texts, BASE, folder, {**PLAIN, **overrides})
+        found = score(build_runtime(made), texts)
+        print(f"{name}: {found.bits:.4f}", file=sys.stderr, flush=True)
+        return found
+
+    wide = {"dtype": "float32", "cache.format": "float32", "link.dispatch": "float32"}
+    exact = scored("float32", wide)
+    scores = {
+        "bf16": scored("bf16", {}),
+        "FFN int8, rounded": scored("int8", {"ffn.weights": "int8"}),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        for group in GROUPS[: 1 if quick else 2]:
+            target = Target(4, group, int8_rows=False)
+            calibration = Calibration(settings, cut(text, settings, len(text)), target)
+            for name, own in (("rounded", None), ("calibrated", calibration)):
+                folder = Path(directory) / f"{name}{group}"
+                conversion.convert(source, folder, "int4", group=group, calibration=own)
+                name = f"FFN int4 in groups of {group}, {name}"
+                scores[name] = scored(name, {}, folder)
+    eight = scores["FFN int8, rounded"]
+    measures = [Measure("float32: bits a byte", exact.bits)]
+    for name, found in scores.items():
+        agreement = float(np.mean(found.choices == exact.choices))
+        measures += [
+            Measure(f"{name}: more than FP32", 100 * (found.bits / exact.bits - 1), "%"),
+            Measure("  more than INT8", 100 * (found.bits / eight.bits - 1), "%"),
+            Measure("  same greedy token", 100 * agreement, "%"),
+        ]
+    notes = [
+        "Attention, KV cache and wire are in BF16; INT8 FFNs quantise rows too, INT4 ones do not.",
+        f"Calibrated on {settings.tokens:,} tokens of other files.",
+    ]
+    details = {name: {"bits": found.bits} for name, found in scores.items()}
+    return Part("int4", "FFNs in INT4", measures, notes, details)
+
+
 def calibration_text(folder: Path, tokens: int) -> list[int]:
     """The beginnings of files of the standard library that are not held out.
 
@@ -213,12 +265,17 @@ def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
 
 
 def deployment(
-    config: Path, texts: Sequence[Text], format: Format, folder: Path | None = None
+    config: Path,
+    texts: Sequence[Text],
+    format: Format,
+    folder: Path | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Any:
     """Colocated, BF16 but for the format, one bucket; it quantises where the link would.
 
     Args:
       folder: of a model; None: the deployment's own.
+      more: keys that take precedence.
     """
     pages = -(-max(len(text.token_ids) for text in texts) // PAGE)
     return load_deployment(
@@ -236,6 +293,7 @@ def deployment(
             "scheduler.token_budget": STEP,
             "scheduler.token_buckets": [STEP],
             "scheduler.page_buckets": [pages],
+            **(more or {}),
         },
     )
 

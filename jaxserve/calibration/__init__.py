@@ -1,1 +1,1 @@
-"""INT8 weights from calibration: SmoothQuant's scales and GPTQ's error compensation."""
+"""INT8 and INT4 weights from calibration: SmoothQuant's scales, GPTQ's error compensation."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
 from jaxserve.model.attention.rope import rotate, rotation
 from jaxserve.model.ffn.router import Router
@@ -179,14 +180,16 @@ def units(leaves: Leaves, routing: Routing | None) -> Iterator[tuple[str, int | 
 
 
 def unit(leaves: Leaves, name: str, expert: int | None, part: str) -> np.ndarray:
-    """One matrix of an FFN, FP32, of float or INT8 leaves."""
+    """One matrix of an FFN, FP32, of float or quantised leaves."""
 
     def own(leaf: str) -> np.ndarray:
         found = leaves[leaf] if expert is None else leaves[leaf][expert]
         return np.asarray(found, np.float32)
 
     path = f"{name}.{part}"
-    return own(path) if path in leaves else own(f"{path}.values") * own(f"{path}.scales")
+    if path in leaves:
+        return own(path)
+    return dequantised(own(f"{path}.values"), own(f"{path}.scales"))
 
 
 def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:

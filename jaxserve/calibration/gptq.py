@@ -1,11 +1,11 @@
-"""GPTQ: rounds a matrix to INT8, column by column, and moves each column's error into those that
-are still to be rounded (arXiv 2210.17323; xDeepServe §4.7).
+"""GPTQ: rounds a matrix to INT8 or INT4, column by column, and moves each column's error into those
+that are still to be rounded (arXiv 2210.17323; xDeepServe §4.7).
 
 Called by `layers.py`. Pure NumPy on one matrix at a time; knows no model.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,18 +17,83 @@ DAMPING = 0.01
 """Of the Hessian's mean diagonal, added to the diagonal (the paper's §3.3)."""
 
 
-class Int8Matrix(NamedTuple):
+SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of the largest magnitude that are tried as the largest of a group in INT4: beyond it,
+weights are cut off, and the others are nearer to their values."""
+
+
+class Target(NamedTuple):
+    """What matrices are rounded to, and what they are multiplied by."""
+
+    bits: Literal[8, 4] = 8
+    group: int = 0
+    """Columns that share a scale; 0: all."""
+    int8_rows: bool = True
+    """Whether inputs become INT8, a token at a time."""
+
+    @property
+    def largest(self) -> float:
+        """Of the values."""
+        return float(2 ** (self.bits - 1) - 1)
+
+
+INT8 = Target()
+
+
+class IntMatrix(NamedTuple):
     """A matrix in the format of our kernels."""
 
     values: np.ndarray
-    """int8 [d_out, d_in]."""
+    """int8 [d_out, d_in], for 4 bits too."""
     scales: np.ndarray
-    """FP32 [d_out, 1]."""
+    """FP32 [d_out, groups]."""
 
     @property
     def floats(self) -> np.ndarray:
         """FP32 [d_out, d_in]."""
-        return self.values.astype(np.float32) * self.scales
+        return dequantised(self.values, self.scales)
+
+
+def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values [..., d_out, d_in] times scales [..., d_out, groups], FP32."""
+    return values.astype(np.float32) * _spread(scales, values.shape[-1])
+
+
+def _spread(scales: np.ndarray, d_in: int) -> np.ndarray:
+    """Scales of groups, one for each column or one for all."""
+    groups = scales.shape[-1]
+    if groups == 1:
+        return scales
+    # The smallest power of two that explains the number; others would do the same.
+    group = next(size for size in (2**n for n in range(32)) if -(-d_in // size) == groups)
+    return np.repeat(scales, group, axis=-1)[..., :d_in]
+
+
+def group_scales(
+    weight: np.ndarray, target: Target, importance: np.ndarray | None = None
+) -> np.ndarray:
+    """FP32 [d_out, groups]; of INT4, those with the least squared error of what is tried.
+
+    Args:
+      importance: of a column's error, [d_in]; None: all alike.
+    """
+    if target == INT8:
+        return row_scales(weight)
+    weight, d_in = np.asarray(weight, np.float32), weight.shape[1]
+    starts = np.arange(0, d_in, target.group or d_in)
+    largest = np.maximum.reduceat(np.abs(weight), starts, axis=1)
+    whole = largest * np.float32(1 / target.largest)
+    whole = np.where(whole < SMALLEST_SCALE, np.float32(1), whole)
+    if target.bits == 8:
+        return whole
+    tried = [whole * np.float32(share) for share in SHRUNK]
+    errors = []
+    for scales in tried:
+        spread = _spread(scales, d_in)
+        near = np.clip(np.rint(weight / spread), -target.largest, target.largest) * spread
+        squares = np.square(near - weight) * (1 if importance is None else importance)
+        errors.append(np.add.reduceat(squares, starts, axis=1))
+    return np.choose(np.argmin(errors, axis=0), tried).astype(np.float32)
 
 
 def row_scales(weight: np.ndarray) -> np.ndarray:
@@ -39,12 +104,13 @@ def row_scales(weight: np.ndarray) -> np.ndarray:
     return np.where(scales < SMALLEST_SCALE, np.float32(1), scales)
 
 
-def rounded(weight: np.ndarray) -> Int8Matrix:
-    """Every weight rounded to the nearest of its channel's 255 values (RTN)."""
+def rounded(weight: np.ndarray, target: Target = INT8) -> IntMatrix:
+    """Every weight rounded to the nearest value of its channel or group (RTN)."""
     weight = np.asarray(weight, np.float32)
-    scales = row_scales(weight)
-    values = np.clip(np.rint(weight * (1 / scales)), -LARGEST, LARGEST)
-    return Int8Matrix(values.astype(np.int8), scales)
+    scales = group_scales(weight, target)
+    inverse = 1 / _spread(scales, weight.shape[1])
+    values = np.clip(np.rint(weight * inverse), -target.largest, target.largest)
+    return IntMatrix(values.astype(np.int8), scales)
 
 
 class Hessian:
@@ -79,34 +145,41 @@ class Hessian:
         return None
 
 
-def gptq(weight: np.ndarray, hessian: Hessian) -> Int8Matrix:
-    """The matrix in INT8, so that its products with inputs like the Hessian's change little.
+def gptq(weight: np.ndarray, hessian: Hessian, target: Target = INT8) -> IntMatrix:
+    """The matrix in INT8 or INT4, so that its products with inputs like the Hessian's change
+    little.
 
     A column's error over U_ii, times the rest of U's row, is taken from the columns behind it
     (the paper's equation 2 and algorithm 1). Without a factor, weights are rounded to the nearest.
+    Groups are of neighbours, with scales from the weights as they are, whatever the order in which
+    columns are rounded.
 
     Args:
       weight: [d_out, d_in] floats.
     """
     factor = hessian.inverse_factor
     if factor is None:
-        return rounded(weight)
-    scales = row_scales(weight)
-    flat = scales[:, 0]
+        return rounded(weight, target)
+    scales = group_scales(weight, target, hessian.moments.diagonal())
+    spread = np.broadcast_to(_spread(scales, hessian.d_in), weight.shape)
+    # Columns as rows, here as below.
+    of_columns = np.ascontiguousarray(spread.T[hessian.order])
+    largest = target.largest
     # Columns as rows: what is changed together lies together.
     rest = np.ascontiguousarray(np.asarray(weight, np.float32).T[hessian.order])
     values = np.empty(rest.shape, np.int8)
     upper = factor.astype(np.float32)
     for start in range(0, hessian.d_in, BLOCK):
         stop = min(start + BLOCK, hessian.d_in)
-        errors = np.empty((stop - start, len(flat)), np.float32)
+        errors = np.empty((stop - start, len(scales)), np.float32)
         for column in range(start, stop):
-            near = np.clip(np.rint(rest[column] * (1 / flat)), -LARGEST, LARGEST)
+            flat = of_columns[column]
+            near = np.clip(np.rint(rest[column] * (1 / flat)), -largest, largest)
             values[column] = near
             error = (rest[column] - near * flat) / upper[column, column]
             rest[column + 1 : stop] -= upper[column, column + 1 : stop, None] * error
             errors[column - start] = error
         rest[stop:] -= upper[start:stop, stop:].T @ errors
-    placed = np.empty((len(flat), hessian.d_in), np.int8)
+    placed = np.empty((len(scales), hessian.d_in), np.int8)
     placed[:, hessian.order] = values.T
-    return Int8Matrix(placed, scales)
+    return IntMatrix(placed, scales)

@@ -1,4 +1,4 @@
-"""One layer in INT8: its channels smoothed, its matrices rounded by GPTQ.
+"""One layer in INT8, or its FFN in INT4: its channels smoothed, its matrices rounded by GPTQ.
 
 Called by `run.py` with a layer's float leaves and the rows that reach it. Where channels are
 written and read is data by attention family (`folds`); for FFNs a norm writes what router, gate and
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.calibration.forward import Leaves, Routing, gated, unit, units
-from jaxserve.calibration.gptq import Hessian, Int8Matrix, gptq, rounded
+from jaxserve.calibration.gptq import INT8, Hessian, IntMatrix, Target, gptq, rounded
 from jaxserve.calibration.smoothing import Reader, smoothed, spread_over, widest
 from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
 
@@ -67,7 +67,7 @@ def folds(config: ModelConfig, leaves: Leaves) -> list[Fold]:
 
 def quantise_attention(
     config: ModelConfig, block: Block, inputs: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Int8Matrix], dict[str, float]]:
+) -> tuple[dict[str, IntMatrix], dict[str, float]]:
     """The attention part's matrices in INT8; its other leaves are smoothed in place.
 
     Args:
@@ -97,7 +97,7 @@ def quantise_attention(
             multiply(block, name, spread)
         divided[fold] = rows / spread
         strengths[fold.written[0][0]] = found.strength
-    matrices: dict[str, Int8Matrix] = {}
+    matrices: dict[str, IntMatrix] = {}
     # Later folds divide rows of matrices that earlier ones have multiplied.
     for fold in all_folds:
         hessian = Hessian(divided.pop(fold))
@@ -106,7 +106,7 @@ def quantise_attention(
 
 
 class FFNResult(NamedTuple):
-    """An FFN part in INT8."""
+    """An FFN part, quantised."""
 
     matrices: dict[str, np.ndarray]
     """`NAME.values` and `NAME.scales`."""
@@ -117,9 +117,15 @@ class FFNResult(NamedTuple):
 
 
 def quantise_ffn(
-    attention: Block, block: Leaves, normed: np.ndarray, routing: Routing | None, enough: int
+    attention: Block,
+    block: Leaves,
+    normed: np.ndarray,
+    routing: Routing | None,
+    enough: int,
+    target: Target = INT8,
 ) -> FFNResult:
-    """The FFN part's matrices in INT8; the norm and the router before it are smoothed in place.
+    """The FFN part's matrices in INT8 or INT4; the norm and the router before it are smoothed in
+    place.
 
     Args:
       attention: the layer's other part, for `post_norm` and `router.gate`.
@@ -142,7 +148,7 @@ def quantise_ffn(
         for place in tried
         for part in ("gate", "up")
     ]
-    found = smoothed(np.abs(normed).max(axis=0), columns, readers)
+    found = smoothed(np.abs(normed).max(axis=0), columns, readers, target=target)
     divide(attention, "post_norm", found.scales)
     if "router.gate" in attention:
         multiply(attention, "router.gate", found.scales)
@@ -150,7 +156,7 @@ def quantise_ffn(
     made: dict[str, np.ndarray] = {}
     for name, expert in everyone:
         own = divided if expert is None else divided[rows[expert]]
-        parts = _quantise_unit(block, name, expert, found.scales, own, enough)
+        parts = _quantise_unit(block, name, expert, found.scales, own, enough, target)
         for part, matrix in parts.items():
             _put(made, f"{name}.{part}", matrix, block[f"{name}.{part}"].shape, expert)
     return FFNResult(made, found.strength, counts)
@@ -169,30 +175,35 @@ def _quantise_unit(
     scales: np.ndarray,
     rows: np.ndarray,
     enough: int,
-) -> dict[str, Int8Matrix]:
+    target: Target,
+) -> dict[str, IntMatrix]:
     """Gate, up and down of one FFN that reads rows divided by the scales."""
     gate, up, down = (unit(block, name, expert, part) for part in ("gate", "up", "down"))
     gate, up = gate * scales, up * scales
     if len(rows) < enough:
-        return {"gate": rounded(gate), "up": rounded(up), "down": rounded(down)}
+        return {
+            part: rounded(matrix, target)
+            for part, matrix in (("gate", gate), ("up", up), ("down", down))
+        }
     hidden = gated(rows, gate, up)
-    own = smoothed(np.abs(hidden).max(axis=0), widest([down]), [Reader(down, hidden)])
+    reader = Reader(down, hidden)
+    own = smoothed(np.abs(hidden).max(axis=0), widest([down]), [reader], target=target)
     up, down = up / own.scales[:, None], down * own.scales
-    both = gptq(np.concatenate([gate, up]), Hessian(rows))
+    both = gptq(np.concatenate([gate, up]), Hessian(rows), target)
     middle = len(gate)
     first, second = (
-        Int8Matrix(both.values[half], both.scales[half])
+        IntMatrix(both.values[half], both.scales[half])
         for half in (slice(middle), slice(middle, None))
     )
     # What down will read, the others' errors included.
     hidden = gated(rows, first.floats, second.floats)
-    return {"gate": first, "up": second, "down": gptq(down, Hessian(hidden))}
+    return {"gate": first, "up": second, "down": gptq(down, Hessian(hidden), target)}
 
 
 def _put(
     made: dict[str, np.ndarray],
     name: str,
-    matrix: Int8Matrix,
+    matrix: IntMatrix,
     shape: Sequence[int],
     expert: int | None,
 ) -> None:

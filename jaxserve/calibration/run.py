@@ -1,9 +1,9 @@
 """Calibration of a whole model, a layer at a time.
 
 Called by `checkpoint/conversion.py`, which reads float blocks and writes what comes out. In memory
-are one layer's floats and INT8 values, the rows of all samples, the inputs of one attention or FFN
+are one layer's floats and integers, the rows of all samples, the inputs of one attention or FFN
 part, and GPTQ's matrices [d_in, d_in] in FP64 (four of them), never the model. The rows that reach
-a layer are those of the layers before it in INT8, so that each makes up for the others' errors.
+a layer are those of the quantised layers before it, so that each makes up for the others' errors.
 
 Where an expert saw too few samples, more text is taken: it goes through the layers that are done,
 which are read back from where they were written. So does all text after an interruption.
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.calibration import forward
+from jaxserve.calibration.gptq import INT8, Target, dequantised
 from jaxserve.calibration.layers import quantise_attention, quantise_ffn
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.module import rms_norm
@@ -41,6 +42,8 @@ class Calibration(NamedTuple):
     settings: Settings
     sequences: np.ndarray
     """int [sequences, tokens]: all there is, of which as much is taken as is needed."""
+    target: Target = INT8
+    """What matrices become. INT4 is for FFNs: attention stays as it is."""
 
 
 class LayerReport(msgspec.Struct, frozen=True):
@@ -71,7 +74,7 @@ class Source(NamedTuple):
     done: Callable[[str], bool]
     """Whether a block is written already."""
     written: Callable[[str], Leaves]
-    """INT8 leaves of one that is."""
+    """Quantised leaves of one that is."""
 
 
 def cut(token_ids: Sequence[int], settings: Settings, positions: int) -> np.ndarray:
@@ -108,7 +111,7 @@ class Calibrator:
         on_report: Callable[[LayerReport], None] = lambda report: None,
     ):
         self._config, self._source, self._on_report = config, source, on_report
-        self._settings, self._all = calibration
+        self._settings, self._all, self._target = calibration
         self._embedding = source.floats("embedding")["table"]
         self._head_norm = source.floats("head")["norm"]
         length = self._all.shape[1]
@@ -130,19 +133,21 @@ class Calibrator:
             yield from zip(names, self._layer(layer), strict=True)
 
     def _layer(self, layer: int) -> tuple[Leaves, Leaves]:
-        """Both blocks in INT8; the rows move on."""
+        """Both blocks, quantised; the rows move on."""
         config = self._config
         kind = config.kind(layer)
         assert self._rows is not None
         attention, ffn = (
             self._source.floats(f"layers.{layer}.{role}") for role in ("attention", "ffn")
         )
-        _, inputs = forward.attend(config, kind.window, attention, self._rows)
-        matrices, strengths = quantise_attention(config, attention, inputs)
-        del inputs
-        for name, matrix in matrices.items():
-            del attention[name]
-            attention |= {f"{name}.values": matrix.values, f"{name}.scales": matrix.scales}
+        strengths: dict[str, float] = {}
+        if self._target == INT8:
+            _, inputs = forward.attend(config, kind.window, attention, self._rows)
+            matrices, strengths = quantise_attention(config, attention, inputs)
+            del inputs
+            for name, matrix in matrices.items():
+                del attention[name]
+                attention |= {f"{name}.values": matrix.values, f"{name}.scales": matrix.scales}
         rows = forward.attend(config, kind.window, as_floats(attention), self._rows)[0]
         normed, routing = self._routed(layer, attention, rows)
         while (short := self._short(routing)) and self._taken < len(self._all):
@@ -152,7 +157,8 @@ class Calibrator:
             behind = forward.attend(config, kind.window, as_floats(attention), before)[0]
             rows = np.concatenate([rows, behind])
             normed, routing = self._routed(layer, attention, rows)
-        made = quantise_ffn(attention, ffn, normed, routing, self._settings.expert_samples)
+        enough = self._settings.expert_samples
+        made = quantise_ffn(attention, ffn, normed, routing, enough, self._target)
         normed, routing = self._routed(layer, attention, rows)
         output = forward.feed_forward(made.matrices, normed, routing)
         self._rows = rows + output.reshape(rows.shape)
@@ -230,12 +236,12 @@ class Calibrator:
 
 
 def as_floats(leaves: Leaves) -> Leaves:
-    """A block's leaves with its INT8 matrices as FP32."""
+    """A block's leaves with its quantised matrices as FP32."""
     made: dict[str, Any] = {}
     for name, leaf in leaves.items():
         base, _, part = name.rpartition(".")
         if part == "values":
-            made[base] = leaf.astype(np.float32) * leaves[f"{base}.scales"]
+            made[base] = dequantised(leaf, leaves[f"{base}.scales"])
         elif part != "scales":
             made[name] = leaf
     return made

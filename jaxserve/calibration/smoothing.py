@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.calibration.gptq import LARGEST, rounded, row_scales
+from jaxserve.calibration.gptq import INT8, LARGEST, Target, rounded, row_scales
 
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)
 """How much of a channel's width moves from activations to weights (the paper's α); 0: none."""
@@ -38,9 +38,13 @@ class Smoothing(NamedTuple):
 
 
 def smoothed(
-    rows: np.ndarray, columns: np.ndarray, readers: Sequence[Reader], group: int = 1
+    rows: np.ndarray,
+    columns: np.ndarray,
+    readers: Sequence[Reader],
+    group: int = 1,
+    target: Target = INT8,
 ) -> Smoothing:
-    """The strength under which the readers' INT8 products are nearest to their FP32 ones.
+    """The strength under which the readers' quantised products are nearest to their FP32 ones.
 
     Args:
       rows: largest magnitude of every channel as the readers see it, [channels · group].
@@ -48,6 +52,8 @@ def smoothed(
       readers: what is tried; may be a few of all.
       group: of a head's channels, how many heads read the same, next to each other as
         [heads, group, width]; `rows` and `columns` then are [heads, group, width].
+      target: what the readers will be. Where inputs stay floats, what is won is that weights of
+        wide channels are rounded more finely (AWQ, arXiv 2306.00978).
     """
     if group > 1:
         rows, columns = rows.max(axis=1), columns.max(axis=1)
@@ -56,7 +62,7 @@ def smoothed(
     for strength in STRENGTHS:
         scales = _scales(rows.reshape(-1), columns.reshape(-1), strength)
         spread = spread_over(scales, shape, group)
-        error = sum(_error(reader, spread) for reader in readers)
+        error = sum(_error(reader, spread, target) for reader in readers)
         if best is None or error < best[0]:
             best = error, Smoothing(scales, strength)
     assert best is not None
@@ -88,15 +94,17 @@ def _scales(rows: np.ndarray, columns: np.ndarray, strength: float) -> np.ndarra
     return np.where(used, np.exp2(np.clip(power, -60, 60)), 1.0).astype(np.float32)
 
 
-def _error(reader: Reader, scales: np.ndarray) -> float:
-    """Squared error of the reader's products where inputs have a scale a token and weights one an
-    output channel."""
+def _error(reader: Reader, scales: np.ndarray, target: Target) -> float:
+    """Squared error of the reader's products where inputs have a scale a token, or are floats, and
+    weights those of the target."""
     step = -(-len(reader.rows) // ROWS) or 1
     rows = reader.rows[::step]
     if not len(rows):
         return 0.0
     divided = rows / scales
-    x_scales = row_scales(divided)
-    x = np.clip(np.rint(divided / x_scales), -LARGEST, LARGEST) * x_scales
-    difference = x @ rounded(reader.weight * scales).floats.T - rows @ reader.weight.T
+    x = divided
+    if target.int8_rows:
+        x_scales = row_scales(divided)
+        x = np.clip(np.rint(divided / x_scales), -LARGEST, LARGEST) * x_scales
+    difference = x @ rounded(reader.weight * scales, target).floats.T - rows @ reader.weight.T
     return float(np.sum(np.square(difference, dtype=np.float64)))

@@ -21,6 +21,9 @@ from jaxserve.mesh import sharded_zeros
 from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
+QUANTISED_PARTS = ("values", "scales", "zeros")
+"""Leaves of a quantised matrix; few have zero points."""
+
 
 class HasShape(Protocol):
     """Any kind of array."""
@@ -74,14 +77,15 @@ def make_leaves(
     leaves: Mapping[str, Leaf],
     names: Collection[str],
     plain: Callable[[str, Leaf], jax.Array],
-    quantised: Callable[[str, Leaf, Leaf], tuple[jax.Array, jax.Array]],
+    quantised: Callable[..., tuple[jax.Array, ...]],
 ) -> Iterator[jax.Array]:
-    """Makes the leaves one at a time, in order; the two leaves of an 8-bit matrix together.
+    """Makes the leaves one at a time, in order; those of a quantised matrix together.
 
     Args:
-      names: parameters of the block; an 8-bit matrix is one name and two leaves.
+      names: parameters of the block; a quantised matrix is one name and two or three leaves.
       plain: makes the leaf of this name.
-      quantised: makes the values and the scales of the matrix of this name.
+      quantised: makes the values, the scales and, where there are leaves for them, the zero points
+        of the matrix of this name.
     """
     ready: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
@@ -90,8 +94,9 @@ def make_leaves(
             continue
         if name not in ready:
             base = name.rsplit(".", 1)[0]
-            pair = f"{base}.values", f"{base}.scales"
-            ready = dict(zip(pair, quantised(base, *(leaves[part] for part in pair)), strict=True))
+            parts = [f"{base}.{part}" for part in QUANTISED_PARTS if f"{base}.{part}" in leaves]
+            made = quantised(base, *(leaves[part] for part in parts))
+            ready = dict(zip(parts, made, strict=True))
         yield ready.pop(name)
 
 
@@ -184,8 +189,8 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
     """A compiled function from a whole matrix on the devices to its values and scales there."""
     block = block_of(values, scales)
     kind: WeightFormat = "fp8" if block == (1, 0) else "fp8_block"
-    if values.dtype == jnp.int8:
-        kind = "int8"
+    if values.dtype in (jnp.int8, jnp.int4):
+        kind = "int8" if values.dtype == jnp.int8 else "int4"
 
     def quantise(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         quantised = quantize_weight(matrix, kind, block)

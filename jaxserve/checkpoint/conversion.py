@@ -23,6 +23,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
@@ -46,14 +47,15 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.config.deployment import load_deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates, weight_format
 from jaxserve.model.module import Template
+from jaxserve.model.quant import in_bytes
 from jaxserve.storage.mirror import local_folder
 
-TargetFormat = Literal["bf16", "fp8", "int8"]
+TargetFormat = Literal["bf16", "fp8", "int8", "int4"]
 
 COPIED = (
     "*config*.json",
@@ -99,6 +101,7 @@ def convert(
     target: str | Path,
     weights: TargetFormat | None = None,
     *,
+    group: int = 128,
     calibration: Calibration | None = None,
     ignored: Collection[str] = (),
     on_block: Callable[[int, int, str], None] = lambda done, blocks, note: None,
@@ -110,34 +113,44 @@ def convert(
       source: a Hugging Face folder, or its URL.
       target: folder for the result: missing, empty, or left by an interrupted run.
       weights: format of the matrices: 16-bit floats, or 8 bits with a scale per output channel
-        (FP8 blocks stay blocks); None: as in the source.
-      calibration: text; the matrices become INT8 by SmoothQuant and GPTQ, and what was done stands
-        in `calibration.json`. Only with the weights "int8".
+        (FP8 blocks stay blocks), or INT4 in groups for FFNs, where attention stays in floats; None:
+        as in the source.
+      group: columns that share a scale in INT4.
+      calibration: text; the matrices become INT8 by SmoothQuant and GPTQ, those of FFNs INT4, and
+        what was done stands in `calibration.json`. Only with the weights that it is for.
       ignored: entries of config.json that the user declares irrelevant.
       on_block: called with the number of finished blocks, of all blocks, and a note on the latest.
       on_read: called with the number of bytes of every read.
 
     Raises:
       CheckpointError: the source is not a model folder, or the target holds something else or the
-        conversion of another source, to other weights or with another calibration.
-      ValueError: there is a calibration, and the weights are not "int8".
+        conversion of another source, to other weights or with another calibration; or the source
+        is in INT4 groups of another size.
+      ValueError: there is a calibration for other weights or groups.
     """
-    if calibration is not None and weights != "int8":
-        raise ValueError(f"a calibration makes INT8 weights, and not {weights}")
+    if calibration is not None:
+        own = Target(4, group, int8_rows=False) if weights == "int4" else INT8
+        if weights not in ("int8", "int4") or calibration.target != own:
+            raise ValueError(f"a calibration for {calibration.target}, the weights are {weights}")
     source, target = local_folder(source), Path(target)
-    config, names = read_config(source, ignored)
+    config, names = _read(source, ignored, 0, weights, group)
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
     checkpoint = HFCheckpoint(source, names)
     if checkpoint.has_any(names.unloaded):
-        config, names = read_config(source, ignored, config.mtp_layers)
+        config, names = _read(source, ignored, config.mtp_layers, weights, group)
         checkpoint = HFCheckpoint(source, names)
     checkpoint.on_read = on_read
     dtype = _dtype(checkpoint, names, weights)
-    wanted = {None: "auto", "bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}[weights]
+    # For INT4 the configuration says what is in groups, and of which size.
+    wanted = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}.get(weights or "", "auto")
     digest = "" if calibration is None else _calibration_digest(calibration)
-    stored = weight_format(wanted, config)
+    stored = config.stored if wanted == "auto" else weight_format(wanted, config, "experts")
     conversion = Conversion(FORMAT, fingerprint(source), stored, dtype, digest)
+    if stored == "int4":
+        conversion = msgspec.structs.replace(
+            conversion, int4=config.int4, plain_parts=tuple(sorted(config.plain_parts))
+        )
     model = _model(source, config, names, dtype, wanted)
     _prepare(target, conversion)
     if (target / MANIFEST).exists():
@@ -156,6 +169,28 @@ def convert(
     tree = json.loads((source / "config.json").read_text())
     write_record(target / MANIFEST, Manifest(conversion, tree, files, records))
     (target / CONVERSION).unlink(missing_ok=True)
+
+
+def _read(
+    source: Path, ignored: Collection[str], modules: int, weights: TargetFormat | None, group: int
+) -> tuple[ModelConfig, CheckpointNames]:
+    """The configuration of what is made, and the source's names.
+
+    Raises:
+      CheckpointError: as `read_config`; or INT4 groups would have to be made of others.
+    """
+    config, names = read_config(source, ignored, modules)
+    if weights != "int4":
+        return config, names
+    if config.stored == "int4":
+        if config.int4.group != group:
+            raise CheckpointError(
+                f"{source} is in INT4 already, in groups of {config.int4.group}, and not {group}"
+            )
+        return config, names
+    parts: frozenset[MatrixPart] = frozenset(("attention",))
+    made = {"stored": "int4", "int4": Int4(group), "plain_parts": parts}
+    return msgspec.structs.replace(config, **made), names
 
 
 def _dtype(checkpoint: HFCheckpoint, names: CheckpointNames, weights: TargetFormat | None) -> str:
@@ -271,7 +306,10 @@ class _Calibrated:
             note = f"{name} is there"
             if own is not None:
                 template, _ = self._model.template(self._blocks[name])
-                ordered = {leaf: jax.numpy.asarray(own[leaf]) for leaf in template.names}
+                ordered = {
+                    leaf: jax.numpy.asarray(own[leaf], known.dtype)
+                    for leaf, known in zip(template.names, template.leaves, strict=True)
+                }
                 _write(self._target / BLOCKS, name, ordered, self._records)
                 note = name
             on_block(len(self._records), count, note)
@@ -294,7 +332,10 @@ class _Calibrated:
 
     def _written(self, name: str) -> dict[str, np.ndarray]:
         folder = self._target / BLOCKS / name
-        return {leaf: read_array(open_array(folder / leaf)) for leaf in self._records[name]}
+        return {
+            leaf: read_array(open_array(folder / leaf, entry.int4))
+            for leaf, entry in self._records[name].items()
+        }
 
 
 def _calibration_digest(calibration: Calibration) -> str:
@@ -322,6 +363,8 @@ def _write(
         leaf: StoredLeaf(array.shape, str(array.dtype), checksum(np.asarray(array)))
         for leaf, array in leaves.items()
     }
+    # Zarr keeps a byte for each INT4 value, and two fit.
+    leaves = {n: in_bytes(a) if a.dtype == jax.numpy.int4 else a for n, a in leaves.items()}
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     arguments = ocp.args.PyTreeSave(
         leaves,
@@ -354,7 +397,7 @@ def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
     for name, record in blocks.items():
         for leaf, entry in record.items():
             try:
-                array = open_array(folder / BLOCKS / name / leaf)
+                array = open_array(folder / BLOCKS / name / leaf, entry.int4)
                 values = read_array(array)
             except CheckpointError as error:
                 yield f"{name}: {leaf}: {error}"

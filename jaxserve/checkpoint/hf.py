@@ -4,16 +4,16 @@
 bytes of that device's shards (`regions.py`, `reading.py`). The whole folder is checked against the
 architecture before anything is loaded. Families are known only through their table.
 
-FP8 matrices with block scales, and 8-bit ones with a scale per output channel, are delivered as the
-template asks: unchanged, as the leaves `X.values` and `X.scales`, or dequantised, as the leaf `X`.
-Matrices that the template wants in 8 bits and the files hold as floats, or in another of the Hub's
-formats (`packed.py`), are quantised on the devices.
+FP8 matrices with block scales, 8-bit ones with a scale per output channel, and 4-bit ones with one
+per group are delivered as the template asks: unchanged, as the leaves `X.values`, `X.scales` and
+maybe `X.zeros`, or dequantised, as the leaf `X`. Matrices that the template wants quantised and the
+files hold as floats, or in another of the Hub's formats (`packed.py`), are so on the devices.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,20 @@ from jaxserve.checkpoint.arrays import (
     make_leaves,
     quantised_here,
     wanted_leaves,
+    zeroed,
 )
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
-from jaxserve.checkpoint.quantization_config import packing_of
+from jaxserve.checkpoint.quantization_config import int4_of, packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import local_folder
+from jaxserve.storage.mirror import local_folder, weight_files
 
 READABLE = ("F64", "F32", "F16", "BF16")
 """Tensor dtypes that need no dequantisation."""
@@ -97,8 +98,34 @@ def read_config(
     if manifest is not None:
         if manifest.config != tree:
             raise CheckpointError(f"{path} is not what {MANIFEST} says was converted")
-        config = msgspec.structs.replace(config, stored=manifest.conversion.weights)
-    return config, family.names(config)
+        done = manifest.conversion
+        config = msgspec.structs.replace(
+            config,
+            stored=done.weights,
+            int4=done.int4 or Int4(),
+            plain_parts=frozenset(done.plain_parts),
+        )
+        return config, family.names(config)
+    names = family.names(config)
+    if config.stored == "int4" and (packing := packing_of(tree)):
+        parts = _plain_parts(path.parent, names)
+        config = msgspec.structs.replace(config, int4=int4_of(packing), plain_parts=parts)
+    return config, names
+
+
+def _plain_parts(folder: Path, names: CheckpointNames) -> frozenset[MatrixPart]:
+    """Whose matrices (some of them, at least) the files have as floats; none without files."""
+    if not weight_files(folder):
+        return frozenset()
+    there = list_tensors(folder).tensors
+    known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
+    return frozenset(
+        known[part]
+        for sources in (*names.attention, *names.ffn)
+        for leaf, source in sources.items()
+        if (part := leaf.partition(".")[0]) in known
+        and any(name in there and len(shape) > 1 for name, shape in source.tensors.items())
+    )
 
 
 class HFCheckpoint:
@@ -187,10 +214,13 @@ class HFCheckpoint:
         return self._array(sources, leaf, self._tensors, [self._grids(s) for s in sources])
 
     def _quantised(
-        self, sources: Sequence[Source], values: Leaf, scales: Leaf
-    ) -> tuple[jax.Array, jax.Array]:
-        """Values and scales of an 8-bit matrix, as stored in the files or quantised here."""
+        self, sources: Sequence[Source], values: Leaf, scales: Leaf, zeros: Leaf | None = None
+    ) -> tuple[jax.Array, ...]:
+        """Values and scales of a quantised matrix, as stored in the files or quantised here, and
+        zero points where there is a leaf for them."""
         block = block_of(values, scales)
+        if values.dtype == jnp.int4:
+            return self._int4(sources, block[1], values, scales, zeros)
         kinds = {self._tensors[name].kind for source in sources for name in source.all_names}
         reshaped = any(source.reshapes for source in sources)
         if kinds == {FP8} and block != (1, 0) and not reshaped:
@@ -209,6 +239,49 @@ class HFCheckpoint:
             jnp.bfloat16 if kinds == {"BF16"} else jnp.float32,
             lambda index, leaf: self._plain(sources if index is None else [sources[index]], leaf),
         )
+
+    def _int4(
+        self,
+        sources: Sequence[Source],
+        group: int,
+        values: Leaf,
+        scales: Leaf,
+        zeros: Leaf | None,
+    ) -> tuple[jax.Array, ...]:
+        """The leaves of an INT4 matrix."""
+        tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
+        packed = {n: t for n, t in tensors.items() if isinstance(t, PackedTensor)}
+        kept = {n: t for n, t in packed.items() if _is_int4(t, group)}
+        if not kept:
+            made = quantised_here(
+                values,
+                scales,
+                jnp.float32 if packed else jnp.bfloat16,
+                lambda index, leaf: self._plain(
+                    sources if index is None else [sources[index]], leaf
+                ),
+            )
+            return made if zeros is None else (*made, zeroed(zeros))
+        if len(kept) < len(tensors) or any(source.view or source.more for source in sources):
+            raise CheckpointError(
+                f"{next(iter(kept.values())).path}: {next(iter(tensors))} and others are one "
+                "matrix here, and not all in INT4, or ffn.shared_ranks divides them: set "
+                "ffn.weights, or convert the folder first (python -m jaxserve.convert)"
+            )
+        codes: Tensors = {name: tensor.part("codes", group) for name, tensor in kept.items()}
+        of_scales: Tensors = {name: tensor.part("scales", group) for name, tensor in kept.items()}
+        grids = [
+            source._replace(shapes=tuple(of_scales[name].shape for name in source.names))
+            for source in sources
+        ]
+        leaves = (
+            self._array(sources, values, codes),
+            self._array(grids, scales, of_scales, empty=1.0),
+        )
+        if zeros is None:
+            return leaves
+        of_zeros: Tensors = {name: tensor.part("zeros", group) for name, tensor in kept.items()}
+        return (*leaves, self._array(grids, zeros, of_zeros))
 
     def _channels(
         self, sources: Sequence[Source], dtype: jnp.dtype
@@ -376,6 +449,13 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
         elif tensor.kind not in READABLE and not (_is_blocked(tensor) and name in matrices):
             problems.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
     return problems
+
+
+def _is_int4(tensor: PackedTensor, group: int) -> bool:
+    """Whether its values can be kept with a scale for so many columns (0: all)."""
+    packing = tensor.packing
+    fits = packing.group >= tensor.shape[1] if group == 0 else packing.group % group == 0
+    return packing.bits == 4 and packing.group > 0 and fits
 
 
 def _is_blocked(tensor: Tensor | PackedTensor) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.config.model import Int4, MatrixPart
 from jaxserve.errors import CheckpointError
 
 FORMAT = 2
@@ -26,7 +27,7 @@ CALIBRATION = "calibration.json"
 BLOCKS = "blocks"
 """Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
 
-Stored = Literal["plain", "fp8", "fp8_block", "int8"]
+Stored = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +36,11 @@ class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     dtype: str
     checksum: str
+
+    @property
+    def int4(self) -> tuple[int, ...]:
+        """The shape, if this is an INT4 array; empty: it is none."""
+        return self.shape if self.dtype == "int4" else ()
 
 
 class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +62,10 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     calibration: str = ""
     """Digest of the text and settings that the weights were calibrated with; empty: they were
     not."""
+    int4: Int4 | None = None
+    """Of INT4 matrices; None: there are none."""
+    plain_parts: tuple[MatrixPart, ...] = ()
+    """What is in `dtype` all the same."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxserve.checkpoint.reading import Region, read_regions
 from jaxserve.checkpoint.tensors import Tensor
+from jaxserve.errors import CheckpointError
 
 Layout = Literal["scaled", "fp8_block", "packed", "gptq", "awq"]
 Shape = tuple[int, ...]
@@ -42,7 +43,9 @@ class Packing(NamedTuple):
     zero_plus: int = 0
     """Added to stored zero points."""
     symmetric: bool = True
-    """`packed`: without zero points."""
+    """Without zero points, or (`gptq`) with none but the middle of the range."""
+    in_order: bool = True
+    """Whether a group's columns are neighbours."""
 
     @property
     def per_word(self) -> int:
@@ -60,6 +63,19 @@ class PackedTensor(NamedTuple):
     parts: dict[str, Tensor]
     """By their suffix."""
     kind: str = "packed"
+    seen: Literal["numbers", "codes", "scales", "zeros"] = "numbers"
+    """What of it is read: the numbers that it stands for, or what an INT4 matrix is made of."""
+    group: int = 0
+    """Of scales and zero points: for how many columns there is one; divides that of the packing."""
+
+    def part(self, seen: Literal["codes", "scales", "zeros"], group: int) -> "PackedTensor":
+        """The values of an INT4 matrix, -8..7, or its scales or zero points for so many columns; 0:
+        all of them."""
+        if seen == "codes":
+            return self._replace(seen=seen)
+        rows, columns = self.shape
+        grid = rows, -(-columns // group) if group else 1
+        return self._replace(seen=seen, group=group or self.packing.group, shape=grid)
 
     @property
     def values(self) -> Tensor:
@@ -153,8 +169,12 @@ def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
     row, column = divmod(region.first, tensor.shape[1])
     rows, columns = slice(row, row + region.rows), slice(column, column + region.columns)
     reader = _Reader(tensor, on_read)
-    of = {"scaled": _scaled, "packed": _compressed, "gptq": _gptq, "awq": _awq}
-    numbers = of[tensor.packing.layout](reader, rows, columns)
+    if tensor.seen == "numbers":
+        of = {"scaled": _scaled, "packed": _compressed, "gptq": _gptq, "awq": _awq}
+        numbers = of[tensor.packing.layout](reader, rows, columns)
+    else:
+        parts = {"codes": _codes, "scales": _scales, "zeros": _zeros}
+        numbers = parts[tensor.seen](reader, rows, columns)
     region.target[...] = numbers.astype(region.target.dtype)
 
 
@@ -212,6 +232,58 @@ class _Reader(NamedTuple):
     def all_groups(self) -> int:
         d_in, group = self.tensor.shape[1], self.tensor.packing.group
         return -(-d_in // group) if group else 1
+
+
+def _codes(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    """The values of an INT4 matrix."""
+    packing = reader.tensor.packing
+    if packing.layout == "packed":
+        codes = reader.codes("weight_packed", rows, columns, packed=1)
+    else:
+        codes = reader.codes("qweight", columns, rows, packed=int(packing.layout == "awq")).T
+    index = "weight_g_idx" if packing.layout == "packed" else "g_idx"
+    neighbours = np.arange(columns.start, columns.stop) // packing.group
+    if not np.array_equal(reader.groups(columns, index), neighbours):
+        raise CheckpointError(
+            f"{reader.tensor.path}: {index} has columns in an order of their own, which INT4 in "
+            "memory has not: set attention.weights and ffn.weights"
+        )
+    if packing.layout == "gptq" and packing.symmetric:
+        groups = slice(int(neighbours[0]), int(neighbours[-1]) + 1)
+        if _zero_codes(reader, rows, groups).any():
+            raise CheckpointError(
+                f"{reader.tensor.path}: quantization_config.sym is true, and there are zero points"
+            )
+    return codes.astype(np.int8) - np.int8(8)
+
+
+def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
+    """The stored groups of columns of scales, and which of these each column has."""
+    of = np.arange(columns.start, columns.stop) * reader.tensor.group
+    of //= reader.tensor.packing.group
+    return slice(int(of[0]), int(of[-1]) + 1), of - of[0]
+
+
+def _scales(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    groups, of = _places(reader, columns)
+    if reader.tensor.packing.layout == "packed":
+        return reader.floats("weight_scale", rows, groups)[:, of]
+    return reader.floats("scales", groups, rows)[of].T
+
+
+def _zeros(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    groups, of = _places(reader, columns)
+    return _zero_codes(reader, rows, groups)[:, of]
+
+
+def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
+    """The zero points of an INT4 matrix, -8..7."""
+    packing = reader.tensor.packing
+    if packing.layout == "packed":
+        zeros = reader.codes("weight_zero_point", rows, groups, packed=0)
+    else:
+        zeros = (reader.codes("qzeros", groups, rows, packed=1).T + packing.zero_plus) & 15
+    return zeros.astype(np.int8) - np.int8(8)
 
 
 def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:

@@ -2,10 +2,10 @@
 wanted, else from storage.
 
 xDeepServe §6.3 (fast start by forking from a running worker). Nothing is computed on the way: 8-bit
-matrices travel with their scales, as the other worker quantised or read them, so what arrives is
-bit for bit what this worker would have made of the checkpoint. A worker that is lost in the middle
-of an array costs that array alone, which the next source gives from its beginning. `link/weights_*`
-is the channel, `roles/held_weights.py` the other end.
+and INT4 matrices travel with their scales (INT4 as a byte a value), as the other worker quantised
+or read them, so what arrives is bit for bit what this worker would have made of the checkpoint. A
+worker that is lost in the middle of an array costs that array alone, which the next source gives
+from its beginning. `link/weights_*` is the channel, `roles/held_weights.py` the other end.
 """
 
 import json
@@ -19,7 +19,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxserve.checkpoint.arrays import Leaf, block_of, make_array, make_leaves, wanted_leaves
+from jaxserve.checkpoint.arrays import (
+    QUANTISED_PARTS,
+    Leaf,
+    block_of,
+    make_array,
+    make_leaves,
+    wanted_leaves,
+)
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
@@ -153,10 +160,10 @@ class PeerCheckpoint:
             (array,) = self._take(template, blocks, tables, {name: leaf})
             return array
 
-        def quantised(base: str, values: Leaf, scales: Leaf) -> tuple[jax.Array, jax.Array]:
-            wanted = {f"{base}.values": values, f"{base}.scales": scales}
-            first, second = self._take(template, blocks, tables, wanted)
-            return first, second
+        def quantised(base: str, *parts: Leaf) -> tuple[jax.Array, ...]:
+            names = [f"{base}.{kind}" for kind in QUANTISED_PARTS[: len(parts)]]
+            wanted = dict(zip(names, parts, strict=True))
+            return tuple(self._take(template, blocks, tables, wanted))
 
         return make_leaves(leaves, tables[0].keys(), plain, quantised)
 
@@ -167,7 +174,7 @@ class PeerCheckpoint:
         tables: Sequence[Sources],
         wanted: dict[str, Leaf],
     ) -> list[jax.Array]:
-        """A leaf, or the two of an 8-bit matrix, from the first source that gives them."""
+        """A leaf, or those of a quantised matrix, from the first source that gives them."""
         shapes = [_stored_shapes(table, wanted) for table in tables]
         # Entries that are parts of another matrix are put together from storage alone.
         parted = any(name in template.parts or _base(name) in template.parts for name in wanted)
@@ -293,10 +300,10 @@ def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape
     if len(wanted) == 1:
         (name,) = wanted
         return {name: leaf_shape(sources[name])}
-    values, scales = wanted
+    values, *grids = wanted
     shape = leaf_shape(sources[_base(values)])
-    block = block_of(wanted[values], wanted[scales])
-    return {values: shape, scales: scales_shape(shape, block)}
+    block = block_of(wanted[values], wanted[grids[0]])
+    return {values: shape, **dict.fromkeys(grids, scales_shape(shape, block))}
 
 
 def scales_shape(values: Shape, block: tuple[int, int]) -> Shape:

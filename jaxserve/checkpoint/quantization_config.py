@@ -11,18 +11,23 @@ from typing import Any, Literal, NamedTuple
 
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import Packing
+from jaxserve.config.model import Int4
 
 SECTION = "quantization_config"
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
 
-StoredFormat = Literal["plain", "fp8", "fp8_block", "int8"]
+StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
+
+GROUPS = (32, 64, 128)
+"""Of 4-bit columns, that may share a scale in memory."""
 
 
 class Quantisation(NamedTuple):
     """How matrices are stored."""
 
     stored: StoredFormat
-    """What they are kept in where a role's weights are `auto`; 4 bits become plain floats."""
+    """What they are kept in where a role's weights are `auto`; what no kernel or product knows
+    becomes plain floats: other bits and groups, columns in an order of their own."""
     packing: Packing | None = None
     """None: as plain tensors, or FP8 blocks in DeepSeek's naming."""
 
@@ -37,6 +42,17 @@ def packing_of(tree: Mapping[str, Any]) -> Packing | None:
     """Of a config.json whose entries have been checked."""
     section = tree.get(SECTION)
     return quantisation(section, Entries({})).packing if isinstance(section, Mapping) else None
+
+
+def int4_of(packing: Packing) -> Int4:
+    """How matrices of this packing are scaled that are kept in INT4."""
+    return Int4(packing.group, zero_points=not packing.symmetric)
+
+
+def _kept(packing: Packing) -> Quantisation:
+    """As INT4 where they can be, else as floats."""
+    kept = packing.bits == 4 and packing.group in GROUPS and packing.in_order
+    return Quantisation("int4" if kept else "plain", packing)
 
 
 def quantisation(section: Mapping[str, Any], outer: Entries) -> Quantisation:
@@ -81,9 +97,12 @@ def _gptq(inner: Entries) -> Quantisation:
     inner.only("pack_dtype", "int32")
     # Other bits or groups for some modules.
     inner.only("dynamic", {}, False)
-    # Zero points and the order of columns are in tensors; the rest is how it was made.
+    # Groups are of columns by their activations, unless they were made before that order.
+    in_order = inner.any("desc_act") is not True or inner.any("static_groups") is True
+    symmetric = inner.any("sym") is True
+    # The rest is how it was made.
     inner.meaningless(
-        *("desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "lm_head", "meta"),
+        *("static_groups", "true_sequential", "damp_percent", "lm_head", "meta"),
         *("model_name_or_path", "model_file_base_name", "is_marlin_format", "quantizer", "dataset"),
         *("batch_size", "block_name_to_quantize", "cache_block_outputs", "exllama_config"),
         *(
@@ -98,7 +117,7 @@ def _gptq(inner: Entries) -> Quantisation:
     inner.only("is_marlin_format", False)
     # The first format stores zero points less one.
     plus = 0 if inner.any("checkpoint_format") == "gptq_v2" else 1
-    return Quantisation("plain", Packing("gptq", bits, group, zero_plus=plus))
+    return _kept(Packing("gptq", bits, group, plus, symmetric=symmetric, in_order=in_order))
 
 
 def _awq(inner: Entries) -> Quantisation:
@@ -109,7 +128,7 @@ def _awq(inner: Entries) -> Quantisation:
     # Which modules are plain is seen by their tensors.
     inner.meaningless("modules_to_not_convert", "backend", "do_fuse", "exllama_config")
     inner.meaningless("fuse_max_seq_len", "modules_to_fuse")
-    return Quantisation("plain", Packing("awq", bits, group))
+    return _kept(Packing("awq", bits, group, symmetric=False))
 
 
 def _group(inner: Entries) -> int:
@@ -164,7 +183,8 @@ def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
     kind, strategy = weights.any("type"), weights.any("strategy")
     bits, symmetric = weights.size("num_bits"), weights.flag("symmetric", default=True)
     weights.only("dynamic", False)
-    weights.meaningless("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+    in_order = weights.any("actorder") not in ("group", True)
+    weights.meaningless("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     found = Quantisation("plain")
     if format == "pack-quantized":
         weights.only("type", "int")
@@ -173,7 +193,7 @@ def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
         weights.only("block_structure", None)
         size = weights.size("group_size") if strategy == "group" else 0
         weights.meaningless("group_size")
-        found = Quantisation("plain", Packing("packed", bits, size, symmetric=symmetric))
+        found = _kept(Packing("packed", bits, size, symmetric=symmetric, in_order=in_order))
     elif kind == "float" and strategy == "block":
         weights.only("num_bits", 8)
         weights.only("block_structure", [128, 128], "128x128")

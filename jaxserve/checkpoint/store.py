@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
+    QUANTISED_PARTS,
     Leaf,
     block_of,
     fill,
@@ -159,33 +160,45 @@ class StoreCheckpoint:
         return stack
 
     def _multiplied(self, block: dict[str, ReadableArray], name: str, leaf: Leaf) -> jax.Array:
-        values, scales = block[f"{name}.values"], block[f"{name}.scales"]
-        sizes = _stored_block(values, scales)
+        parts = [part for kind in QUANTISED_PARTS if (part := block.get(f"{name}.{kind}"))]
+        values, *grids = parts
+        sizes = _stored_block(values, grids[0])
         *outer, d_out, d_in = leaf.shape
         columns = -(-d_in // sizes[1]) if sizes[1] else 1
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
         grid = (*outer, -(-d_out // sizes[0]), columns)
-        of_scales = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
+        whole = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
         multiply = _multiplier(leaf._replace(entries=None), sizes)
         return multiply(
-            self._array([values], leaf.of(values.dtype)), self._array([scales], of_scales)
+            self._array([values], leaf.of(values.dtype)),
+            *(self._array([part], whole.of(part.dtype)) for part in grids),
         )
 
     def _quantised(
-        self, blocks: Sequence[dict[str, ReadableArray]], name: str, values: Leaf, scales: Leaf
-    ) -> tuple[jax.Array, jax.Array]:
-        """Values and scales of an 8-bit matrix, as stored or quantised here."""
+        self,
+        blocks: Sequence[dict[str, ReadableArray]],
+        name: str,
+        values: Leaf,
+        scales: Leaf,
+        zeros: Leaf | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Values and scales of a quantised matrix, as stored or quantised here, and zero points
+        where there is a leaf for them."""
         if f"{name}.values" in blocks[0]:
             of_values = [block[f"{name}.values"] for block in blocks]
             of_scales = [block[f"{name}.scales"] for block in blocks]
             places = _scale_places(of_values[0], of_scales[0], values, scales)
             if places is not None and of_values[0].dtype == values.dtype:
                 stored = self._array(of_values, values)
-                return stored, self._scales(of_scales, scales, places)
+                made = (stored, self._scales(of_scales, scales, places))
+                if zeros is None:
+                    return made
+                of_zeros = [block[f"{name}.zeros"] for block in blocks]
+                return (*made, self._scales(of_zeros, zeros, places, empty=0))
             floats: np.dtype = np.dtype(np.float32)
         else:
             floats = blocks[0][name].dtype
-        return quantised_here(
+        quantised = quantised_here(
             values,
             scales,
             floats,
@@ -193,6 +206,7 @@ class StoreCheckpoint:
                 blocks if index is None else [blocks[index]], name, leaf
             ),
         )
+        return quantised if zeros is None else (*quantised, zeroed(zeros))
 
     def _array(self, arrays: Sequence[ReadableArray], leaf: Leaf) -> jax.Array:
         def make(parts: list[Ranges]) -> list[np.ndarray]:
@@ -202,9 +216,17 @@ class StoreCheckpoint:
         return make_array(leaf, make)
 
     def _scales(
-        self, arrays: Sequence[ReadableArray], leaf: Leaf, places: tuple[np.ndarray, np.ndarray]
+        self,
+        arrays: Sequence[ReadableArray],
+        leaf: Leaf,
+        places: tuple[np.ndarray, np.ndarray],
+        empty: float = 1.0,
     ) -> jax.Array:
-        """Scales for smaller blocks than the stored ones, of which they are parts."""
+        """Scales (or zero points) for smaller blocks than the stored ones, of which they are parts.
+
+        Args:
+          empty: of padding.
+        """
         rows, columns = places
         grids = [read_array(array) for array in arrays]
         self.on_read(sum(grid.nbytes for grid in grids))
@@ -213,7 +235,7 @@ class StoreCheckpoint:
         padding = [(0, n - have) for n, have in zip(leaf.full_shape, full.shape, strict=True)]
         if leaf.entries is not None:
             padding[0 if leaf.layers is None else 1] = 0, 0
-        full = np.pad(full, padding, constant_values=1.0)
+        full = np.pad(full, padding, constant_values=empty)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             targets = []
@@ -223,18 +245,24 @@ class StoreCheckpoint:
                 targets.append(target)
             return targets
 
-        return make_array(leaf, make, empty=1.0)
+        return make_array(leaf, make, empty=empty)
 
 
 def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, ReadableArray]:
     """The block's arrays, with the further entries that the template has of some."""
     arrays: dict[str, ReadableArray] = dict(block)
     for name, array in block.items():
-        base = name.removesuffix(".values").removesuffix(".scales")
+        base = _base(name)
         if part := template.parts.get(base):
             other = block[part.name + name.removeprefix(base)]
             arrays[name] = array_with_parts(array, other, part.pieces, part.axis)
     return arrays
+
+
+def _base(leaf: str) -> str:
+    """The matrix of a leaf that is a part of one; any other as it is."""
+    base, _, part = leaf.rpartition(".")
+    return base if part in QUANTISED_PARTS else leaf
 
 
 def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -273,11 +301,11 @@ def _scale_places(
 
 
 @functools.lru_cache(maxsize=256)
-def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A compiled function that dequantises values and scales to the leaf."""
+def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[..., jax.Array]:
+    """A compiled function that dequantises values, scales and maybe zero points to the leaf."""
 
-    def multiply(values: jax.Array, scales: jax.Array) -> jax.Array:
-        return dequantize_weight(QuantArray(values, scales, block), leaf.dtype)
+    def multiply(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
+        return dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
 
     return jax.jit(multiply, out_shardings=leaf.sharding)
 
@@ -299,11 +327,12 @@ def open_blocks(
     with ThreadPoolExecutor(_OPENED_AT_ONCE, "jaxserve-open") as pool:
         places = [(name, leaf) for name in known for leaf in manifest.blocks[name]]
         paths = [folder / BLOCKS / name / leaf for name, leaf in places]
-        found = dict(zip(places, pool.map(_opened, paths), strict=True))
+        int4 = [manifest.blocks[name][leaf].int4 for name, leaf in places]
+        found = dict(zip(places, pool.map(_opened, paths, int4), strict=True))
     for name in known:
         stored = manifest.blocks[name]
         arrays[name] = {}
-        bases = {leaf.removesuffix(".values").removesuffix(".scales") for leaf in stored}
+        bases = set(map(_base, stored))
         for base in sorted(expected[name] - bases):
             problems.append(f"missing {name}: {base}")
         for base in sorted(bases - expected[name]):
@@ -318,9 +347,9 @@ def open_blocks(
     return arrays, problems
 
 
-def _opened(path: Path) -> StoredArray | CheckpointError:
+def _opened(path: Path, int4: tuple[int, ...]) -> StoredArray | CheckpointError:
     try:
-        return open_array(path)
+        return open_array(path, int4)
     except CheckpointError as error:
         return error
 

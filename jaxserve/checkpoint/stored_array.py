@@ -6,6 +6,7 @@ Called by `store.py` and `conversion.py`. Knows neither JAX nor models.
 from pathlib import Path
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import tensorstore
 
@@ -26,18 +27,21 @@ class StoredArray(NamedTuple):
 
     path: Path
     store: tensorstore.TensorStore
+    int4: tuple[int, ...] = ()
+    """The shape of an INT4 array, of which two neighbours are a byte, low bits first; empty: it is
+    none."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.store.shape)
+        return self.int4 or tuple(self.store.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.store.dtype.numpy_dtype)
+        return np.dtype(ml_dtypes.int4 if self.int4 else self.store.dtype.numpy_dtype)
 
     @property
     def nbytes(self) -> int:
-        return self.store.size * self.dtype.itemsize
+        return self.store.size * self.store.dtype.numpy_dtype.itemsize
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
         """Copies a part of the array, converted to the target's dtype.
@@ -57,6 +61,8 @@ class StoredArray(NamedTuple):
             return 0
         part = self.store[tuple(slice(low, high) for low, high in spans)]
         inside = target[tuple(slice(high - low) for low, high in spans)]
+        if self.int4:
+            return self._read_int4(spans, inside)
         destination = tensorstore.array(inside, context=_CONTEXT, copy=False, write=True)
         if part.dtype != destination.dtype:
             part = part.astype(destination.dtype)
@@ -68,6 +74,18 @@ class StoredArray(NamedTuple):
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
         return part.size * self.dtype.itemsize
+
+    def _read_int4(self, spans: list[tuple[int, int]], target: np.ndarray) -> int:
+        """As `read_into`, of a part that is there."""
+        low, high = spans[-1]
+        whole = [*spans[:-1], (low // 2, -(-high // 2))]
+        packed = np.empty([stop - start for start, stop in whole], np.uint8)
+        read = self._replace(int4=()).read_into(tuple(whole), packed)
+        both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+        first = low - 2 * whole[-1][0]
+        signed = (both[..., first : first + high - low] ^ 8).astype(np.int8) - np.int8(8)
+        target[...] = signed.astype(target.dtype)
+        return read
 
 
 class ArrayWithParts(NamedTuple):
@@ -129,8 +147,11 @@ def array_with_parts(
     return joined
 
 
-def open_array(path: Path) -> StoredArray:
+def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
     """Opens the array in a folder; its chunks are not looked at.
+
+    Args:
+      int4: as of `StoredArray`.
 
     Raises:
       CheckpointError: there is no Zarr 3 array.
@@ -148,11 +169,17 @@ def open_array(path: Path) -> StoredArray:
     shared = context() if remote else _CONTEXT
     opened = tensorstore.open(spec, open=True, read=True, context=shared)
     try:
-        return StoredArray(path, opened.result(timeout=ANSWER_SECONDS))
+        array = StoredArray(path, opened.result(timeout=ANSWER_SECONDS))
     except TimeoutError:
         raise CheckpointError(f"{path}: no answer within {ANSWER_SECONDS:g} s") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: no array that can be read: {error}") from None
+    packed = (*int4[:-1], -(-int4[-1] // 2)) if int4 else ()
+    if int4 and (array.store.dtype != tensorstore.uint8 or tuple(array.store.shape) != packed):
+        raise CheckpointError(
+            f"{path} is {array.store.dtype.name}{list(array.store.shape)}, no INT4 {int4}"
+        )
+    return array._replace(int4=int4)
 
 
 def read_array(array: ReadableArray) -> np.ndarray:

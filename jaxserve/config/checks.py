@@ -41,7 +41,7 @@ def complete(deployment: "Deployment") -> "Deployment":
         if weights in ("float32", "bfloat16") and weights != deployment.dtype:
             raise ConfigError(
                 f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
-                "that or in 8 bits"
+                "that or in 8 or 4 bits"
             )
     shared, ranks = deployment.ffn.shared_ranks, deployment.expert_ranks
     if shared >= ranks:

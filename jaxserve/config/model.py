@@ -109,6 +109,20 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     top_groups: int = 1
 
 
+class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How INT4 matrices are scaled."""
+
+    group: int = 128
+    """Of d_in, how many share a scale."""
+    zero_points: bool = False
+    """Whether a group has a zero point, too (as AWQ's)."""
+
+
+MatrixPart = Literal["attention", "dense", "experts"]
+"""What matrices belong to: the attention part of a layer, its dense FFN or shared expert, or its
+routed experts."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder of pre-norm layers: attention, and a dense FFN or a mixture of experts."""
 
@@ -130,10 +144,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
-    stored: Literal["plain", "fp8", "fp8_block", "int8"] = "plain"
-    """How the checkpoint stores its matrices: `plain` floats, or 8 bits. `fp8_block` has a scale
-    per block of 128 × 128; `fp8` and `int8` a scale per output channel (converted checkpoints
-    only)."""
+    stored: Literal["plain", "fp8", "fp8_block", "int8", "int4"] = "plain"
+    """How the checkpoint stores its matrices: `plain` floats, or 8 or 4 bits. `fp8_block` has a
+    scale per block of 128 × 128; `fp8` and `int8` a scale per output channel; `int4` as `int4`
+    says."""
+    int4: Int4 = Int4()
+    """Of `stored` int4, and of what is made INT4 on loading."""
+    plain_parts: frozenset[MatrixPart] = frozenset()
+    """What the checkpoint keeps as floats all the same."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0

@@ -12,7 +12,7 @@ from msgspec import Meta
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
-Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
+Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8", "int4"]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
@@ -32,8 +32,9 @@ class AttentionRole(Section, frozen=True):
     tp: Size = 1
     """Devices of a DP group, which divide the query heads among them. `auto`: as of `dp`."""
     weights: Weights = "auto"
-    """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks or `dtype`),
-    `bfloat16`, `float32`, `fp8`, `int8`. Embedding, head, norms and router are never quantised."""
+    """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
+    `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or
+    groups as the checkpoint has them). Embedding, head, norms and router are never quantised."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each device, in 10^9 bytes; a deployment that needs
     more is refused. 0: what the devices report (CPUs report nothing)."""
@@ -63,11 +64,11 @@ class FFNRole(Section, frozen=True):
     """Format of the ffn role's matrices, in colocated mode too; values as of
     `attention.weights`."""
     expert_rows: Literal["auto", "blocks", "float"] = "auto"
-    """Format of the rows that 8-bit routed experts multiply. `auto`: not quantised for FP8 weights
-    but on Hopper GPUs, which do as in `blocks` (with `link.dispatch` = fp8: as the rows came over
-    the wire), INT8 with one scale per row for INT8 weights; `blocks`: rows and hidden rows in the
-    weights' format, with a scale for every 128 columns (FP8 on TPUs: v7x only); `float`: never
-    quantised (W8A16)."""
+    """Format of the rows that quantised routed experts multiply. `auto`: not quantised for INT4
+    weights, nor for FP8 ones but on Hopper GPUs, which do as in `blocks` (with `link.dispatch` =
+    fp8: as the rows came over the wire), INT8 with one scale per row for INT8 weights; `blocks`:
+    rows and hidden rows in the format of 8-bit weights, with a scale for every 128 columns (FP8 on
+    TPUs: v7x only); `float`: never quantised (W8A16)."""
     exchange: Literal["auto", "gather", "alltoall"] = "auto"
     """How rows get to the devices that hold their experts, in colocated mode too. `gather`: all
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)

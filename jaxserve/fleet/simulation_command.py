@@ -24,7 +24,7 @@ from jaxserve.planner.deployment_options import read_deployment, read_scenario
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads, Lengths
 from jaxserve.planner.quantities import jitter, seconds, tokens
-from jaxserve.planner.scenario import Roles, Scenario, scenario
+from jaxserve.planner.scenario import Roles, Scenario, Stored, scenario
 from jaxserve.planner.simulate import Percentiles
 from jaxserve.planner.text import grid, json_text
 
@@ -157,7 +157,7 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
     return scenario(
         made,
         calculator.model,
-        "plain",
+        Stored(),
         roles,
         context,
         calculator.assumed,

@@ -4,6 +4,7 @@ runs and the part that the ffn role runs. The programs in `roles/` place them on
 A block is a module (`module.py`); inside a program it holds one device's slices of the weights.
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -13,7 +14,7 @@ import msgspec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFNKind, LayerKind, ModelConfig
+from jaxserve.config.model import FFNKind, LayerKind, MatrixPart, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
@@ -120,7 +121,10 @@ class FFNBlock(Module):
             self.experts = Experts(config, ranks, formats, rngs, **more)
             d_ff = 0 if shared_ranks else d_ff
         split: Literal["d_ff", "shared_d_ff"] = "shared_d_ff" if own_rows else "d_ff"
-        self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if d_ff else None
+        self.dense = None
+        if d_ff:
+            formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
+            self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split)
 
     def __call__(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
@@ -210,14 +214,17 @@ class ModelTemplates:
         tensor_ranks = axis_product(meshes.attention, "tp")
         attention = Formats(
             dtype,
-            weight_format(deployment.attention.weights, config),
+            weight_format(deployment.attention.weights, config, "attention"),
             shards(meshes.attention, ATTENTION_RULES),
+            int4=config.int4,
         )
         ffn = Formats(
             dtype,
-            weight_format(deployment.ffn.weights, config),
+            weight_format(deployment.ffn.weights, config, "experts"),
             shards(meshes.ffn, meshes.ffn_rules),
             expert_rows(deployment, config),
+            config.int4,
+            dense=weight_format(deployment.ffn.weights, config, "dense"),
         )
         self.embedding = Template(functools.partial(Embedding, config, dtype))
         self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
@@ -278,16 +285,16 @@ def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
     }
 
 
-def weight_format(wanted: str, config: ModelConfig) -> WeightFormat:
-    """The weight format of a role with `auto` resolved to the checkpoint's own format.
+def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> WeightFormat:
+    """The weight format of a part of a layer with `auto` resolved to the checkpoint's own format.
 
     `fp8` keeps the FP8 blocks of a checkpoint that has them.
     """
     if wanted == "auto":
-        return config.stored
+        return "plain" if part in config.plain_parts else config.stored
     if config.stored == "fp8_block" and wanted == "fp8":
         return "fp8_block"
-    formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8"}
+    formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8", "int4": "int4"}
     return formats.get(wanted, "plain")
 
 
@@ -295,12 +302,14 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
     """The `row_format` of routed experts that `ffn.expert_rows` asks for.
 
     Raises:
-      ConfigError: `blocks` with weights that are not in 8 bits, or that are sharded within a block.
+      ConfigError: with weights that are not quantised; `blocks` with weights that are not in 8
+        bits, or that are sharded within a block.
     """
     if deployment.ffn.expert_rows == "auto":
         return None
-    weights = weight_format(deployment.ffn.weights, config)
-    if weights == "plain":
+    weights = weight_format(deployment.ffn.weights, config, "experts")
+    rows = deployment.ffn.expert_rows
+    if weights == "plain" or (weights == "int4" and rows != "float"):
         raise ConfigError(
             f"ffn.expert_rows = {deployment.ffn.expert_rows} needs 8-bit weights, ffn.weights is "
             f"{deployment.ffn.weights}"

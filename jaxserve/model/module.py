@@ -19,17 +19,23 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.config.model import Int4
+from jaxserve.errors import ConfigError
 from jaxserve.mesh import Rules, partition_spec
 from jaxserve.model.quant.matmul import matmul
 from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
 
-WeightFormat = Literal["plain", "fp8", "fp8_block", "int8"]
-"""Storage format of matrices: the role's dtype, or 8 bits with scales (`quant/`)."""
+WeightFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
+"""Storage format of matrices: the role's dtype, or 8 or 4 bits with scales (`quant/`)."""
 
 BLOCK = 128
 """Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
+
+
+LEAST_GROUP = 16
+"""Fewest columns that share a scale in INT4; with fewer the scales take as much as INT8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +47,16 @@ class Formats:
       weights: storage format of the matrices that `matrix` makes.
       shards: number of shards of a dimension on the role's mesh, by name; 1 where missing.
       expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it.
+      int4: how INT4 matrices are scaled.
+      dense: storage format of dense FFNs and the shared expert, where it is another one.
     """
 
     dtype: jnp.dtype
     weights: WeightFormat = "plain"
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
     expert_rows: RowFormat | None = None
+    int4: Int4 = dataclasses.field(default_factory=Int4)
+    dense: WeightFormat | None = None
 
 
 class Weight:
@@ -104,32 +114,38 @@ class Rngs:
 
 
 class QuantWeight(Module):
-    """An 8-bit matrix, or a stack of them, with its scales.
+    """An 8-bit or INT4 matrix, or a stack of them, with its scales.
 
     Attributes:
       values: [..., d_out, d_in].
       scales: FP32, one per block.
+      zeros: INT8, as many, if the matrix has zero points.
       block: (rows, columns) that share a scale; 0 means the whole axis.
     """
 
     def __init__(
         self,
         value: Array,
-        weights: Literal["fp8", "fp8_block", "int8"],
+        weights: Literal["fp8", "fp8_block", "int8", "int4"],
         block: tuple[int, int],
         dimensions: tuple[str, ...],
+        *,
+        zero_points: bool = False,
     ):
         quantised = quantize_weight(value, weights, block)
         *outer, d_out, d_in = dimensions
         self.block = block
         self.values = Weight(quantised.values, dimensions=dimensions)
-        self.scales = Weight(
-            quantised.scales, dimensions=(*outer, d_out, d_in if block[1] else None)
-        )
+        of_blocks = (*outer, d_out, d_in if block[1] else None)
+        self.scales = Weight(quantised.scales, dimensions=of_blocks)
+        self.zeros: Weight | None = None
+        if zero_points:
+            self.zeros = Weight(jnp.zeros(quantised.scales.shape, jnp.int8), dimensions=of_blocks)
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
         """`[...]`, as of a `Weight`."""
-        return QuantArray(self.values[...], self.scales[...], self.block)
+        zeros = None if self.zeros is None else self.zeros[...]
+        return QuantArray(self.values[...], self.scales[...], self.block, zeros)
 
 
 def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
@@ -164,6 +180,18 @@ def side_by_side(
     if formats.weights == "plain":
         return plain
     names = _names(dimensions)
+    if formats.weights == "int4":
+        axis = list(dimensions)[-1]
+        shards = formats.shards.get(axis.rstrip("_"), 1)
+        group = _block(dimensions[axis], shards, formats.int4.group)
+        if group < LEAST_GROUP:
+            raise ConfigError(
+                f"INT4 weights: {axis.rstrip('_')} = {dimensions[axis]} over {shards} devices: a "
+                f"scale for {group} columns each; needs a multiple of {LEAST_GROUP} on each"
+            )
+        block = (1, group)
+        zero_points = formats.int4.zero_points
+        return QuantWeight(plain[...], "int4", block, names, zero_points=zero_points)
     block = (1, 0)
     if formats.weights == "fp8_block":
         d_out, d_in = (
@@ -174,9 +202,9 @@ def side_by_side(
     return QuantWeight(plain[...], formats.weights, block, names)
 
 
-def _block(size: int, shards: int) -> int:
+def _block(size: int, shards: int, most: int = BLOCK) -> int:
     """The block size of an axis: small enough that no block spans two devices."""
-    return BLOCK if shards == 1 else math.gcd(BLOCK, size // shards)
+    return most if shards == 1 else math.gcd(most, size // shards)
 
 
 def zeros(dtype: jnp.dtype, **dimensions: int) -> Weight:

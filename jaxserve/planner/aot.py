@@ -31,6 +31,7 @@ from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from pallas_kernels import small_ops
+from pallas_kernels.quantize import array_bytes
 
 COLLECTIVES = (
     "all-gather",
@@ -265,10 +266,7 @@ def _argument_bytes(program: Program) -> int:
     total = 0
     for argument, spec in zip(program.arguments, program.in_specs, strict=True):
         shard = cached_sharding(program.mesh, spec).shard_shape(argument.shape)
-        size = argument.dtype.itemsize
-        for length in shard:
-            size *= length
-        total += size
+        total += array_bytes(shard, argument.dtype)
     return total
 
 

@@ -9,9 +9,10 @@ import msgspec
 
 from jaxserve.planner.calibration import MeasuredStage
 
-Format = Literal["bfloat16", "fp8", "int8", "float32"]
+Format = Literal["bfloat16", "fp8", "int8", "int4", "float32"]
 FORMATS: tuple[Format, ...] = ("bfloat16", "fp8", "int8")
-"""Those that are planned for; FP32 is what simulated devices compute in."""
+"""Those that are planned for everything; FP32 is what simulated devices compute in, INT4 is for
+weights alone, in files that say so."""
 
 SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 SCALE = 4
@@ -22,6 +23,10 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Number formats for storage, transfer and computation."""
 
     weights: Format = "fp8"
+    group: int = 128
+    """Of INT4 weights: how many share a scale."""
+    zero_points: bool = False
+    """Of INT4 weights: whether they share a zero point, too."""
     cache: Format = "fp8"
     dispatch: Format = "fp8"
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
@@ -33,6 +38,14 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     weights in FP8 and attends in BF16."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`: of rows, embedding and head."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of a parameter, in INT4 with its part of what the group shares; other formats' scales are
+        few enough to be left out."""
+        if self.weights == "int4":
+            return 0.5 + (SCALE + self.zero_points) / self.group
+        return SIZE[self.weights]
 
     @property
     def linear(self) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
@@ -73,10 +74,19 @@ class Scenario(NamedTuple):
         return Rooflines(self.layout, self.attention, self.ffn, hardware, loads, extra)
 
 
+class Stored(NamedTuple):
+    """Formats of a checkpoint's matrices."""
+
+    attention: str = "plain"
+    ffn: str = "plain"
+    """Of experts; of dense FFNs where there are none."""
+    int4: Int4 = Int4()
+
+
 def scenario(
     deployment: Deployment,
     model: CostModel,
-    stored: str,
+    stored: Stored,
     roles: Roles,
     context: int,
     assumed: Assumptions,
@@ -85,7 +95,7 @@ def scenario(
     """Everything about a deployment.
 
     Args:
-      stored: format of the checkpoint's matrices, which `weights: auto` takes over.
+      stored: formats of the checkpoint's matrices, which `weights: auto` takes over.
       context: mean tokens of a sequence, for predictions that are not given lengths.
 
     Raises:
@@ -95,10 +105,12 @@ def scenario(
     gather = afd and deployment.link.route == "broadcast"
     exchange = "gather" if gather else deployment.ffn.exchange
 
-    def calculator(weights: str) -> Calculator:
+    def calculator(weights: str, stored_as: str) -> Calculator:
         rows: Literal["bfloat16", "float32"] = deployment.dtype
         formats = Formats(
-            weights=_format("weights", _weights(weights, stored, deployment)),
+            weights=_format("weights", _weights(weights, stored_as, deployment)),
+            group=stored.int4.group,
+            zero_points=stored.int4.zero_points,
             cache=_format("cache.format", deployment.cache_format),
             dispatch=_format("link.dispatch", deployment.dispatch_format),
             rows=rows,
@@ -109,8 +121,8 @@ def scenario(
     return Scenario(
         deployment,
         layout_of(deployment, roles.names),
-        calculator(deployment.attention.weights),
-        calculator(deployment.ffn.weights),
+        calculator(deployment.attention.weights, stored.attention),
+        calculator(deployment.ffn.weights, stored.ffn),
         roles,
     )
 
@@ -134,14 +146,21 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
     )
 
 
-def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, str]:
-    """The deployment's model, and the format of its matrices in the checkpoint.
+def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
+    """The deployment's model, and the formats of its matrices in the checkpoint.
 
     Raises:
       ConfigError: its folder has no description.
     """
     config = model_config(Path(deployment.model))
-    return load_model(deployment.model, configs), config.stored if config else "plain"
+    stored = Stored()
+    if config is not None:
+        formats = [
+            "plain" if part in config.plain_parts else config.stored
+            for part in ("attention", "experts" if config.experts else "dense")
+        ]
+        stored = Stored(formats[0], formats[1], config.int4)
+    return load_model(deployment.model, configs), stored
 
 
 def _weights(wanted: str, stored: str, deployment: Deployment) -> str:

@@ -262,7 +262,7 @@ class Calculator(NamedTuple):
           sent: rows, if every DP group had as many as the fullest, whose devices an exchange waits
             for; 0: `tokens`.
         """
-        d_model, size = self.model.d_model, SIZE[self.formats.weights]
+        d_model, size = self.model.d_model, self.formats.weight_bytes
         if self._is_whole(group, mesh):
             tokens, mesh, sent = -(-tokens // mesh.ranks), mesh._replace(ranks=1), 0
         apart = group.experts and mesh.shared
@@ -430,7 +430,7 @@ class Calculator(NamedTuple):
         """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
         attention in BF16."""
         split, whole = group.split_parameters(self.model.d_model)
-        size = SIZE[self.formats.weights]
+        size = self.formats.weight_bytes
         total = (split / tp + whole) * size
         if group.kind == "mla":
             total += head_parameters(group) / tp * (SIZE[self.formats.rows] - size)
@@ -451,7 +451,7 @@ class Calculator(NamedTuple):
                 parts = tp if apart or self._is_whole(group, mesh) else mesh.ranks * tp
                 width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
-        return total * SIZE[self.formats.weights]
+        return total * self.formats.weight_bytes
 
     def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network

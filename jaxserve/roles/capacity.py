@@ -31,13 +31,14 @@ from jaxserve.roles.activations import (
     latent_width,
 )
 from jaxserve.roles.layout import Bucket
+from pallas_kernels.quantize import array_bytes
 
 GB = 10**9
 FP32 = 4
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of a text model; scales of 8-bit formats are none."""
+    """Numbers of parameters of a text model; scales and zero points are none."""
 
     total: int
     """Without multi-token prediction; a tied head counts once."""
@@ -212,7 +213,7 @@ def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, setting
 
 
 def _shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
+    return array_bytes(sharding.shard_shape(shape), dtype)
 
 
 def _step_sizes(config: ModelConfig, deployment: Deployment, tokens: int) -> StepSizes:
@@ -347,8 +348,11 @@ def _smaller(
     if deployment.mode == "colocated":
         roles = ("attention", "ffn")
     for role in roles:
-        if getattr(deployment, role).weights not in ("fp8", "int8") and config.stored == "plain":
+        now = getattr(deployment, role).weights
+        if now not in ("fp8", "int8", "int4") and config.stored == "plain":
             yield f"{role}.weights", "fp8"
+        if now != "int4" and role == "ffn" and config.stored != "int4":
+            yield f"{role}.weights", "int4"
     if part.cache and deployment.cache_format not in ("fp8", "int8"):
         yield "cache.format", "fp8"
     yield "scheduler.token_budget", deployment.scheduler.slots

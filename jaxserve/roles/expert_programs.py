@@ -22,8 +22,9 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import ragged_all_to_all
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template
-from jaxserve.model.quant import as_bits
+from jaxserve.model.quant import from_bytes, in_bytes
 from jaxserve.roles.program import REPLICATED, Program
+from pallas_kernels.quantize import array_bytes
 
 NOTHING = -1
 """In place of a slot: nothing is copied."""
@@ -59,7 +60,7 @@ def expert_bytes(template: Template, sizes: SlotSizes) -> int:
       template: of a MoE layer's block.
     """
     total = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
+        array_bytes(leaf.shape, leaf.dtype)
         for leaf, names in zip(template.leaves, template.dimensions, strict=True)
         if names[0] == "slots"
     )
@@ -150,8 +151,8 @@ class ExpertPrograms:
                     part = jax.lax.dynamic_slice(leaf, place, inner)
                 mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=1)
                 got = ragged_all_to_all(
-                    as_bits(part),
-                    as_bits(mine),
+                    in_bytes(part),
+                    in_bytes(mine),
                     jnp.where(sends, source % local, 0).astype(jnp.int32),
                     sends.astype(jnp.int32),
                     jnp.zeros(ranks, jnp.int32),
@@ -159,7 +160,8 @@ class ExpertPrograms:
                     axes=(self.axis,),
                     rows=1,
                 )
-                return jax.lax.dynamic_update_slice_in_dim(held, _same(got, mine), start, axis=1)
+                value = from_bytes(got, mine)
+                return jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=1)
 
             count = len(self.places)
             return tuple(map(fetched, arrays[:count], arrays[count:]))
@@ -243,8 +245,3 @@ def add_load(
 ) -> UInt32[Array, "layers 1 experts"]:
     """A device's counts with what its experts just got."""
     return counts + load[:, None].astype(counts.dtype)
-
-
-def _same(bits: Array, leaf: Array) -> Array:
-    """In the shape and dtype of the leaf."""
-    return jax.lax.bitcast_convert_type(bits, leaf.dtype).reshape(leaf.shape)

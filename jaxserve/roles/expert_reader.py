@@ -17,6 +17,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.mesh import Rules, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.weights import LeafSource
+from pallas_kernels.quantize import array_bytes
 
 
 class ExpertReader:
@@ -57,5 +58,5 @@ class ExpertReader:
         leaves = []
         for leaf in source.leaves(template, self._names.ffn[layer], shardings):
             leaves.append(leaf)
-            time.sleep(leaf.nbytes / self._bytes_per_second)
+            time.sleep(array_bytes(leaf.shape, leaf.dtype) / self._bytes_per_second)
         return tuple(leaves)

@@ -36,6 +36,7 @@ from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
+from pallas_kernels.quantize import array_bytes
 
 Leaves = tuple[jax.Array, ...]
 
@@ -191,7 +192,7 @@ class ExpertSlots:
     def slot_bytes(self) -> int:
         """Bytes of one expert's weights on all devices that share it."""
         leaves, layers = self._weights.bank(0), len(self.banks[0].layers)
-        total = sum(leaves[place].nbytes for place in self._places)
+        total = sum(array_bytes(leaves[p].shape, leaves[p].dtype) for p in self._places)
         return total // (layers * self.sizes.all_slots)
 
     def carry_out(self, action: Action) -> None:

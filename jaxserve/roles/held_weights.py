@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.arrays import block_of
+from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of
 from jaxserve.checkpoint.peer import scales_shape, weights_hello
 from jaxserve.checkpoint.regions import leaf_shape
 from jaxserve.config.deployment import Deployment
@@ -125,9 +125,9 @@ def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
         base, _, kind = name.rpartition(".")
         if name in sources:
             shape = leaf_shape(sources[name])
-        elif base in sources and kind in ("values", "scales"):
+        elif base in sources and kind in QUANTISED_PARTS:
             shape = leaf_shape(sources[base])
-            if kind == "scales":
+            if kind != "values":
                 shape = scales_shape(shape, block_of(leaves[f"{base}.values"], leaves[name]))
         else:
             held[name] = None

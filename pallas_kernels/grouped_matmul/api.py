@@ -9,7 +9,8 @@ constants, as are the plans that kernels derive from them.
 Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
 FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
 scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
-int32 and are multiplied by both scales (W8A8).
+int32 and are multiplied by both scales (W8A8). INT4 weights: as FP8 ones, with a scale and maybe a
+zero point for every group of d_in (W4A16).
 
 `row_format="float"`: rows are not quantised for INT8 weights either (W8A16); for FP8 weights it is
 the same as None.
@@ -20,9 +21,9 @@ multiplied by both scales and accumulated in FP32. `grouped_swiglu` quantises th
 likewise, from FP32, in the epilogue of the product that makes them, where a kernel's tile holds 128
 columns but not the whole row. Of TPUs, only v7x supports it in FP8.
 
-On Hopper GPUs the kernel has no support for FP32 rows, widths that are not a multiple of 64, and a
-few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, which is said or refused
-(`pallas_kernels/coverage.py`).
+On Hopper GPUs the kernel has no support for INT4 weights, FP32 rows, widths that are not a multiple
+of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, which is said or
+refused (`pallas_kernels/coverage.py`).
 """
 
 from typing import Literal, get_args
@@ -224,6 +225,8 @@ def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> 
             )
         if row_format == "float":
             continue
+        if array.dtype == jnp.int4:
+            raise ValueError(f"row_format is {row_format!r}, {name} is int4: needs 'float' or None")
         if (array.dtype == jnp.int8) != (row_format == "int8"):
             raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
         block_in = array.block[1]

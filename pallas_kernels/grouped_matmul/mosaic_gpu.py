@@ -175,6 +175,8 @@ def gap(row_dtype: DTypeLike, weights: Sequence[WeightArray], row_format: str | 
 
 def _gap(weights: WeightArray, row_format: str | None) -> str:
     d_out, d_in = weights.shape[1:]
+    if weights.dtype == jnp.int4:
+        return "INT4 weights"
     if d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
         return f"weights [{d_out}, {d_in}] (multiples of {OUT_MULTIPLE})"
     if row_format in ("fp8", "int8") and d_in % ROW_BLOCK:

@@ -33,6 +33,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     Sizes,
     Visits,
     arrange_scales,
+    arrange_zeros,
     plan_call,
     plan_visits,
 )
@@ -125,6 +126,7 @@ class _Inputs(NamedTuple):
         [tile_rows, _].
       weights: one or two arrays [groups, d_out, d_in], in HBM.
       scales: for each of them, if quantised, as `arrange_scales` gives them.
+      zeros: of INT4 weights that have some, likewise.
     """
 
     visits: Visits
@@ -132,6 +134,7 @@ class _Inputs(NamedTuple):
     row_scales: tuple[Any, ...]
     weights: tuple[Any, ...]
     scales: tuple[Any, ...]
+    zeros: tuple[Any, ...] = ()
 
 
 class _Call(NamedTuple):
@@ -194,8 +197,13 @@ def _grouped_products(
     if source is not None:
         rows, row_scales = jax.tree.map(lambda array: array[source], (rows, row_scales))
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
+    # INT4 in VMEM takes a byte a value.
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
-    scales = [arrange_scales(w) for w in weights if isinstance(w, QuantArray)]
+    if values[0].dtype == jnp.int4:
+        column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in _of_groups(weights))
+    quantised = [w for w in weights if isinstance(w, QuantArray)]
+    scales = [arrange_scales(w) for w in quantised]
+    zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, d_in) if in_blocks else block_in
     format = _format(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
@@ -210,7 +218,7 @@ def _grouped_products(
         jnp.dtype(out_dtype).itemsize,
     )
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows, zero_padding)
-    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales))
+    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales), zeros)
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
@@ -245,7 +253,7 @@ def _grouped_products(
                     pl.BlockSpec(
                         (1, array.shape[1] // column_tiles, *array.shape[2:]), scales_block
                     )
-                    for array in inputs.scales
+                    for array in (*inputs.scales, *inputs.zeros)
                 ],
             ],
             out_specs=out_specs,
@@ -349,6 +357,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
                     inputs.rows.at[part],
                     buffer.at[position % 2, columns],
                     *(scales.at[0, units] for scales in inputs.scales[i : i + 1]),
+                    *(zeros.at[0, units] for zeros in inputs.zeros[i : i + 1]),
                     row_scales=[scales[part, :] for scales in inputs.row_scales],
                 )
                 for i, buffer in enumerate(buffers)
@@ -382,18 +391,30 @@ def _swiglu(gate: Array, up: Array) -> Array:
     return gate * (1 / (1 + jnp.exp(-gate))) * up
 
 
+def _of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
+    """The arrays of INT4 weights that have numbers for groups: scales, zero points."""
+    return [
+        array
+        for w in weights
+        if isinstance(w, QuantArray)
+        for array in (w.scales, w.zeros)
+        if array is not None
+    ]
+
+
 def _same_format(a: WeightArray, b: WeightArray) -> bool:
     if isinstance(a, QuantArray) and isinstance(b, QuantArray):
-        return a.dtype == b.dtype and a.block == b.block
+        same = a.dtype == b.dtype and a.block == b.block
+        return same and (a.zeros is None) == (b.zeros is None)
     return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
 
 
 def _format(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
     """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it.
 
-    INT8 weights that are converted are cut as FP8 ones.
+    INT8 weights that are converted are cut as FP8 ones, and so are INT4 ones.
     """
-    converted = dtype == jnp.int8 and row_dtype != jnp.int8
+    converted = dtype == jnp.int4 or (dtype == jnp.int8 and row_dtype != jnp.int8)
     fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)
     name = "fp8" if fp8 else jnp.dtype(dtype).name
     return name + (" rows" if rows else "") + (" blocks" if blocks else "")

@@ -185,6 +185,12 @@ class Scales(NamedTuple):
     block_in: int
 
 
+def arrange_zeros(weights: QuantArray) -> Float32[Array, "groups units _ _"]:
+    """Bring the zero points into the order of the scales, which they are as many as."""
+    zeros = weights.zeros.astype(jnp.float32)
+    return arrange_scales(QuantArray(weights.values, zeros, weights.block)).array
+
+
 def arrange_scales(weights: QuantArray) -> Scales:
     """Bring the scales into the kernel's order."""
     groups, d_out, d_in = weights.shape

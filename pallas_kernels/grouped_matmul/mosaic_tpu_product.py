@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.grouped_matmul.mosaic_tpu_plan import LANES
 from pallas_kernels.quantize import from_bits
 
 
@@ -26,40 +29,80 @@ class Blocks(NamedTuple):
 
 
 def product(
-    blocks: Blocks, rows: Any, weight: Any, scales: Any = None, *, row_scales: list[Array]
+    blocks: Blocks,
+    rows: Any,
+    weight: Any,
+    scales: Any = None,
+    zeros: Any = None,
+    *,
+    row_scales: list[Array],
 ) -> Array:
-    """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns]."""
+    """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns].
+
+    Zero points are multiplied by the sum of a row's block, and not taken from each weight.
+    """
     if scales is None:
         return _dot(rows[...], weight[...])
     d_in, columns = rows.shape[1], weight.shape[0]
     units = scales.shape[0]
+
+    def spread(ref: Any, number: Any) -> Array:
+        """What the columns have for a block, [1, step_columns]."""
+        place = (number, slice(None)) if blocks.by_column else (0, slice(number, number + 1))
+        of_units = [
+            jnp.broadcast_to(ref[unit, *place].reshape(1, -1), (1, columns // units))
+            for unit in range(units)
+        ]
+        return jnp.concatenate(of_units, axis=1)
+
+    def scaled(x: Array, w: Array, index: Any, number: Any) -> Array:
+        """Sums over one block: the `index`-th that is summed up, with the `number`-th scale."""
+        scale = spread(scales, number)
+        for scales_of_row in row_scales:
+            column = min(index, scales_of_row.shape[1] - 1) if scales_of_row.shape[1] > 1 else 0
+            scale = scales_of_row[:, column : column + 1] * scale
+        sums = _dot(x, w).astype(jnp.float32)
+        if zeros is not None:
+            of_row = jnp.sum(x.astype(jnp.float32), axis=1, keepdims=True)
+            sums -= of_row * spread(zeros, number)
+        return sums * scale
+
+    if blocks.by_column and blocks.product_in < LANES and d_in % LANES == 0:
+        parts = LANES // blocks.product_in
+
+        def add(index: Any, total: Array) -> Array:
+            here = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
+            x, w = rows[:, here], _converted(weight[:, here], rows.dtype)
+            for part in range(parts):
+                block = slice(part * blocks.product_in, (part + 1) * blocks.product_in)
+                number = index * parts + part
+                total += scaled(x[:, block], w[:, block], 0, number)
+            return total
+
+        # A loop: unrolled, the compiler takes minutes for groups of 32.
+        nothing = jnp.zeros((rows.shape[0], columns), jnp.float32)
+        return lax.fori_loop(0, d_in // LANES, add, nothing)
     sums = []
     for index, first in enumerate(range(0, d_in, blocks.product_in)):
         block = slice(first, min(first + blocks.product_in, d_in))
         number = first // blocks.block_in
-        place = (number, slice(None)) if blocks.by_column else (0, slice(number, number + 1))
-        of_units = [
-            jnp.broadcast_to(scales[unit, *place].reshape(1, -1), (1, columns // units))
-            for unit in range(units)
-        ]
-        scale = jnp.concatenate(of_units, axis=1)
-        for scales_of_row in row_scales:
-            column = min(index, scales_of_row.shape[1] - 1)  # a scale for all, or one for each
-            scale = scales_of_row[:, column : column + 1] * scale
-        product = _dot(rows[:, block], from_bits(weight[:, block])).astype(jnp.float32)
-        sums.append(product * scale)
+        sums.append(scaled(rows[:, block], from_bits(weight[:, block]), index, number))
     return sum(sums[1:], start=sums[0])
 
 
 def _dot(rows: Array, weights: Array) -> Array:
     """[rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
-    full = rows.dtype == jnp.float32
-    # No MXU multiplies integers by floats; FP8 by BF16 is for the compiler to convert.
-    converts = full or (weights.dtype == jnp.int8 and rows.dtype != jnp.int8)
     return lax.dot_general(
         rows,
-        weights.astype(rows.dtype) if converts else weights,
+        _converted(weights, rows.dtype),
         (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if full else None,
+        precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
         preferred_element_type=jnp.int32 if rows.dtype == jnp.int8 else jnp.float32,
     )
+
+
+def _converted(weights: Array, dtype: DTypeLike) -> Array:
+    """Weights as rows of this dtype multiply them."""
+    # No MXU multiplies integers by floats; FP8 by BF16 is for the compiler to convert.
+    integers = weights.dtype in (jnp.int8, jnp.int4) and weights.dtype != dtype
+    return weights.astype(dtype) if integers or dtype == jnp.float32 else weights

@@ -1,4 +1,5 @@
-"""Quantisation to 8 bits: rows with one scale each, weights with one per row or block."""
+"""Quantisation to 8 bits: rows with one scale each, weights with one per row or block; INT4 weights
+with one per group."""
 
 from pallas_kernels.quantize.api import (
     Format,
@@ -8,9 +9,10 @@ from pallas_kernels.quantize.api import (
     quantize_rows,
     quantize_weight,
 )
-from pallas_kernels.quantize.bits import as_bits, from_bits
+from pallas_kernels.quantize.bits import array_bytes, as_bits, from_bits, from_bytes, in_bytes
 from pallas_kernels.quantize.quant_array import (
     EIGHT_BITS,
+    GROUPS,
     QuantArray,
     check_quant_array,
     scales_shape,
@@ -18,14 +20,18 @@ from pallas_kernels.quantize.quant_array import (
 
 __all__ = [
     "EIGHT_BITS",
+    "GROUPS",
     "Format",
     "QuantArray",
     "WeightFormat",
+    "array_bytes",
     "as_bits",
     "check_quant_array",
     "dequantize_rows",
     "dequantize_weight",
     "from_bits",
+    "from_bytes",
+    "in_bytes",
     "quantize_rows",
     "quantize_weight",
     "scales_shape",

@@ -13,14 +13,15 @@ from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.quant_array import QuantArray, check_quant_array
 
 Format = Literal["fp8", "int8"]
-WeightFormat = Literal["fp8", "fp8_block", "int8"]
+WeightFormat = Literal["fp8", "fp8_block", "int8", "int4"]
 
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {
     "fp8": (1, 0),
     "fp8_block": (128, 128),
     "int8": (1, 0),
+    "int4": (1, 128),
 }
-"""How many weights [d_out, d_in] share a scale: a row, or DeepSeek's blocks."""
+"""How many weights [d_out, d_in] share a scale: a row, DeepSeek's blocks, or a group of a row."""
 
 
 def quantize_rows(
@@ -70,10 +71,11 @@ def quantize_weight(
 ) -> QuantArray:
     """Quantise a weight (or a stack) symmetrically, by the largest magnitude of every block.
 
-    "fp8" and "int8" have one scale an output channel, "fp8_block" one for 128 x 128 weights; the
-    last block of an axis may be smaller. Rounding, saturation and what is too small or not finite
-    are as in `quantize_rows`: a block of zeros gets the scale 1. It is plain array code, so that
-    under `jax.jit` sharded arrays are quantised as a whole, whatever the sharding.
+    "fp8" and "int8" have one scale an output channel, "fp8_block" one for 128 x 128 weights, "int4"
+    (-7..7) one for 128 of d_in; the last block of an axis may be smaller. Rounding, saturation and
+    what is too small or not finite are as in `quantize_rows`: a block of zeros gets the scale 1. It
+    is plain array code, so that under `jax.jit` sharded arrays are quantised as a whole, whatever
+    the sharding.
 
     Args:
       w: floats.
@@ -91,7 +93,7 @@ def quantize_weight(
     block = BLOCKS[format] if block is None else block
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"block is {block}, needs two sizes of at least 0")
-    return reference.quantize_weight(w, "int8" if format == "int8" else "fp8", block)
+    return reference.quantize_weight(w, "fp8" if format == "fp8_block" else format, block)
 
 
 def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:

@@ -6,14 +6,42 @@ of 16 MB takes 25 ms, as bits 0.01 ms. Since a bit cast is a copy there, long-li
 pages) are best kept as bits.
 """
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 
 def as_bits(x: Num[Array, "..."]) -> Num[Array, "..."]:
     """The bits, uint8, of a float8_e4m3fn array; any other array as it is."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+
+
+def array_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
+    """Bytes of an array on a device, where two int4 numbers are one."""
+    size = math.prod(shape)
+    return -(-size // 2) if dtype == jnp.int4 else size * jnp.dtype(dtype).itemsize
+
+
+def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
+    """Two int4 numbers a byte, uint8, the first one low, padded with a zero; any other array as
+    `as_bits`. Neither collectives nor files take int4."""
+    if x.dtype != jnp.int4:
+        return as_bits(x)
+    if x.shape[-1] % 2:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint8)
+
+
+def from_bytes(x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"]) -> Num[Array, "..."]:
+    """What `in_bytes` made these of: an array of the dtype and the shape of another one."""
+    if like.dtype != jnp.int4:
+        return jax.lax.bitcast_convert_type(x, like.dtype).reshape(like.shape)
+    numbers = jax.lax.bitcast_convert_type(x, jnp.int4).reshape(*like.shape[:-1], -1)
+    return numbers[..., : like.shape[-1]]
 
 
 def from_bits(x: Num[Array, "..."]) -> Num[Array, "..."]:

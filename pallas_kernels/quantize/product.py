@@ -32,7 +32,8 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
     """x · wᵀ for one weight [d_out, d_in]; the caller has checked shapes and dtypes.
 
     FP8 weights: x is not quantised; its products with the e4m3 values are accumulated in FP32 over
-    the columns of one block, scaled, and added up in FP32, in order. INT8 weights: every row of x
+    the columns of one block, scaled, and added up in FP32, in order. INT4 weights: the same, with
+    the differences between values and zero points. INT8 weights: every row of x
     is quantised to INT8 over the whole of d_in; the sums are exact (int32) and are multiplied by
     `x_scale * w_scale`.
     """
@@ -47,8 +48,8 @@ def quant_product_of_floats(
 ) -> Float32[Array, "rows d_out"]:
     """x · wᵀ without quantising x, for w in any format; the caller has checked shapes and dtypes.
 
-    INT8 values are treated as `quant_product` treats FP8 ones: BF16 and FP16 represent them
-    exactly.
+    INT8 and INT4 values are treated as `quant_product` treats FP8 ones: BF16 and FP16 represent
+    them, and INT4 ones without their zero points, exactly.
     """
     return _sum_of_blocks(x, w, None)
 
@@ -100,6 +101,9 @@ def _sum_of_blocks(
         start = index * block
         columns = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
         values = jax.lax.dynamic_slice_in_dim(bits, start, size, axis=1)
+        if w.zeros is not None:
+            zeros = jax.lax.dynamic_slice_in_dim(w.zeros, index, 1, axis=1)
+            values = values.astype(jnp.int8) - spread_scales(zeros, (d_out, 1), (w.block[0], 1))
         scales = jax.lax.dynamic_slice_in_dim(w.scales, index, 1, axis=1)  # [blocks of d_out, 1]
         scales = spread_scales(scales, (d_out, 1), (w.block[0], 1)).T
         if x_scales is not None:
@@ -117,12 +121,12 @@ def _sum_of_blocks(
 
 
 def _dot(x: Array, values: Array) -> Array:
-    """Products with 8-bit values, summed in int32 if x is INT8, too; else in FP32, in x's dtype.
+    """Products with quantised values: for INT8 x summed in int32, else in x's dtype and FP32.
 
     Every e4m3 number and every 8-bit integer is one of BF16 too.
     """
     if x.dtype == jnp.int8:
-        return product_of_rows(x, values, dtype=jnp.int32)
+        return product_of_rows(x, values.astype(jnp.int8), dtype=jnp.int32)
     return product_of_rows(
         x, from_bits(values).astype(x.dtype), precision=jax.lax.Precision.HIGHEST
     )

@@ -1,4 +1,4 @@
-"""An 8-bit array: values, scales, and the block of values that shares a scale.
+"""A quantised array: values, scales, and the block of values that shares a scale.
 
 Made by `quantize_weight` or read from a checkpoint; accepted by every op that multiplies by
 weights. Knows nothing of the formats' names.
@@ -13,27 +13,33 @@ import jax.numpy as jnp
 EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
 """The 8-bit dtypes of values; uint8 holds the bits of float8_e4m3fn."""
 
+GROUPS = (32, 64, 128)
+"""How many of d_in share a scale in INT4, unless a device's share asks for a divisor of them."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantArray:
-    """`values * scales`, with one scale for every block of the last two axes.
+    """`values * scales`, with one scale for every block of the last two axes; with zero points
+    `(values - zeros) * scales`.
 
-    A pytree of two arrays, so that it passes through jit, scan and `shard_map`; its leading axes
+    A pytree of its arrays, so that it passes through jit, scan and `shard_map`; its leading axes
     (layers, experts) may be sliced away with `jax.tree.map`. It checks nothing when it is made,
     since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
 
     Attributes:
-      values: [*batch, d_out, d_in], int8, float8_e4m3fn, or the latter's bits as uint8, which are
-        cheaper to slice (`bits.py`).
+      values: [*batch, d_out, d_in], int8, int4, float8_e4m3fn, or the latter's bits as uint8,
+        which are cheaper to slice (`bits.py`).
       scales: FP32 [*batch, ceil(d_out / block_out), ceil(d_in / block_in)].
       block: (block_out, block_in), the values along each axis that share a scale; 0: the whole
         axis. The last block of an axis may be smaller.
+      zeros: of int4 values, int8 of the scales' shape, what stands for zero; None: 0.
     """
 
     values: Any
     scales: Any
     block: tuple[int, int] = field(metadata={"static": True})
+    zeros: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,10 +72,10 @@ def check_quant_array(name: str, array: QuantArray) -> None:
       ValueError: they do not; the message calls the array `name`.
     """
     values, scales, block = array.values, array.scales, array.block
-    if values.ndim < 2 or values.dtype not in EIGHT_BITS:
+    if values.ndim < 2 or values.dtype not in (*EIGHT_BITS, jnp.int4):
         raise ValueError(
             f"{name}.values is {values.dtype}{values.shape}, "
-            "needs float8_e4m3fn (or its bits, uint8) or int8 [..., d_out, d_in]"
+            "needs float8_e4m3fn (or its bits, uint8), int8 or int4 [..., d_out, d_in]"
         )
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"{name}.block is {block}, needs two sizes of at least 0")
@@ -78,4 +84,12 @@ def check_quant_array(name: str, array: QuantArray) -> None:
         raise ValueError(
             f"{name}.scales is {scales.dtype}{scales.shape}, values {values.shape} in blocks of "
             f"{block} need float32{expected}"
+        )
+    if (zeros := array.zeros) is None:
+        return
+    if values.dtype != jnp.int4:
+        raise ValueError(f"{name} has zero points, which int4 values have, and is {values.dtype}")
+    if zeros.dtype != jnp.int8 or zeros.shape != expected:
+        raise ValueError(
+            f"{name}.zeros is {zeros.dtype}{zeros.shape}, scales {expected} need int8{expected}"
         )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Num
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
 
-LARGEST = {"fp8": 448.0, "int8": 127.0}
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -40,7 +40,9 @@ def dequantize_rows(
 
 
 def quantize_weight(
-    w: Float[Array, "*batch d_out d_in"], format: Literal["fp8", "int8"], block: tuple[int, int]
+    w: Float[Array, "*batch d_out d_in"],
+    format: Literal["fp8", "int8", "int4"],
+    block: tuple[int, int],
 ) -> QuantArray:
     """Divide every block by its scale, as `quantize_rows` does with a row."""
     w = w.astype(jnp.float32)
@@ -53,16 +55,20 @@ def quantize_weight(
 
 
 def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:
-    """Multiply every block by its scale."""
+    """Multiply every block by its scale, without its zero point where it has one."""
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
-    product = from_bits(w.values).astype(jnp.float32) * spread_scales(w.scales, w.shape, w.block)
+    values = from_bits(w.values).astype(jnp.float32)
+    if w.zeros is not None:
+        values -= spread_scales(w.zeros, w.shape, w.block)
+    product = values * spread_scales(w.scales, w.shape, w.block)
     return jnp.clip(product, -limit, limit).astype(dtype)
 
 
 def spread_scales(
-    scales: Float32[Array, "..."], shape: tuple[int, ...], block: tuple[int, int]
-) -> Float32[Array, "..."]:
-    """Repeat every scale over its block, so that the result broadcasts with values of `shape`."""
+    scales: Num[Array, "..."], shape: tuple[int, ...], block: tuple[int, int]
+) -> Num[Array, "..."]:
+    """Repeat every scale (or zero point) over its block, so that the result broadcasts with values
+    of `shape`."""
     for axis, size in zip((-2, -1), block, strict=True):
         if size > 1:
             scales = jnp.repeat(scales, size, axis=axis)
@@ -84,18 +90,18 @@ def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
     return jnp.max(jnp.pad(magnitudes, padding).reshape(shape), axis=axis + 1)
 
 
-def _scales(largest: Array, format: Literal["fp8", "int8"]) -> Array:
+def _scales(largest: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
     """The scales of groups of numbers whose largest magnitudes these are."""
     scales = largest * jnp.float32(1.0 / LARGEST[format])
     # Some hardware flushes subnormal numbers to zero. With this limit they become zero everywhere.
     return jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
 
 
-def _values(x: Array, inverse: Array, format: Literal["fp8", "int8"]) -> Array:
-    """FP32 numbers times the inverse of their scales, rounded to 8 bits."""
+def _values(x: Array, inverse: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
+    """FP32 numbers times the inverse of their scales, rounded to the format."""
     # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
     # would become NaN.
     scaled = jnp.clip(x * inverse, -LARGEST[format], LARGEST[format])
     if format == "fp8":
         return scaled.astype(jnp.float8_e4m3fn)
-    return jnp.round(scaled).astype(jnp.int8)
+    return jnp.round(scaled).astype(jnp.int8 if format == "int8" else jnp.int4)

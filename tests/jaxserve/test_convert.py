@@ -1,6 +1,7 @@
 """`python -m jaxserve.convert` from end to end: the converted model answers as the original."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from jaxserve import convert
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CALIBRATION, read_manifest
 from jaxserve.checkpoint.store import open_blocks
+from jaxserve.config.model import Int4
 from jaxserve.engine.build import build_engine, make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
+from tests.jaxserve.checkpoint.test_packed import FORMATS as PACKED
+from tests.jaxserve.checkpoint.test_packed import write as write_packed
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_step3 import write_tiny_step3
 
@@ -71,6 +75,51 @@ def test_fp8_blocks_answer_as_the_original(tmp_path):
     assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == tokens(folder, LAYOUTS["1A1F"])
 
 
+@pytest.mark.slow
+def test_int4_groups_answer_as_the_original(tmp_path):
+    """AWQ's, with zero points, cut over four devices."""
+    awq, pack = PACKED["awq"]
+    write_packed(tmp_path / "source", awq, pack)
+    assert convert.main([str(tmp_path / "source"), str(tmp_path / "converted")]) == 0
+    assert read_config(tmp_path / "converted")[0] == read_config(tmp_path / "source")[0]
+    expected = tokens(tmp_path / "source", LAYOUTS["colocated"])
+    assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == expected
+
+
+@pytest.mark.slow
+def test_floats_become_int4_there_and_here(tmp_path, tiny_model):
+    """A conversion rounds FFNs as loading does, and leaves attention alone."""
+    options = [str(tiny_model), str(tmp_path / "int4"), "--weights", "int4"]
+    assert convert.main(options) == 0
+    expected = tokens(tiny_model, {"mode": "colocated", "ffn.weights": "int4"})
+    assert tokens(tmp_path / "int4", LAYOUTS["1A1F"]) == expected
+
+
+def test_calibrates_int4_groups(tmp_path, capsys):
+    folder, target = CATALOGUE["kimi_k2"].write(tmp_path / "source"), tmp_path / "target"
+    text = tmp_path / "text"
+    text.write_text("7 2 9 4 3 8 " * 8)
+    options = ["--weights", "int4", "--calibrate", str(text), "--group", "32"]
+    assert convert.main([str(folder), str(target), *options]) == 0
+    assert convert.main(["--verify", str(target)]) == 0
+    config, names = read_config(target)
+    assert (config.stored, config.int4, config.plain_parts) == ("int4", Int4(32), {"attention"})
+    arrays, problems = open_blocks(target, read_manifest(target), names)
+    assert problems == []
+    gate, block = arrays["layers.1.ffn"]["experts.gate.values"], arrays["layers.1.attention"]
+    assert (gate.dtype, gate.nbytes) == ("int4", math.prod(gate.shape) // 2)
+    assert block["attention.out"].dtype == "float32"
+    assert convert.main([str(folder), str(target), *options[:-1], "64"]) == 2
+    assert "is of another conversion: int4 Int4(group=32, " in capsys.readouterr().err
+
+
+def test_groups_are_not_made_of_other_groups(tmp_path, capsys):
+    write_packed(tmp_path / "source", *PACKED["w4a16"])
+    options = [str(tmp_path / "source"), str(tmp_path / "target"), "--weights", "int4"]
+    assert convert.main(options) == 2
+    assert "is in INT4 already, in groups of 32, and not 128" in capsys.readouterr().err
+
+
 def test_says_what_it_does(tmp_path, caplog, capsys):
     folder = write_tiny_step3(tmp_path / "source")
     target = tmp_path / "target"
@@ -116,12 +165,14 @@ def test_calibrates_on_a_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "b", "--calibrate", "c"], "--calibrate needs --weights int8, and not None"),
+        (["a", "b", "--calibrate", "c"], "--calibrate needs --weights int8 or int4, and not None"),
+        (["a", "b", "--group", "32"], "--group needs --weights int4, and not None"),
+        (["a", "b", "--weights", "int4", "--group", "48"], "--group: invalid choice: 48"),
         (["a", "b", "--expert-samples", "-1"], "argument --expert-samples: -1 is below 0"),
         ([], "SRC and DST are required, or --verify DST"),
         (["a"], "SRC and DST are required, or --verify DST"),
         (["a", "b", "--verify", "c"], "--verify takes no SRC and DST beside it"),
-        (["a", "b", "--weights", "int4"], "invalid choice: 'int4'"),
+        (["a", "b", "--weights", "int2"], "invalid choice: 'int2'"),
     ],
 )
 def test_arguments(arguments, message, capsys):

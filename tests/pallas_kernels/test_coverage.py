@@ -104,6 +104,18 @@ def test_products():
     assert traced(grouped_matmul, *wide) == [("grouped_matmul", reason)]
 
 
+def test_int4():
+    """TPUs have a kernel."""
+    weights = QuantArray(
+        shape(4, 256, 256, dtype=jnp.int4), shape(4, 256, 2, dtype=jnp.float32), (1, 128)
+    )
+    arguments = shape(32, 256), weights, shape(4, dtype=jnp.int32)
+    assert traced(grouped_matmul, *arguments) == [("grouped_matmul", "INT4 weights")]
+    assert traced(grouped_matmul, *arguments, target=V6E) == []
+    with pytest.raises(ValueError, match=r"row_format is 'int8', weights is int4"):
+        traced(functools.partial(grouped_matmul, row_format="int8"), *arguments)
+
+
 def test_the_rest():
     chunk = shape(8, 4, 192), shape(8, 4, 192), shape(8, 4, 128)
     places = shape(8, dtype=jnp.int32), shape(8, dtype=jnp.int32)

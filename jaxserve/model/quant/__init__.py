@@ -8,6 +8,8 @@ from pallas_kernels.quantize import (
     as_bits,
     dequantize_weight,
     from_bits,
+    from_bytes,
+    in_bytes,
     quantize_weight,
 )
 
@@ -17,6 +19,8 @@ __all__ = [
     "as_bits",
     "dequantize_weight",
     "from_bits",
+    "from_bytes",
+    "in_bytes",
     "matmul",
     "quantize_heads",
     "quantize_weight",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.calibration import layers, smoothing
-from jaxserve.calibration.gptq import Int8Matrix
+from jaxserve.calibration.gptq import IntMatrix
 from jaxserve.calibration.run import Calibration, Calibrator, Settings, cut
 from tests.jaxserve.calibration.float_model import FloatModel, all_layers
 from tests.reference.catalogue import CATALOGUE
@@ -28,8 +28,8 @@ def calibrated(model, sequences, settings=None):
 def unquantised(monkeypatch):
     """Smoothing at full strength, and no rounding."""
 
-    def as_it_is(weight, hessian=None):
-        return Int8Matrix(np.array(weight), np.ones((len(weight), 1), np.float32))
+    def as_it_is(weight, hessian=None, target=None):
+        return IntMatrix(np.array(weight), np.ones((len(weight), 1), np.float32))
 
     monkeypatch.setattr(layers, "gptq", as_it_is)
     monkeypatch.setattr(layers, "rounded", as_it_is)

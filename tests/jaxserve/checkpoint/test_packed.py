@@ -13,6 +13,7 @@ from jaxserve.checkpoint.packed import join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import Region
 from jaxserve.checkpoint.tensors import list_tensors
+from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
 from tests.jaxserve.checkpoint.test_fp8 import blocks, matrices
 from tests.reference.tiny_models import TinyModel
@@ -235,7 +236,8 @@ CUT = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
 
 @pytest.mark.unoptimised
 def test_a_folder_becomes_floats(tmp_path):
-    stand_for = write(tmp_path, AWQ, FORMATS["awq"][1])
+    """Those whose columns have an order of their own."""
+    stand_for = write(tmp_path, *FORMATS["gptq shuffled"])
     assert read_config(tmp_path)[0].stored == "plain"
     seen = 0
     for index, (_, leaves) in enumerate(blocks(tmp_path, CUT)):
@@ -267,6 +269,62 @@ def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
             np.testing.assert_allclose(values, expected(stand_for, index // 2, name), rtol=1e-6)
             seen += 1
     assert seen == 7 * read_config(tmp_path)[0].layers
+
+
+KEPT = {
+    "awq": Int4(GROUP, zero_points=True),
+    "gptq": Int4(GROUP, zero_points=True),
+    "w4a16": Int4(GROUP),
+}
+IN_ORDER = GPTQ | {"desc_act": False}
+
+
+@pytest.mark.unoptimised
+@pytest.mark.parametrize("name", KEPT)
+def test_four_bits_stay_as_they_are(name, tmp_path):
+    """On four devices, each with whole groups; the padding has no weights."""
+    section, pack = FORMATS[name]
+    stand_for = write(tmp_path, IN_ORDER if name == "gptq" else section, pack)
+    config, _ = read_config(tmp_path)
+    assert (config.stored, config.int4, config.plain_parts) == ("int4", KEPT[name], frozenset())
+    seen = 0
+    for index, (template, leaves) in enumerate(blocks(tmp_path, CUT)):
+        for leaf, found in matrices(template, leaves):
+            values = np.asarray(found.values).astype(np.float64)
+            assert (found.dtype, found.zeros is None) == ("int4", name == "w4a16")
+            assert np.abs(values).max() > 6
+            if found.zeros is not None:
+                values -= np.repeat(np.asarray(found.zeros, np.float64), found.block[1], -1)
+            values *= np.repeat(np.asarray(found.scales, np.float64), found.block[1], -1)
+            np.testing.assert_allclose(values, expected(stand_for, index // 2, leaf), rtol=1e-6)
+            seen += 1
+    assert seen == 7 * config.layers
+
+
+def test_parts_that_are_floats_stay_floats(tmp_path):
+    """As Kimi K2 Thinking's attention."""
+    write(tmp_path, *FORMATS["w4a16"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for base in sorted({name.rpartition(".")[0] for name in tensors if "self_attn.q_proj" in name}):
+        shape = tensors.pop(f"{base}.weight_shape")
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{base}.weight_")}
+        tensors[f"{base}.weight"] = np.ones(shape, np.float32)
+    save_file(tensors, path)
+    assert read_config(tmp_path)[0].plain_parts == {"attention"}
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (lambda *a: Packer().gptq(*a, shuffled=True), "g_idx has columns in an order of their own"),
+        (lambda *a: Packer().gptq(*a), "sym is true, and there are zero points"),
+    ],
+)
+def test_what_config_json_does_not_say(pack, message, tmp_path):
+    write(tmp_path, IN_ORDER | {"sym": True}, pack)
+    with pytest.raises(CheckpointError, match=message):
+        next(blocks(tmp_path, {}))
 
 
 def test_parts_that_are_missing_or_of_another_shape(tmp_path):

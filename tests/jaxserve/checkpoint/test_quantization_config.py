@@ -82,16 +82,29 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
         (BLOCKS | {"scale_fmt": "ue8m0"}, Quantisation("fp8_block")),  # DeepSeek-V3.1
         (BLOCKS | {"modules_to_not_convert": ["lm_head"]}, Quantisation("fp8_block")),
         (BLOCKS | {"dequantize": False, "kv_cache_scheme": None}, Quantisation("fp8_block")),
-        (GPTQ, Quantisation("plain", Packing("gptq", 4, 128, zero_plus=1))),
+        (GPTQ, Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1))),
+        (
+            GPTQ | {"desc_act": True, "sym": False},
+            Quantisation("plain", Packing("gptq", 4, 128, 1, symmetric=False, in_order=False)),
+        ),
+        (
+            GPTQ | {"desc_act": True, "static_groups": True},
+            Quantisation("int4", Packing("gptq", 4, 128, 1)),
+        ),
         (
             GPTQ | {"checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1},
             Quantisation("plain", Packing("gptq", 8, 0)),
         ),
-        (AWQ, Quantisation("plain", Packing("awq", 4, 128))),
-        (compressed(), Quantisation("plain", Packing("packed", 4, 32))),
+        (AWQ, Quantisation("int4", Packing("awq", 4, 128, symmetric=False))),
+        (compressed(), Quantisation("int4", Packing("packed", 4, 32))),
+        (
+            compressed(actorder="group"),
+            Quantisation("plain", Packing("packed", 4, 32, in_order=False)),
+        ),
+        (compressed(group_size=16), Quantisation("plain", Packing("packed", 4, 16))),
         (
             compressed("pack-quantized", symmetric=False, group_size=128),
-            Quantisation("plain", Packing("packed", 4, 128, symmetric=False)),
+            Quantisation("int4", Packing("packed", 4, 128, symmetric=False)),
         ),
         (
             compressed("pack-quantized", **CHANNEL),

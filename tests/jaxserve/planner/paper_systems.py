@@ -25,7 +25,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.scenario import Roles, scenario
+from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import Given, StageTimes
 from jaxserve.planner.text import grid, json_text
@@ -138,7 +138,7 @@ def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
     h800 = load_hardware("h800", None, configs)
     roles = Roles(h800, h800, ("h800", "h800"))
     assumed = msgspec.structs.replace(PAPER, forward=case.forward)
-    made = scenario(deployment, model, "plain", roles, context, assumed)
+    made = scenario(deployment, model, Stored(), roles, context, assumed)
     fp8 = [
         part._replace(formats=msgspec.structs.replace(part.formats, compute="fp8"))
         for part in (made.attention, made.ffn)

@@ -56,6 +56,9 @@ class TestAttend:
     def test_formats_decide_the_rate(self):
         assert Formats().linear == "bfloat16"  # FP8 weights meet BF16 activations
         assert Formats(weights="int8").linear == "int8"
+        assert Formats(weights="int4").linear == "bfloat16"
+        assert Formats(weights="int4").weight_bytes == 0.5 + 4 / 128
+        assert Formats(weights="int4", group=32, zero_points=True).weight_bytes == 0.5 + 5 / 32
         assert Formats(weights="int8").attention == "bfloat16"
         assert Formats(compute="fp8").attention == "fp8"
 

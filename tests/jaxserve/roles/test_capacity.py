@@ -359,3 +359,17 @@ class TestDescription:
         lines = describe(config, deployment, memory_of(deployment)).split("\n")
         assert lines[-2].endswith(" 25.21   ?")
         assert lines[-1] == "attention.memory_gb is not set: whether it fits is not known here"
+
+
+def test_int4_takes_half_a_byte_and_its_scales():
+    """Of Qwen3 30B's experts, 48 layers of 128; attention as it is."""
+    plain, int4 = (by_role("qwen3-30b-a3b", ffn_weights=name) for name in ("bfloat16", "int4"))
+    role = "ffn" if "ffn" in plain else "attention"
+    held = 48 * 128 * 3 * 768 * 2048 // plain[role].devices
+    saved = plain[role].weights - int4[role].weights
+    assert saved == held * 2 - held * (0.5 + 4 / 128)
+
+
+def test_int4_needs_whole_groups():
+    with pytest.raises(ConfigError, match=r"expert_d_ff = 768 over 64 devices: a scale for 4 col"):
+        by_role("qwen3-30b-a3b", mode="afd", ffn_weights="int4", ffn_ep=1, ffn_tp=64)

@@ -28,6 +28,9 @@ FORMATS = {
     "fp8_small_block": ("fp8", (64, 96)),
     "int8": ("int8", (1, 0)),
     "int8_block": ("int8", (128, 128)),
+    "int4": ("int4", (1, 128)),
+    "int4_zeros": ("int4", (1, 128)),
+    "int4_small_zeros": ("int4", (1, 32)),
 }
 """Names of formats: dtype of the values and block (block_out, block_in)."""
 
@@ -81,19 +84,27 @@ class Weight:
             1 if not size else -(-axis // size) for axis, size in zip(shape[1:], block, strict=True)
         ]
         scales = rng.uniform(0.5, 2, (shape[0], *counts)).astype(np.float32)
+        zeros = None
         if kind == "int8":
             values = rng.integers(-127, 128, shape).astype(np.int8)
+        elif kind == "int4":
+            values = rng.integers(-8, 8, shape).astype(ml_dtypes.int4)
+            if format.endswith("zeros"):
+                zeros = rng.integers(-8, 8, scales.shape).astype(np.int8)
         else:
             values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
         self.values = values.astype(np.float64)
+        if zeros is not None:
+            self.values -= spread_numpy(zeros, block, shape)
+            zeros = jnp.asarray(zeros)
         self.numpy = self.values * spread_numpy(scales, block, shape)
         scales[empty] = np.nan
-        if kind != "int8":
+        if kind not in ("int8", "int4"):
             values[empty] = np.nan
         values = jnp.asarray(values)
         if kind == "fp8_bits":
             values = jax.lax.bitcast_convert_type(values, jnp.uint8)
-        self.jax = QuantArray(values, jnp.asarray(scales), block)
+        self.jax = QuantArray(values, jnp.asarray(scales), block, zeros)
 
     def product(self, row, group, row_format=None):
         """A row [d_in] times a group's weights."""
@@ -231,8 +242,10 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
     @pytest.mark.parametrize(
         ("format", "dtype"),
         [
-            *((format, jnp.bfloat16) for format in FORMATS),
+            *((format, jnp.bfloat16) for format in FORMATS if "zeros" not in format),
             *((format, jnp.float32) for format in ("float", "fp8_block", "int8")),
+            pytest.param("int4_zeros", jnp.float32, marks=pytest.mark.slow),
+            pytest.param("int4_small_zeros", jnp.bfloat16, marks=pytest.mark.slow),
         ],
     )
     def test_matmul(self, format, dtype):
@@ -274,6 +287,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
             (("float",) * 3, jnp.bfloat16),
             (("fp8_block",) * 3, jnp.bfloat16),
             (("int8",) * 3, jnp.bfloat16),
+            (("int4_small_zeros",) * 3, jnp.bfloat16),
             (("float", "int8", "fp8"), jnp.float32),
         ],
         ids=str,

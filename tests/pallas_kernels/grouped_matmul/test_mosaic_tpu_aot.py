@@ -29,6 +29,8 @@ FORMATS = {
     "fp8_bits": (jnp.uint8, (1, 0)),
     "fp8_block": (jnp.float8_e4m3fn, (128, 128)),
     "int8": (jnp.int8, (1, 0)),
+    "int4": (jnp.int4, (1, 128)),
+    "int4_zeros": (jnp.int4, (1, 32)),
 }
 
 
@@ -63,7 +65,8 @@ def weight(groups, d_out, d_in, format):
     if block is None:
         return values
     scales = jax.ShapeDtypeStruct(scales_shape(values.shape, block), jnp.float32)
-    return QuantArray(values, scales, block)
+    zeros = jax.ShapeDtypeStruct(scales.shape, jnp.int8) if format.endswith("zeros") else None
+    return QuantArray(values, scales, block, zeros)
 
 
 def swiglu_arguments(shape, rows, format):
@@ -97,6 +100,7 @@ def compiled(function, mesh, arguments, specs):
         pytest.param("v7x", "deepseek_v3", 512, "fp8_block", marks=pytest.mark.slow),
         ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
         pytest.param("v7x", "qwen3_235b_ep8", 512, "int8", marks=pytest.mark.slow),
+        pytest.param("v6e", "qwen3_235b_ep8", 512, "int4", marks=pytest.mark.slow),
     ],
 )
 def test_swiglu_of_a_model(generation, name, tokens, format):
@@ -110,6 +114,23 @@ def test_swiglu_of_a_model(generation, name, tokens, format):
     assert "grouped_matmul" in text
     rows = arguments[0].shape[0] * (shape.d_model + shape.d_ff) * 2
     assert program.memory_analysis().temp_size_in_bytes < 2 * rows + 2**24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("generation", "format"), [("v5e", "int4"), ("v6e", "int4_zeros"), ("v7x", "int4_zeros")]
+)
+def test_int4_is_read_as_half_a_byte(generation, format):
+    """Scales and zero points are brought into the kernel's order; weights are not copied."""
+    shape = SHAPES["deepseek_v3_ep32"]
+    arguments = swiglu_arguments(shape, 256, format)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+    program = compiled(grouped_swiglu, mesh_of(generation), arguments, specs)
+    weights = 3 * shape.groups * shape.d_ff * shape.d_model
+    memory = program.memory_analysis()
+    assert "grouped_swiglu" in program.as_text()
+    assert memory.argument_size_in_bytes < 0.7 * weights
+    assert memory.temp_size_in_bytes < 0.3 * weights
 
 
 @pytest.mark.parametrize(
