@@ -36,14 +36,9 @@ class RoleMemory(NamedTuple):
     step: float
     """Activations of the largest step, and room for an expert on its way."""
 
-    @property
-    def kept(self) -> float:
-        """From step to step."""
-        return self.weights + self.cache
-
     def fits(self, hardware: Hardware, reserve: float) -> bool:
         """Whether weights and cache leave the reserve, and the step half of it."""
-        kept = self.kept
+        kept = self.weights + self.cache
         whole = kept + TEMPLATES * self.weights + self.step
         return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
 
@@ -114,6 +109,15 @@ class Memory:
         weights = fixed.attention + fixed.ffn
         return (RoleMemory(weights, cache, attending + multiplying),)
 
+    def kept(self, layout: Layout, batch: int) -> tuple[float, float]:
+        """Bytes of weights and cache on a device of the attention and of the ffn role; of the
+        latter 0, if colocated."""
+        fixed = self._fixed(layout)
+        cache = layout.lanes * batch * fixed.sequence
+        if layout.mode == "afd":
+            return fixed.attention + cache, fixed.ffn
+        return fixed.attention + fixed.ffn + cache, 0.0
+
     def fits(self, layout: Layout, batch: int) -> bool:
         """Whether so many sequences a DP group and lane do."""
         reserve = self._calculator.assumed.reserve
@@ -126,10 +130,13 @@ class Memory:
 
     def room(self, layout: Layout) -> int:
         """Sequences a DP group and lane that fit; 0: not even one."""
-        (one, *_) = self.held(layout, 1)
+        weights, _ = self.kept(layout, 0)
+        one = self.kept(layout, 1)[0] - weights
         there = self._attention[layout.attention].memory * (1 - self._calculator.assumed.reserve)
-        high = int((there - one.weights) // one.cache) + 1
-        low = 0
+        most = int((there - weights) // one)
+        if most < 1 or self.fits(layout, most):  # activations rarely need more than is kept free
+            return max(0, most)
+        low, high = 0, most
         while high - low > 1:  # what fits, and what does not
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(layout, middle) else (low, middle)

@@ -202,7 +202,7 @@ class Searcher:
         if layout.mode == "afd":
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
-        held, *ffn = self.memory.held(layout, batch)
+        attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
         return Plan(
             layout=layout,
             batch=batch,
@@ -210,8 +210,8 @@ class Searcher:
             stages=stages,
             tokens_per_second=rate,
             dollars=price / 3600 / rate * 1e6,
-            attention_bytes=held.kept,
-            ffn_bytes=sum(part.kept for part in ffn),
+            attention_bytes=attention_bytes,
+            ffn_bytes=ffn_bytes,
             tokens_a_step=tokens_a_step,
         )
 
