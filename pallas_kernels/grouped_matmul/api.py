@@ -159,7 +159,7 @@ def fastest_row_format(
     if current_target().backend != "mosaic_gpu" or rows.dtype == jnp.float32:
         return None
     for array in weights:
-        if not isinstance(array, QuantArray) or array.dtype == jnp.int8:
+        if not isinstance(array, QuantArray) or array.dtype in (jnp.int8, jnp.int4):
             return None
         if 0 < array.block[1] < array.shape[2] and array.block[1] % ROW_BLOCK:
             return None

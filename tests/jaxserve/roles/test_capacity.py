@@ -345,7 +345,7 @@ class TestDescription:
             "             and 11.61 B (11,610,068,224) of multi-token prediction",
             "KV cache     1,280,000 tokens a DP group, of up to 288 sequences at a time; "
             "20,480,000 in all",
-            "exchange     alltoall: 44.6 KB there, 87.7 KB back; gather: 109.4 KB there, 430.1 KB "
+            "exchange     alltoall: 44.6 KB there, 87.7 KB back; gather: 109.4 KB there, 215.0 KB "
             "back",
             "             what a device receives a layer, for each of its own rows, which have "
             "experts on 6.52 of 16 ranks",
