@@ -63,7 +63,11 @@ def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
     def prepare() -> None:
         if pin:
             os.sched_setaffinity(0, {cores[process % len(cores)]})
-        os.nice(nicer)
+        if nicer:
+            os.nice(nicer)
+            # Where sessions share the cores equally, whatever their processes' niceness (sched(7)).
+            with contextlib.suppress(OSError):
+                Path("/proc/self/autogroup").write_text(f"{nicer}")
         if libc is not None:
             set_parent_death_signal = 1
             libc.prctl(set_parent_death_signal, signal.SIGTERM)

@@ -14,7 +14,8 @@ VARIABLE = "JAXSERVE_SERVING_NICE"
 
 
 def take_serving_priority(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Gives every thread of this process the niceness of `JAXSERVE_SERVING_NICE`, and forgets it.
+    """Gives every thread of this process the niceness of `JAXSERVE_SERVING_NICE`, its session the
+    usual one, and forgets it.
 
     Raises:
       PermissionError: it is lower than now, and this user may not have that.
@@ -25,3 +26,6 @@ def take_serving_priority(environment: MutableMapping[str, str] = os.environ) ->
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, int(thread.name), int(wanted))
+    # Where the kernel shares cores between sessions first (sched(7)); others have no such file.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("0")
