@@ -235,7 +235,7 @@ class AllToAllExchange(NamedTuple):
         """The shared expert on this device's own rows, or its share if others have them, too."""
         tensor = self.axes.tensor
         if not self.axes.split or jax.lax.axis_size(tensor) == 1:
-            return expert(own.tokens)
+            return expert(own.tokens).astype(jnp.float32)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         share = expert(packing.unpack(of_rank).tokens)
         return summed_rows(share, (tensor,), self.dtype)
