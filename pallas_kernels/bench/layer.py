@@ -72,7 +72,7 @@ def ffn_shard(
 
     def shard(rows: Any, choices: Any, gates: Any, routed_weights: Any, shared_weights: Any) -> Any:
         share, _ = routed_swiglu(rows, choices, gates, *routed_weights)
-        return share + dense_swiglu(rows, *shared_weights)
+        return share + dense_swiglu(rows, *shared_weights).astype(share.dtype)
 
     return shard, (rows, choices, gates, routed_weights, shared_weights)
 
