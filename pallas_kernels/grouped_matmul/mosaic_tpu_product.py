@@ -67,7 +67,8 @@ def product(
             sums -= of_row * spread(zeros, number)
         return sums * scale
 
-    if blocks.by_column and blocks.product_in < LANES and d_in % LANES == 0:
+    whole = d_in % LANES == 0 and LANES % blocks.product_in == 0
+    if blocks.by_column and blocks.product_in < LANES and whole:
         parts = LANES // blocks.product_in
 
         def add(index: Any, total: Array) -> Array:
