@@ -59,8 +59,8 @@ def test_models_by_hardware_by_formats(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model", "hardware", "topologies"),
     [
-        ("qwen3-30b-a3b", "v7x", {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"}),
-        ("qwen3-32b", "v6e", {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}),
+        ("qwen3-30b-a3b", "v7x", {2: "1x1x1", 8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"}),
+        ("qwen3-32b", "v6e", {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}),
     ],
 )
 def test_plans_for_tpus_compile(tmp_path, capsys, model, hardware, topologies):
