@@ -108,7 +108,9 @@ if role == "worker":
         group = pathlib.Path("/proc/self/autogroup")
         own = group.read_text().split()[-1] if group.exists() else None
         print(os.nice(0), os.environ.get("JAXSERVE_SERVING_NICE"), own, file=lines)
-    sys.exit(1 if len(file.read_text().splitlines()) == 1 else 0)
+    if len(file.read_text().splitlines()) == 1:
+        sys.exit(1)
+    time.sleep(60)  # it is ended
 end = time.monotonic() + 20
 while not (file.exists() and len(file.read_text().splitlines()) == 2):
     assert time.monotonic() < end
