@@ -6,11 +6,13 @@ priority (`launch/supervisor.py`): loading and compiling then take what those wh
 
 import contextlib
 import os
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
 VARIABLE = "JAXSERVE_SERVING_NICE"
 """Niceness from when the process is ready; not set: it stays as it is."""
+TRIES = 20
 
 
 def take_serving_priority(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -27,5 +29,12 @@ def take_serving_priority(environment: MutableMapping[str, str] = os.environ) ->
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, int(thread.name), int(wanted))
     # Where the kernel shares cores between sessions first (sched(7)); others have no such file.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("0")
+    for _ in range(TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text("0")
+        except BlockingIOError:  # users other than root may change one each 0.1 s
+            time.sleep(0.1)
+            continue
+        except OSError:
+            pass
+        return

@@ -139,7 +139,8 @@ def test_a_start_that_nobody_waits_for_is_nice(fleet, monkeypatch, tmp_path, all
     first, again = (line.split() for line in file.read_text().splitlines())
     assert first[:2] == [f"{before}", "None"]
     assert again[:2] == ([f"{before + 5}", f"{before}"] if allowed else first[:2])
-    assert (first[2], again[2]) in {("None", "None"), ("0", "5" if allowed else "0")}
+    if os.geteuid() == 0:  # others may have to wait until they may
+        assert (first[2], again[2]) in {("None", "None"), ("0", "5" if allowed else "0")}
 
 
 def test_who_may_become_less_nice(fleet, monkeypatch):
