@@ -4,7 +4,6 @@ Used by `local.py` and `supervisor.py`.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from jaxserve.commands.children import ending_with_parent
 
 STOP_SECONDS = 5.0
 """Between the polite and the forced end of a process that should be gone already."""
@@ -56,9 +57,8 @@ def free_ports(count: int) -> list[int]:
 
 def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
     """What a process does before it becomes Python: be pinned, be nice, end with this launcher."""
-    launcher = os.getpid()
     cores = sorted(os.sched_getaffinity(0)) if pin else []
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    end_with_launcher = ending_with_parent(signal.SIGTERM)
 
     def prepare() -> None:
         if pin:
@@ -68,11 +68,7 @@ def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
             # Where sessions share the cores equally, whatever their processes' niceness (sched(7)).
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(f"{nicer}")
-        if libc is not None:
-            set_parent_death_signal = 1
-            libc.prctl(set_parent_death_signal, signal.SIGTERM)
-            if os.getppid() != launcher:
-                os._exit(1)
+        end_with_launcher()
 
     return prepare
 

@@ -5,7 +5,6 @@ outlives its deadline or the bench.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.commands.children import ending_with_parent
 from jaxserve.errors import JaxserveError
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
@@ -119,17 +119,12 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 def prepare(core: int | None = None) -> Callable[[], None]:
     """Run by a child before exec: pins it to its core, and has it die with its parent."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
+    end_with_parent = ending_with_parent(signal.SIGKILL)
 
     def run() -> None:
         if core is not None:
             os.sched_setaffinity(0, {core})
-        if libc is not None:
-            set_parent_death_signal = 1
-            libc.prctl(set_parent_death_signal, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
+        end_with_parent()
 
     return run
 

@@ -8,7 +8,6 @@ it starts the others, passes signals on, and ends with them. It takes the number
 theirs; a host on its own needs none.
 """
 
-import ctypes
 import logging
 import os
 import secrets
@@ -16,10 +15,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from jaxserve.commands.children import ending_with_parent
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import free_port
@@ -65,7 +65,7 @@ def run_processes(
             [sys.executable, "-u", "-m", "jaxserve.serve", *given],
             env=environment,
             start_new_session=True,  # Ctrl-C reaches this process alone
-            preexec_fn=_ends_with(os.getpid()),  # noqa: PLW1509  (no thread runs here)
+            preexec_fn=ending_with_parent(signal.SIGTERM),  # noqa: PLW1509  (no thread runs here)
         )
         for given in commands(process, arguments)
     ]
@@ -100,20 +100,6 @@ def commands(process: ProcessArguments, arguments: Sequence[str]) -> list[list[s
         flags = [word for pair in {**shared, **own}.items() for word in pair]
         made.append([*given, *flags, *(silent if number else [])])
     return made
-
-
-def _ends_with(parent: int) -> Callable[[], None]:
-    """What a child does first: it gets SIGTERM when this process ends in whatever way."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        if libc is not None:
-            set_parent_death_signal = 1
-            libc.prctl(set_parent_death_signal, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return prepare
 
 
 def _watch(children: Sequence[subprocess.Popen[bytes]]) -> int:
