@@ -165,7 +165,7 @@ class PullClient:
                 try:
                     posting.answer.block_until_ready()
                 except RuntimeError as error:
-                    connection.fail(f"an answer arrived as an error: {error}")
+                    connection.lost(f"an answer arrived as an error: {error}")
                 else:
                     connection.answered(message)
                     del self._unanswered[lane]
@@ -260,7 +260,7 @@ class PullClient:
         try:
             connection.post(message, self._domain)
         except (OSError, RuntimeError) as error:
-            connection.fail(f"a message could not be sent: {error}")
+            connection.lost(f"a message could not be sent: {error}")
 
     def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> Connection:
         clock = AwakeClock(longest=2 * WAIT_SECONDS)

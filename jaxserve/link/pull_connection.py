@@ -6,9 +6,11 @@ which turns what is still being pulled into errors, so that nobody waits for it.
 attention and ffn.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -39,6 +41,8 @@ from jaxserve.link.hello import Hello, Refusal, refusal
 from jaxserve.link.transfers import Transfers, is_ready, new_uuid
 
 PROBE_BYTES = 4096
+REASON_SECONDS = 0.1
+"""How long an error of a transfer waits for the reason that the other end may be telling."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,6 +122,7 @@ class Connection:
         self._transfers = Transfers(device, channel.local_host)
         self._deadlines = deadlines
         self._failing = threading.Lock()
+        self._failed = threading.Event()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._heard = 0.0
         self._posted: dict[int, Posting] = {}
@@ -192,12 +197,22 @@ class Connection:
         """The message's answer is there."""
         self._posted.pop(message.lane, None)
 
+    def lost(self, what: str) -> None:
+        """Gives the connection up after an error of the engine's thread.
+
+        The other end refuses before it drops what is being transferred, but the two take different
+        ways: what it said, which the peer's thread reads, goes before `what`.
+        """
+        self._failed.wait(REASON_SECONDS)
+        self.fail(what)
+
     def fail(self, reason: str) -> None:
         """Gives the connection up; the first reason counts."""
         with self._failing:
             if self.failure is not None:
                 return
             self.failure = reason
+        self._failed.set()
         self._transfers.cancel()
         self.channel.shutdown()
         for number in list(self._questions):
@@ -246,8 +261,18 @@ class Connection:
                 self._tick(limit)
             except (EOFError, OSError) as error:
                 self.fail(f"the connection closed ({error or 'end of file'})")
-            except (RuntimeError, msgspec.DecodeError) as error:
+            except RuntimeError as error:
+                self._hear_out()
+                self.fail(f"a probe failed: {error}")
+            except msgspec.DecodeError as error:
                 self.fail(str(error))
+
+    def _hear_out(self) -> None:
+        """Reads what the other end may have said before it dropped what was being transferred."""
+        end = time.monotonic() + REASON_SECONDS
+        with contextlib.suppress(EOFError, OSError):
+            while self.failure is None and self.channel.wait(max(0.0, end - time.monotonic())):
+                self._take(self.channel.receive())
 
     def _take(self, data: bytes) -> None:
         self._heard = self._clock.now

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -13,7 +14,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.link import pull_connection
 from jaxserve.link.channel import Deadlines
+from jaxserve.link.frames import Failed, decode_from_ffn
 from jaxserve.link.hello import make_hello
 from jaxserve.link.peer import PeerState
 from jaxserve.link.pull import LinkCounters, PullClient
@@ -353,7 +356,17 @@ def test_other_token_is_refused(server) -> None:
         exchange(link, 0)
 
 
-def test_work_that_the_server_refuses_is_an_error(server) -> None:
+@pytest.mark.parametrize("late", [0.0, 0.05])
+def test_work_that_the_server_refuses_is_an_error(server, monkeypatch, late) -> None:
+    """Also where the refusal is read after the answer has become an error."""
+
+    def slowly(data: bytes):
+        frame = decode_from_ffn(data)
+        if isinstance(frame, Failed):
+            time.sleep(late)
+        return frame
+
+    monkeypatch.setattr(pull_connection, "decode_from_ffn", slowly)
     with client(server) as link:
         exchange(link, 2)
         link.send(0, KIND, REFUSED_LAYER, ROWS, on_mesh(values(0)))
