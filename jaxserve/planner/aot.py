@@ -41,8 +41,10 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "collective-permute",
 )
-_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
-_RESULT = re.compile(r"= \(?[a-z]+(\d+)\w*\[([\d,]*)\]")
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
+_ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
+_GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'=(\d+)")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
@@ -276,14 +278,28 @@ def count_collectives(text: str) -> dict[str, int]:
 
 
 def exchanged_bytes(text: str, devices: int) -> dict[str, int]:
-    """Bytes of collectives in an executable's HLO text, by name: of all that one of so many devices
-    has gathered, or of what it has before it is summed and scattered."""
+    """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
+    ("all-to-all over tp"): of all that one device has gathered, or of what it has before it is
+    summed and scattered. Without axes they go over all of so many devices."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
-        name, array = _COLLECTIVE.search(line), _RESULT.search(line)
-        if name is not None and array is not None:
-            size = int(array[1]) // 8 * math.prod(map(int, filter(None, array[2].split(","))))
-            found[name[1]] += size * (devices if name[1] == "reduce-scatter" else 1)
+        name, group = _COLLECTIVE.search(line), _GROUP.search(line)
+        if name is None:
+            continue
+        # What starts one has both sides: its operands, and its results.
+        result = line[line.find("=") : name.start()]
+        sides = [
+            int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
+            for bits, shape in _ARRAY.findall(result)
+        ]
+        key, members = name[1], devices
+        if group is not None:
+            axes = {axis: int(size) for axis, size in _AXIS.findall(group[1])}
+            over = re.findall(r"\w+", group[2])
+            key += " over " + " ".join(over)
+            members = math.prod(axes[axis] for axis in over)
+        whole = name[1] == "reduce-scatter" and name[2] is None
+        found[key] += max(sides, default=0) * (members if whole else 1)
     return dict(found)
 
 

@@ -24,7 +24,7 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     """Read and written, without the pool of pages."""
     exchanged: dict[str, int] = {}
-    """Bytes of collectives, by name."""
+    """Bytes of collectives, by name and the mesh axes that they go over, if not all."""
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,9 +54,14 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = "estimate"
 
     @property
+    def meshes(self) -> dict[str, tuple[int, int]]:
+        """Of the roles."""
+        return {"attention": (self.dp, self.tp), "ffn": (self.ep, self.ffn_tp)}
+
+    @property
     def devices(self) -> dict[str, int]:
         """Of the roles."""
-        return {"attention": self.dp * self.tp, "ffn": self.ep * self.ffn_tp}
+        return {role: outer * inner for role, (outer, inner) in self.meshes.items()}
 
 
 class Bounds(NamedTuple):
@@ -86,16 +91,34 @@ def read(path: Path) -> Counts:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def program_seconds(one: ProgramCounts, devices: int) -> tuple[float, float]:
-    """Of a program: work, and collectives, of a role of so many devices."""
+def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, float]:
+    """Of a program: work, and collectives, of a role whose mesh has axes of these sizes; the inner
+    one is tp."""
     work = one.instructions * assumed("h200.node") + one.bytes / assumed("h200.memory")
-    return work, sum(collective_seconds(size, devices) for size in one.exchanged.values())
+    return work, sum(
+        collective_seconds(size, *_members(name, outer, inner))
+        for name, size in one.exchanged.items()
+    )
 
 
-def collective_seconds(size: int, devices: int) -> float:
-    """Of a ring over the fast links, and over one NIC a GPU where it leaves the host."""
+def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
+    """Of a collective's group: all, and those on one host; neighbours on the inner axis first."""
+    host = int(assumed("h200.host_devices"))
+    _, _, over = name.partition(" over ")
+    axes = over.split()
+    if not axes or len(axes) > 1:
+        return outer * inner, min(outer * inner, host)
+    if axes == ["tp"]:
+        return inner, min(inner, host)
+    return outer, min(outer, max(1, host // inner))
+
+
+def collective_seconds(size: int, devices: int, local: int) -> float:
+    """Over the fast links, and over one NIC a GPU where it leaves the host: what goes there is
+    gathered, or summed up, among the `local` ones of a host, and each carries its share."""
+    if devices == 1:
+        return 0.0
     moved = size * (devices - 1) / devices
-    local = min(devices, int(assumed("h200.host_devices")))
     outside = moved / local / assumed("h200.network") if devices > local else 0.0
     return assumed("h200.collective") + max(moved / assumed("h200.link"), outside)
 
@@ -105,7 +128,7 @@ def stage_seconds(counts: Counts) -> dict[str, float]:
     found = {}
     for name, one in counts.programs.items():
         role = "ffn" if name.startswith("ffn") else "attention"
-        seconds = sum(program_seconds(one, counts.devices[role]))
+        seconds = sum(program_seconds(one, *counts.meshes[role]))
         if name.startswith(("attend", "enter")):
             seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
         if name.endswith("_moe") and role == "ffn":
@@ -181,7 +204,7 @@ def measurements(counts: Counts) -> list[dict[str, object]]:
     for op, name in (("attend", "attend_moe"), ("ffn", "ffn_moe"), ("leave", "leave")):
         if name in seconds:
             role = "ffn" if op == "ffn" else "attention"
-            _, collectives = program_seconds(counts.programs[name], counts.devices[role])
+            _, collectives = program_seconds(counts.programs[name], *counts.meshes[role])
             found.append(
                 {
                     "device_kind": "NVIDIA H200",

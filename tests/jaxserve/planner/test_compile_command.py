@@ -5,7 +5,13 @@ import pytest
 
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.plan import main
-from jaxserve.planner.aot import CompiledProgram, RoleMemory, count_collectives, deployment_buckets
+from jaxserve.planner.aot import (
+    CompiledProgram,
+    RoleMemory,
+    count_collectives,
+    deployment_buckets,
+    exchanged_bytes,
+)
 from jaxserve.planner.compile_command import available, failures, host_lines, remarks
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.roles.layout import Bucket
@@ -67,6 +73,23 @@ def test_collectives_are_counted_once():
   ROOT %e = f32[2] add(f32[2] %d, f32[2] %d), metadata={op_name="all-reduce"}
 """
     assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
+    # 256 bytes and 16, the larger side of %b; 8 bytes on each of 4 devices.
+    assert exchanged_bytes(text, 4) == {"all-gather": 272, "reduce-scatter": 32}
+
+
+def test_collectives_name_their_axes():
+    text = """
+  %a = u8[16,8]{1,0} all-gather(%x), replica_groups=mesh['ep'=2,'tp'=8] {'ep','tp'}, dimensions={0}
+  %b = bf16[2,8] all-to-all(%y), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, dimensions={0}
+  %c = ((bf16[2,4]), bf16[2,4]) all-to-all-start(%z), replica_groups=mesh['ep'=2,'tp'=8] {'ep'}
+  %d = f32[2] reduce-scatter(%w), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, to_apply=%add
+"""
+    assert exchanged_bytes(text, 16) == {
+        "all-gather over ep tp": 128,
+        "all-to-all over tp": 32,
+        "all-to-all over ep": 16,
+        "reduce-scatter over tp": 64,
+    }
 
 
 def test_buckets_are_those_of_the_engine():

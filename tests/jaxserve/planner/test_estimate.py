@@ -22,10 +22,10 @@ COUNTS = estimate.Counts(
     topology="h200:1x2",
     context=4096,
     tokens=1000,
-    dp=1,
+    dp=2,
     tp=1,
     ep=1,
-    ffn_tp=1,
+    ffn_tp=2,
     edges=1,
     kernels={"attend": 10e-6, "ffn": 20e-6},
     cached=43_000_000,
@@ -33,7 +33,7 @@ COUNTS = estimate.Counts(
     programs={
         "attend_moe": estimate.ProgramCounts(layers=2, instructions=10, bytes=4_300_000),
         "ffn_moe": estimate.ProgramCounts(
-            layers=2, instructions=20, bytes=430_000_000, exchanged={"all-gather": 0}
+            layers=2, instructions=20, bytes=430_000_000, exchanged={"all-gather over tp": 0}
         ),
     },
 )
@@ -54,15 +54,30 @@ def test_the_longest_sets_the_pace():
     assert found.host == pytest.approx(2 * 4.27e-6 + 115e-6)
     assert found.longest() == "ffn"
     # A lane's 1,000 tokens in 2 layers of 164 µs, on 2 devices.
-    assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 2)
+    assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
     assert estimate.bounds(COUNTS, edges=256).longest() == "host"
 
 
 def test_collectives():
     """Fast links within a host; NICs, one a GPU, beyond."""
-    assert estimate.collective_seconds(450_000_000, 2) == pytest.approx(10e-6 + 0.5e-3)
+    assert estimate.collective_seconds(450_000_000, 2, 2) == pytest.approx(10e-6 + 0.5e-3)
     moved = 64e6 * 15 / 16
-    assert estimate.collective_seconds(64_000_000, 16) == pytest.approx(10e-6 + moved / 8 / 50e9)
+    assert estimate.collective_seconds(64_000_000, 16, 8) == pytest.approx(10e-6 + moved / 8 / 50e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("all-gather", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
+        ("all-gather over ep tp", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
+        ("all-to-all over tp", 10e-6 + 160e6 * 7 / 8 / 450e9),
+        ("all-to-all over ep", 10e-6 + 160e6 / 2 / 50e9),
+    ],
+)
+def test_where_a_collective_goes(name, seconds):
+    """Two hosts of 8: all devices, those of a host, and one on each, over a NIC of its own."""
+    one = estimate.ProgramCounts(layers=1, instructions=0, bytes=0, exchanged={name: 160_000_000})
+    assert estimate.program_seconds(one, 2, 8) == (0.0, pytest.approx(seconds))
 
 
 def test_committed_counts(tmp_path, capsys):
