@@ -302,17 +302,22 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
     """The `row_format` of routed experts that `ffn.expert_rows` asks for.
 
     Raises:
-      ConfigError: with weights that are not quantised; `blocks` with weights that are not in 8
-        bits, or that are sharded within a block.
+      ConfigError: with weights that are not quantised; `blocks` with weights that are sharded
+        within a block, or with INT4 groups that do not divide one.
     """
     if deployment.ffn.expert_rows == "auto":
         return None
     weights = weight_format(deployment.ffn.weights, config, "experts")
     rows = deployment.ffn.expert_rows
-    if weights == "plain" or (weights == "int4" and rows != "float"):
+    if weights == "plain":
         raise ConfigError(
-            f"ffn.expert_rows = {deployment.ffn.expert_rows} needs 8-bit weights, ffn.weights is "
+            f"ffn.expert_rows = {rows} needs weights in 8 or 4 bits, ffn.weights is "
             f"{deployment.ffn.weights}"
+        )
+    if weights == "int4" and rows == "blocks" and BLOCK % config.int4.group:
+        raise ConfigError(
+            f"ffn.expert_rows = blocks needs INT4 groups that divide {BLOCK} columns, the "
+            f"checkpoint's have {config.int4.group}"
         )
     if deployment.ffn.expert_rows == "float":
         return "float"
@@ -324,7 +329,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
             f"{tp} leaves {d_ff} of the experts' {config.expert_d_ff} columns"
         )
-    return "int8" if weights == "int8" else "fp8"
+    return "int8" if weights in ("int8", "int4") else "fp8"
 
 
 def check_layout(config: ModelConfig, deployment: Deployment) -> None:

@@ -15,11 +15,12 @@ zero point for every group of d_in (W4A16).
 `row_format="float"`: rows are not quantised for INT8 weights either (W8A16); for FP8 weights it is
 the same as None.
 
-`row_format="fp8"` or `"int8"`, as the weights: rows are quantised in blocks, as in DeepSeek-V3, one
-scale per row and `ROW_BLOCK` = 128 columns of d_in. Sums over 128 columns (FP32 or int32) are
-multiplied by both scales and accumulated in FP32. `grouped_swiglu` quantises the hidden rows
-likewise, from FP32, in the epilogue of the product that makes them, where a kernel's tile holds 128
-columns but not the whole row. Of TPUs, only v7x supports it in FP8.
+`row_format="fp8"` or `"int8"`, as the weights, and `"int8"` for INT4 ones (W4A8): rows are
+quantised in blocks, as in DeepSeek-V3, one scale per row and `ROW_BLOCK` = 128 columns of d_in.
+Sums over 128 columns (FP32 or int32) are multiplied by both scales and accumulated in FP32.
+`grouped_swiglu` quantises the hidden rows likewise, from FP32, in the epilogue of the product that
+makes them, where a kernel's tile holds 128 columns but not the whole row. Of TPUs, only v7x
+supports it in FP8.
 
 On Hopper GPUs the kernel has no support for INT4 weights, FP32 rows, widths that are not a multiple
 of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, which is said or
@@ -54,8 +55,8 @@ def grouped_matmul(
     """Multiply every row by the weights of its group.
 
     Args:
-      row_format: "fp8" or "int8", as the weights: rows are quantised in blocks; "float": rows are
-        not quantised; None: as the format of the weights requires.
+      row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
+        "float": rows are not quantised; None: as the format of the weights requires.
       implementation: see `coverage.Implementation`.
 
     Returns:
@@ -100,9 +101,10 @@ def grouped_swiglu(
     `row_format` None, it quantises the rounded rows. The three weights may have different formats.
 
     Args:
-      row_format: "fp8" or "int8", the format of all three weights: rows and hidden rows are
-        quantised in blocks, the latter directly from FP32. "float": neither is quantised, and the
-        weights have any 8-bit format. None: as the formats of the weights require.
+      row_format: "fp8" or "int8", the format of all three weights (INT4 takes "int8", too): rows
+        and hidden rows are quantised in blocks, the latter directly from FP32. "float": neither is
+        quantised, and the weights have any 8-bit format. None: as the formats of the weights
+        require.
       source: for each row of the groups, the index into `rows` (a token of several experts is
         several rows of the groups); None: `rows` in order. A row that is picked more than once is
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
@@ -221,17 +223,16 @@ def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> 
     for name, array in weights.items():
         if not isinstance(array, QuantArray):
             raise ValueError(
-                f"row_format is {row_format!r}, {name} is {array.dtype}, not in 8 bits"
+                f"row_format is {row_format!r}, {name} is {array.dtype}, not in 8 or 4 bits"
             )
         if row_format == "float":
             continue
-        if array.dtype == jnp.int4:
-            raise ValueError(f"row_format is {row_format!r}, {name} is int4: needs 'float' or None")
-        if (array.dtype == jnp.int8) != (row_format == "int8"):
+        if (array.dtype in (jnp.int8, jnp.int4)) != (row_format == "int8"):
             raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
-        block_in = array.block[1]
-        if 0 < block_in < array.shape[2] and block_in % ROW_BLOCK:
+        block_in, is_int4 = array.block[1], array.dtype == jnp.int4
+        part = is_int4 and block_in and ROW_BLOCK % block_in == 0
+        if 0 < block_in < array.shape[2] and block_in % ROW_BLOCK and not part:
             raise ValueError(
                 f"{name} has blocks of {block_in} of d_in; with row_format they need to be all of "
-                f"{array.shape[2]} or a multiple of {ROW_BLOCK}"
+                f"{array.shape[2]} or a multiple of {ROW_BLOCK}{', or to divide it' * is_int4}"
             )

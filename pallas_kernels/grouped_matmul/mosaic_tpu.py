@@ -205,7 +205,7 @@ def _grouped_products(
     scales = [arrange_scales(w) for w in quantised]
     zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
-    product_in = min(ROW_BLOCK, d_in) if in_blocks else block_in
+    product_in = min(ROW_BLOCK, block_in) if in_blocks else block_in
     format = _format(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
     tiles, steps = tpu_tiles(target.device_kind, len(weights), (d_in, d_out), format)
     plan = plan_call(

@@ -56,11 +56,10 @@ def product(
         return jnp.concatenate(of_units, axis=1)
 
     def scaled(x: Array, w: Array, index: Any, number: Any) -> Array:
-        """Sums over one block: the `index`-th that is summed up, with the `number`-th scale."""
+        """Sums over a block: of the rows' `index`-th block, with the weights' `number`-th scale."""
         scale = spread(scales, number)
         for scales_of_row in row_scales:
-            column = min(index, scales_of_row.shape[1] - 1) if scales_of_row.shape[1] > 1 else 0
-            scale = scales_of_row[:, column : column + 1] * scale
+            scale = _column(scales_of_row, index) * scale
         sums = _dot(x, w).astype(jnp.float32)
         if zeros is not None:
             of_row = jnp.sum(x.astype(jnp.float32), axis=1, keepdims=True)
@@ -77,18 +76,30 @@ def product(
             for part in range(parts):
                 block = slice(part * blocks.product_in, (part + 1) * blocks.product_in)
                 number = index * parts + part
-                total += scaled(x[:, block], w[:, block], 0, number)
+                total += scaled(x[:, block], w[:, block], index, number)
             return total
 
         # A loop: unrolled, the compiler takes minutes for groups of 32.
         nothing = jnp.zeros((rows.shape[0], columns), jnp.float32)
         return lax.fori_loop(0, d_in // LANES, add, nothing)
     sums = []
-    for index, first in enumerate(range(0, d_in, blocks.product_in)):
+    for first in range(0, d_in, blocks.product_in):
         block = slice(first, min(first + blocks.product_in, d_in))
-        number = first // blocks.block_in
+        index, number = first // LANES, first // blocks.block_in
         sums.append(scaled(rows[:, block], from_bits(weight[:, block]), index, number))
     return sum(sums[1:], start=sums[0])
+
+
+def _column(scales_of_row: Array, index: Any) -> Array:
+    """The scales of a block of `LANES` columns of all rows, [step_rows, 1]; there may be only one
+    for all of d_in."""
+    last = scales_of_row.shape[1] - 1
+    if not last:
+        return scales_of_row
+    if isinstance(index, int):
+        return scales_of_row[:, min(index, last) : min(index, last) + 1]
+    here = lax.broadcasted_iota(jnp.int32, scales_of_row.shape, 1) == index
+    return jnp.sum(jnp.where(here, scales_of_row, 0.0), axis=1, keepdims=True)
 
 
 def _dot(rows: Array, weights: Array) -> Array:

@@ -57,34 +57,43 @@ def quant_product_of_floats(
 def quant_product_of_blocks(
     x: Float[Array, "rows d_in"], w: QuantArray
 ) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ with both operands in 8 bits; the caller has checked shapes, dtypes and blocks.
+    """x · wᵀ with both operands in 8 bits, or w in 4; the caller has checked shapes, dtypes and
+    blocks.
 
-    Every row of x is quantised to the format of w, with a scale for every `ROW_BLOCK` columns. The
-    sums over these columns (int32 or FP32) times the scales of both are added up in FP32, in order.
-    The blocks of w are columns of one `ROW_BLOCK`, or a multiple, or all.
+    Every row of x is quantised to the format of w (INT8 for INT4), with a scale for every
+    `ROW_BLOCK` columns. The sums over these columns, or over an INT4 group where that is smaller
+    (int32 or FP32), times the scales of both are added up in FP32, in order. The blocks of w are
+    columns of one `ROW_BLOCK`, or a multiple, or all; of INT4 also a part of one. Of INT4 values
+    their zero points are taken, if there are some: the differences are 8-bit integers.
     """
     d_out, d_in = w.shape
-    is_int8 = w.dtype == jnp.int8
-    rows = quantize_weight(x, "int8" if is_int8 else "fp8", (1, ROW_BLOCK))
-    blocks = rows.scales.shape[1]
-    padding = ((0, 0), (0, blocks * ROW_BLOCK - d_in))  # zeros add nothing
+    integers = w.dtype in (jnp.int8, jnp.int4)
+    rows = quantize_weight(x, "int8" if integers else "fp8", (1, ROW_BLOCK))
+    padding = ((0, 0), (0, rows.scales.shape[1] * ROW_BLOCK - d_in))  # zeros add nothing
     left, right = (jnp.pad(as_bits(values), padding) for values in (rows.values, w.values))
     block_in = min(w.block[1] or d_in, d_in)
+    size = min(ROW_BLOCK, block_in) if block_in < d_in else ROW_BLOCK
 
     def add(index: Array, total: Array) -> Array:
-        start = index * ROW_BLOCK
+        start = index * size
+        of_row, of_weight = start // ROW_BLOCK, start // block_in
         factors = [
-            jax.lax.dynamic_slice_in_dim(bits, start, ROW_BLOCK, axis=1) for bits in (left, right)
+            jax.lax.dynamic_slice_in_dim(bits, start, size, axis=1) for bits in (left, right)
         ]
-        if is_int8:
-            sums = product_of_rows(*factors, dtype=jnp.int32).astype(jnp.float32)
+        if integers:
+            values = factors[1].astype(jnp.int8)
+            if w.zeros is not None:
+                zeros = jax.lax.dynamic_slice_in_dim(w.zeros, of_weight, 1, axis=1)
+                values -= spread_scales(zeros, (d_out, 1), (w.block[0], 1))
+            sums = product_of_rows(factors[0], values, dtype=jnp.int32).astype(jnp.float32)
         else:
             floats = [from_bits(bits).astype(jnp.float32) for bits in factors]
             sums = product_of_rows(*floats, precision=jax.lax.Precision.HIGHEST)
-        x_scales = jax.lax.dynamic_slice_in_dim(rows.scales, index, 1, axis=1)
-        w_scales = jax.lax.dynamic_slice_in_dim(w.scales, start // block_in, 1, axis=1)
+        x_scales = jax.lax.dynamic_slice_in_dim(rows.scales, of_row, 1, axis=1)
+        w_scales = jax.lax.dynamic_slice_in_dim(w.scales, of_weight, 1, axis=1)
         return total + sums * (x_scales * spread_scales(w_scales, (d_out, 1), (w.block[0], 1)).T)
 
+    blocks = -(-d_in // size)
     first = add(jnp.int32(0), jnp.zeros((x.shape[0], d_out), jnp.float32))
     return jax.lax.fori_loop(1, blocks, add, first) if blocks > 1 else first
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.deployment import load_deployment
-from jaxserve.config.model import LayerKind
+from jaxserve.config.model import Int4, LayerKind
 from jaxserve.engine.build import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
@@ -203,9 +203,10 @@ class TestLayoutsThatDoNotFit:
                 check(overrides, **sizes)
 
     @pytest.mark.parametrize(
-        ("weights", "rows"), [("fp8", "fp8"), ("int8", "int8"), ("auto", None), ("bfloat16", None)]
+        ("weights", "rows"),
+        [("fp8", "fp8"), ("int8", "int8"), ("int4", "int8"), ("auto", None), ("bfloat16", None)],
     )
-    def test_formats_of_the_rows_of_experts_need_weights_in_eight_bits(self, weights, rows):
+    def test_formats_of_the_rows_of_experts_need_quantised_weights(self, weights, rows):
         config = step3_config(self.SIZES.config())
         for wanted, expected in (("blocks", rows), ("float", rows and "float")):
             overrides = {"ffn.expert_rows": wanted, "ffn.weights": weights}
@@ -235,6 +236,12 @@ class TestLayoutsThatDoNotFit:
             return
         with pytest.raises(ConfigError, match=f"whole blocks of 128 on every device; {field}"):
             expert_rows(deployment, config)
+
+    def test_rows_in_blocks_need_int4_groups_that_divide_them(self):
+        config = msgspec.structs.replace(step3_config(self.SIZES.config()), int4=Int4(group=48))
+        overrides = {"ffn.expert_rows": "blocks", "ffn.weights": "int4"}
+        with pytest.raises(ConfigError, match=r"groups that divide 128 columns.* have 48"):
+            expert_rows(load_deployment(REPOSITORY, overrides), config)
 
     def test_d_model(self):
         sizes = TinyStep3(hidden_size=49, num_attention_heads=6)

@@ -170,6 +170,8 @@ class RowsInBlocksSuite:
             ("fp8_large_block", jnp.bfloat16),
             ("int8", jnp.bfloat16),
             ("int8_block", jnp.bfloat16),
+            pytest.param("int4_zeros", jnp.bfloat16, marks=pytest.mark.slow),
+            ("int4_small_zeros", jnp.bfloat16),
         ],
     )
     def test_matmul_of_rows_in_blocks(self, format, dtype):
@@ -180,7 +182,7 @@ class RowsInBlocksSuite:
         rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
         rows[:, 128:] /= 1000
         rows = rows.astype(dtype)
-        kind = "int8" if format.startswith("int8") else "fp8"
+        kind = "int8" if format.startswith("int") else "fp8"
         arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
         output = self.with_row_format(grouped_matmul, kind, *arguments)
         expected = by_group_numpy(
@@ -195,7 +197,10 @@ class RowsInBlocksSuite:
     @pytest.mark.parametrize(
         "format",
         # A scale a column, as INT8 here, and as FP8 in the test of one product.
-        [pytest.param("fp8", marks=pytest.mark.slow), "fp8_block", "int8"],
+        [
+            *(pytest.param(one, marks=pytest.mark.slow) for one in ("fp8", "int4_small_zeros")),
+            *("fp8_block", "int8"),
+        ],
     )
     def test_swiglu_of_rows_in_blocks(self, format):
         """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
@@ -206,7 +211,7 @@ class RowsInBlocksSuite:
         rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
         rows[20:] *= 1000
         rows = rows.astype(jnp.bfloat16)
-        kind = "int8" if format == "int8" else "fp8"
+        kind = "int8" if format.startswith("int") else "fp8"
 
         def expected_row(row, group):
             gated = gate.product(row, group, kind)

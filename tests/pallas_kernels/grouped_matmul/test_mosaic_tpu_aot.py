@@ -134,7 +134,15 @@ def test_int4_is_read_as_half_a_byte(generation, format):
 
 
 @pytest.mark.parametrize(
-    ("generation", "format", "row_format"), [("v6e", "int8", "int8"), ("v7x", "fp8_block", "fp8")]
+    ("generation", "format", "row_format"),
+    [
+        ("v6e", "int8", "int8"),
+        ("v7x", "fp8_block", "fp8"),
+        *(
+            pytest.param(*case, "int8", marks=pytest.mark.slow)
+            for case in (("v5e", "int4"), ("v6e", "int4_zeros"), ("v7x", "int4_zeros"))
+        ),
+    ],
 )
 def test_rows_in_blocks(generation, format, row_format):
     """Quantised in the epilogue: there are no hidden rows in BF16."""

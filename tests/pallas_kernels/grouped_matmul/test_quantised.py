@@ -314,8 +314,10 @@ class TestRowFormat:
             ("int8", ("fp8", (1, 0)), "weights is float8_e4m3fn"),
             ("fp8", ("int8", (1, 0)), "weights is int8"),
             ("fp8", ("fp8", (1, 96)), "blocks of 96 of d_in"),
-            ("fp8", None, "not in 8 bits"),
-            ("float", None, "row_format is 'float', weights is float32, not in 8 bits"),
+            ("fp8", ("int4", (1, 128)), "weights is int4"),
+            ("int8", ("int4", (1, 96)), "blocks of 96 .* multiple of 128, or to divide it"),
+            ("fp8", None, "not in 8 or 4 bits"),
+            ("float", None, "row_format is 'float', weights is float32, not in 8 or 4 bits"),
             ("bfloat16", ("int8", (1, 0)), "row_format is 'bfloat16', needs None or .*'float'"),
         ],
     )
