@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "jaxserve.fleet.worker": 16_150,
-    "jaxserve.fleet.attention_runtime": 16_450,
-    "jaxserve.fleet.ffn_runtime": 12_900,
+    "jaxserve.fleet.worker": 16_300,
+    "jaxserve.fleet.attention_runtime": 16_600,
+    "jaxserve.fleet.ffn_runtime": 13_050,
     "jaxserve.fleet.router": 5_150,
-    "jaxserve.serve": 26_700,
+    "jaxserve.serve": 26_850,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""

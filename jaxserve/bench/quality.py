@@ -55,9 +55,12 @@ class Format(NamedTuple):
     weights: str
     cache: str
     wire: str
+    answers: str = "auto"
+    """Format of the wire back."""
 
     def __str__(self) -> str:
-        return " × ".join("bf16" if name == "bfloat16" else name for name in self)
+        names = self[:3] if self.answers == "auto" else (*self[:3], f"answers {self.answers}")
+        return " × ".join("bf16" if name == "bfloat16" else name for name in names)
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class Format(NamedTuple):
             "ffn.weights": self.weights,
             "cache.format": self.cache,
             "link.dispatch": self.wire,
+            "link.combine": self.answers,
         }
 
 
@@ -140,6 +144,7 @@ def measure_outliers(quick: bool, config: Path) -> Part:
     source = Path(load_deployment(config).model)
     texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
     formats = [Format("int8", other, other) for other in ("bfloat16", "int8")]
+    formats.append(Format("int8", "int8", "int8", "int8"))
     with tempfile.TemporaryDirectory() as directory:
         wide, calibrated = Path(directory) / "outliers", Path(directory) / "int8"
         channels = write_outliers(source, wide)
@@ -179,8 +184,8 @@ def measure_outliers(quick: bool, config: Path) -> Part:
 
 
 def measure_int4(quick: bool, config: Path) -> Part:
-    """Scores the model with FFNs in INT4 (W4A16), rounded and calibrated, against FP32 and against
-    FFNs in INT8."""
+    """Scores the model with FFNs in INT4, rounded and calibrated, against FP32 and against FFNs in
+    INT8; the routed experts' rows as they are (W4A16) and in INT8 (W4A8)."""
     source = Path(load_deployment(config).model)
     texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
     settings = Settings(tokens=2048 if quick else 16384)
@@ -207,6 +212,8 @@ def measure_int4(quick: bool, config: Path) -> Part:
                 conversion.convert(source, folder, "int4", group=group, calibration=own)
                 name = f"FFN int4 in groups of {group}, {name}"
                 scores[name] = scored(name, {}, folder)
+                name += ", experts' rows int8"
+                scores[name] = scored(name, {"ffn.expert_rows": "blocks"}, folder)
     eight = scores["FFN int8, rounded"]
     measures = [Measure("float32: bits a byte", exact.bits)]
     for name, found in scores.items():
@@ -217,7 +224,7 @@ def measure_int4(quick: bool, config: Path) -> Part:
             Measure("  same greedy token", 100 * agreement, "%"),
         ]
     notes = [
-        "Attention, KV cache and wire are in BF16; INT8 FFNs quantise rows too, INT4 ones do not.",
+        "Attention, cache and wire are in BF16; INT8 FFNs quantise rows, INT4 ones where said.",
         f"Calibrated on {settings.tokens:,} tokens of other files.",
     ]
     details = {name: {"bits": found.bits} for name, found in scores.items()}

@@ -3,8 +3,8 @@
 Called by `deployment.py`. Every error names the key, its value, and the arithmetic.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,25 @@ def scratch_pages(drafts: int, modules: int) -> int:
     drafts than there are modules. It then writes entries behind a sequence's last token, which may
     be behind its last page; page tables name page 0 there."""
     return int(0 < modules < drafts)
+
+
+def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
+    """Says of INT4 keys and values, which other engines have, what there is here instead.
+
+    Args:
+      tree: of the deployment file.
+
+    Raises:
+      ConfigError: it asks for them.
+    """
+    cache = tree.get("cache")
+    if isinstance(cache, Mapping) and cache.get("format") == "int4":
+        raise ConfigError(
+            "cache.format = int4: nothing here attends to keys and values in INT4, neither the "
+            "kernels of TPUs and of Hopper GPUs nor plain XLA on CPUs; int8 is the smallest on all "
+            "of them (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs "
+            "and TPUs from v7x on"
+        )
 
 
 def complete(deployment: "Deployment") -> "Deployment":
@@ -49,6 +68,11 @@ def complete(deployment: "Deployment") -> "Deployment":
         raise ConfigError(
             f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
             "experts"
+        )
+    if cache.rope != "auto" and deployment.cache_format not in ("fp8", "int8"):
+        raise ConfigError(
+            f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "
+            f"cache.format = {cache.format} is {deployment.cache_format}"
         )
     _check_runtimes(deployment)
     _check_fleet(deployment)

@@ -16,7 +16,7 @@ import yaml
 from msgspec import Meta
 
 from jaxserve.config.auto import Choose, drop_auto, written_keys
-from jaxserve.config.checks import complete
+from jaxserve.config.checks import complete, refuse_int4_cache
 from jaxserve.config.roles import expand_roles
 from jaxserve.config.sections import (
     SERVER_FILES,
@@ -84,6 +84,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def dispatch_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
         """`link.dispatch` with `auto` resolved."""
         return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
+
+    @property
+    def combine_format(self) -> Literal["float32", "bfloat16", "int8"]:
+        """`link.combine` with `auto` resolved."""
+        return self.dtype if self.link.combine == "auto" else self.link.combine
 
     @property
     def cache_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
@@ -200,6 +205,11 @@ def load_deployment(
     deployment = complete(deployment)
     if deployment.prefill.workers:
         prefill = deployment_of(deployment, "prefill")  # refuses what does not fit
+        if prefill.cache.rope != deployment.cache.rope:
+            raise ConfigError(
+                f"prefill.cache.rope = {prefill.cache.rope}, but cache.rope = "
+                f"{deployment.cache.rope}: pages are handed over in arrays of the same widths"
+            )
         apart = deployment.mode != "colocated" and deployment.link.transport == "pull"
         needed = deployment.attention.devices if apart else deployment.devices
         if deployment.fleet.least_domains and prefill.devices < needed:
@@ -211,6 +221,7 @@ def load_deployment(
 
 
 def _converted(tree: Mapping[str, Any]) -> Deployment:
+    refuse_int4_cache(tree)
     try:
         return msgspec.convert(tree, Deployment)
     except msgspec.ValidationError as error:
@@ -249,6 +260,7 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
         tree[name] |= getattr(prefill, name)
     try:
         _check_keys(tree, Deployment, "")
+        refuse_int4_cache(tree)
         return complete(msgspec.convert(tree, Deployment))
     except (ConfigError, msgspec.ValidationError) as error:
         raise ConfigError(f"prefill: {error}") from None

@@ -67,8 +67,8 @@ class FFNRole(Section, frozen=True):
     """Format of the rows that quantised routed experts multiply. `auto`: not quantised for INT4
     weights, nor for FP8 ones but on Hopper GPUs, which do as in `blocks` (with `link.dispatch` =
     fp8: as the rows came over the wire), INT8 with one scale per row for INT8 weights; `blocks`:
-    rows and hidden rows in the format of 8-bit weights, with a scale for every 128 columns (FP8 on
-    TPUs: v7x only); `float`: never quantised (W8A16)."""
+    rows and hidden rows in the format of 8-bit weights, in INT8 for INT4 ones (W4A8), with a scale
+    for every 128 columns (FP8 on TPUs: v7x only); `float`: never quantised (W8A16)."""
     exchange: Literal["auto", "gather", "alltoall"] = "auto"
     """How rows get to the devices that hold their experts, in colocated mode too. `gather`: all
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
@@ -106,7 +106,12 @@ class Link(Section, frozen=True):
 
     dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Format of the rows sent to the ffn mesh: `auto` (= `dtype`), `float32`, `bfloat16`, `fp8`,
-    `int8`. Combine always returns rows in `dtype`."""
+    `int8`."""
+    combine: Literal["auto", "int8"] = "auto"
+    """Format of the FFN's results on their way back, between the roles and, before they are
+    summed, between the devices that hold experts: `auto` (= `dtype`), or `int8` with a scale a row
+    (xDeepServe §4.7). Sums are FP32 either way; `ffn.tp` devices with the same rows (colocated)
+    add theirs up in `dtype`."""
     route: Literal["trampoline", "broadcast"] = "trampoline"
     """`trampoline`: the ffn mesh brings a token to the devices that need it (xDeepServe §4.2);
     `broadcast`: to all of them (Step-3 §4.1), as `ffn.exchange: gather` does. Either way a token
@@ -132,7 +137,11 @@ class Cache(Section, frozen=True):
     in half of the host's free memory."""
     format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Format of keys and values: `auto` (= `dtype`), `float32`, `bfloat16`, or `fp8` and `int8`
-    with one scale per token and head."""
+    with one scale per token and head. Nothing reads INT4, which is refused."""
+    rope: Literal["auto", "bfloat16"] = "auto"
+    """Format of the rotated part of latent attention's rows where `format` has 8 bits: `auto`: that
+    of the rest, under the same scale; `bfloat16`: in an array of its own, not quantised, which only
+    plain XLA reads so far, on accelerators too (xDeepServe §4.7)."""
     prefix: bool = True
     """Whether full pages are kept, while there is room, for later requests with the same prefix."""
 

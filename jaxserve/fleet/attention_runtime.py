@@ -6,7 +6,6 @@ Called by `serve --role attention`. It goes on while ffn workers are stopped and
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
@@ -15,6 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.contract import Contract
+from jaxserve.link.message import answer_format
 from jaxserve.link.pull import PullClient
 from jaxserve.link.runtime_link import ReceiveAnswer, SendMessage
 from jaxserve.link.transport import piece_sharding
@@ -81,12 +81,11 @@ def attention_cell(
     observer: Observer | None = None,
 ) -> tuple[Cell, PullClient]:
     """The attention worker of this runtime, loaded, compiled and connected; raises as above."""
-    sharding = piece_sharding(role.mesh)
+    sharding, answer = piece_sharding(role.mesh), answer_format(role.contract)
 
     def answer_shape(kind: str, rows: int) -> jax.ShapeDtypeStruct:
-        shape = role.mesh.size * rows, role.contract.d_model
-        dtype = jnp.dtype(role.contract.combine)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        shape = role.mesh.size * rows, answer.width
+        return jax.ShapeDtypeStruct(shape, answer.dtype, sharding=sharding)
 
     built = build_attention(role.templates, deployment, role.mesh, source, role.names)
     client = PullClient(

@@ -118,7 +118,7 @@ def describe_roles(deployment: Deployment) -> str:
         lines.append(
             f"link: {route.attention} pieces a message in {len(route.legs)} "
             f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
-            f"{deployment.dispatch_format}, answers in {deployment.dtype}{where}"
+            f"{deployment.dispatch_format}, answers in {deployment.combine_format}{where}"
         )
     if prefill.workers:
         failed = "recomputed by the domain" if pages.on_failure == "recompute" else "failed"

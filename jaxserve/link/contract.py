@@ -39,7 +39,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       experts: routed experts of the model, without padding.
       layers: kind of every layer's FFN, those of prediction modules included.
       dispatch: format of rows on their way to the ffn mesh.
-      combine: dtype of rows on their way back.
+      combine: format of rows on their way back.
     """
 
     groups: int
@@ -49,7 +49,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     layers: tuple[FFNKind, ...]
     dispatch: Literal["float32", "bfloat16", "fp8", "int8"]
-    combine: Literal["float32", "bfloat16"]
+    combine: Literal["float32", "bfloat16", "int8"]
 
     @classmethod
     def of(cls, config: ModelConfig, deployment: Deployment) -> "Contract":
@@ -62,7 +62,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
             experts=config.experts,
             layers=tuple(config.kind(layer).ffn for layer in range(config.all_layers)),
             dispatch=deployment.dispatch_format,
-            combine=deployment.dtype,
+            combine=deployment.combine_format,
         )
 
     def piece_rows(self, tokens: int) -> int:

@@ -1,18 +1,18 @@
-"""Exactly what crosses from attention to ffn, packed into one array a message.
+"""Exactly what crosses from attention to ffn, packed into one array a message, and back.
 
 One row a token: its quantised values, its scale (8-bit formats), and in MoE layers its expert ids
 and gate weights, all as unsigned words of the values' width, side by side: a copy costs the host
 per array, not per byte. Knows nothing of attention and ffn.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32, UInt
+from jaxtyping import Array, Float, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
@@ -24,8 +24,10 @@ from jaxserve.model.quant.rows import (
     decode_rows,
     encode_rows,
     has_scales,
+    pack_int8,
+    unpack_int8,
 )
-from jaxserve.model.row_width import row_words
+from jaxserve.model.row_width import result_words, row_words
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
@@ -92,6 +94,37 @@ class MessageFormat(msgspec.Struct, frozen=True):
         return Message(tokens, _as(experts, jnp.int32), _as(gates, jnp.float32), encoded)
 
 
+class AnswerFormat(msgspec.Struct, frozen=True):
+    """The layout of a row of an answer: its values, in INT8 with their scale behind them.
+
+    Attributes:
+      d_model: values a row.
+      rows: format of the values.
+    """
+
+    d_model: int
+    rows: Literal["float32", "bfloat16", "int8"]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array."""
+        return STORAGE[self.rows]
+
+    @property
+    def width(self) -> int:
+        """Columns of the array."""
+        return result_words(self.d_model) if self.rows == "int8" else self.d_model
+
+    def pack(self, results: Float[Array, "rows d_model"]) -> Array:
+        """Rows as they cross the link, [rows, width]."""
+        return pack_int8(results) if self.rows == "int8" else results.astype(self.dtype)
+
+    def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
+        """The inverse, in `dtype`."""
+        rows = unpack_int8(packed, self.d_model) if self.rows == "int8" else packed
+        return rows.astype(dtype)
+
+
 class PackedRows(NamedTuple):
     """Rows of a message as the exchange handles them (`model.ffn.exchange.Packing`)."""
 
@@ -139,3 +172,8 @@ def message_formats(contract: Contract) -> dict[FFNKind, MessageFormat]:
         )
         for kind in dict.fromkeys(contract.layers)
     }
+
+
+def answer_format(contract: Contract) -> AnswerFormat:
+    """The format of all answers."""
+    return AnswerFormat(contract.d_model, contract.combine)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.device_put import DevicePutTransport
-from jaxserve.link.message import message_formats
+from jaxserve.link.message import answer_format, message_formats
 from jaxserve.link.ppermute import PermuteTransport
 from jaxserve.link.transport import Arrays, Transport
 
@@ -72,7 +71,7 @@ class RuntimeLink:
         token_sizes: Sequence[int],
     ):
         cls = TRANSPORTS[transport]
-        route = contract.route(ffn.size)
+        route, answer = contract.route(ffn.size), answer_format(contract)
         dispatch: dict[tuple[FFNKind, int], Transport] = {}
         combine: dict[int, Transport] = {}
         for tokens in token_sizes:
@@ -80,8 +79,8 @@ class RuntimeLink:
             for kind, message in message_formats(contract).items():
                 piece = rows, message.width
                 dispatch[kind, tokens] = cls("dispatch", route, attention, ffn, piece, message.word)
-            piece, dtype = (rows, contract.d_model), jnp.dtype(contract.combine)
-            combine[tokens] = cls("combine", route, attention, ffn, piece, dtype)
+            piece = rows, answer.width
+            combine[tokens] = cls("combine", route, attention, ffn, piece, answer.dtype)
         self._transports: list[Transport] = [*dispatch.values(), *combine.values()]
         self.attention = _AttentionEnd(contract, dispatch, combine)
         self.ffn = _FFNEnd(contract, dispatch, combine)

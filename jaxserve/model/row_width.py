@@ -18,3 +18,8 @@ def row_words(d_model: int, top_k: int, word_bytes: int, *, has_scale: bool) -> 
     """
     used = d_model + (4 * has_scale + 8 * top_k) // word_bytes
     return used if d_model % TILE_COLUMNS else -(-used // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def result_words(d_model: int) -> int:
+    """Bytes of a row of results in INT8: values and an FP32 scale, with zeros as above."""
+    return row_words(d_model, 0, 1, has_scale=True)

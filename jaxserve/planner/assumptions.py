@@ -29,6 +29,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Of INT4 weights: whether they share a zero point, too."""
     cache: Format = "fp8"
     dispatch: Format = "fp8"
+    rope: Literal["auto", "bfloat16"] = "auto"
+    """Of the rotated part of latents that are in 8 bits; `auto`: as `cache`."""
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
     others and for attention (FP32, where that is the dtype). Otherwise all products use this
@@ -38,6 +40,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     weights in FP8 and attends in BF16."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`: of rows, embedding and head."""
+
+    combine: Literal["auto", "int8"] = "auto"
+    """Of the FFN's results on their way back; `auto`: as `rows`."""
 
     @property
     def weight_bytes(self) -> float:
@@ -69,6 +74,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
                 return f"{self.weights}, products {self.linear}"
             case "dispatch":
                 return self.dispatch
+            case "combine":
+                return self.rows if self.combine == "auto" else self.combine
         return self.rows
 
 

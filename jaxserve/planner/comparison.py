@@ -192,6 +192,7 @@ def _measurement(
         seconds=seconds,
         mean=mean,
         dispatch=formats.dispatch,
+        combine=formats.combine,
         dp=layout.dp,
         tp=layout.tp,
         ep=layout.ep,

@@ -72,7 +72,8 @@ def deployment_text(
         *([f"  redundant_slots: {layout.redundant_slots}"] if layout.redundant_slots else []),
         *([f"  shared_ranks: {layout.shared_ranks}"] if layout.shared_ranks else []),
         *([] if colocated else [f"  memory_gb: {usable(f, assumed.reserve) / 1e9:.1f}"]),
-        f"link: {{dispatch: {formats.dispatch}}}",
+        f"link: {{dispatch: {formats.dispatch}"
+        + (f", combine: {formats.combine}}}" if formats.combine != "auto" else "}"),
         "cache:",
         f"  format: {formats.cache}",
         f"  page_size: {page}",

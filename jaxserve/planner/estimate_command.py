@@ -10,7 +10,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.link.route import Route
-from jaxserve.model.ffn.traffic import row_bytes
+from jaxserve.model.ffn.traffic import deployment_row_bytes
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deployment_options import add_deployment, read_deployment
@@ -94,12 +94,13 @@ def _counts(
 ) -> estimate.Counts:
     context = tokens(options.context)
     attention, ffn = deployment.attention, deployment.ffn
-    message = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    message = deployment_row_bytes(config, deployment)
     model = load_model(str(deployment.model), options.configs)
     formats = Formats(
         weights="bfloat16" if ffn.weights == "auto" else ffn.weights,
         cache="bfloat16" if deployment.cache.format == "auto" else deployment.cache.format,
         dispatch=deployment.dispatch_format,
+        combine=deployment.link.combine,
     )
     calculator = Calculator(model, context, formats, Assumptions())
     cached = calculator.cache_row(model.attention[0], attention.tp) * bucket.tokens * context

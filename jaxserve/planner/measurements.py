@@ -54,6 +54,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache: Format | None = None
     """Number format of the cache, if it differs."""
     dispatch: Format = "bfloat16"
+    combine: Literal["auto", "int8"] = "auto"
     compute: str = "auto"
     """Format of matrix products (`Formats.compute`)."""
     dp: int = 1
@@ -136,6 +137,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
         weights=one.format,
         cache=one.cache or one.format,
         dispatch=one.dispatch,
+        combine=one.combine,
         compute=one.compute,  # type: ignore[arg-type]
         rows=one.rows,
     )

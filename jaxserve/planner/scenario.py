@@ -112,8 +112,10 @@ def scenario(
             group=stored.int4.group,
             zero_points=stored.int4.zero_points,
             cache=_format("cache.format", deployment.cache_format),
+            rope=deployment.cache.rope,
             dispatch=_format("link.dispatch", deployment.dispatch_format),
             rows=rows,
+            combine=deployment.link.combine,
         )
         own = measured.of(Path(deployment.model).name)
         return Calculator(model, context, formats, assumed, own, exchange)

@@ -23,6 +23,7 @@ def add_formats(command: argparse.ArgumentParser) -> None:
     formats = FORMATS
     for name in ("weights", "cache", "dispatch"):
         add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
+    add("--combine", choices=("auto", "int8"), default="auto", help="of results: as rows, int8")
     add("--drafts", type=_drafts, default=0, help="of a module, a step: the most to try: 0")
     add("--skew", help="of the experts' popularity, as of simulate: places them, with replicas")
     add("--shared-ranks", action="store_true", help="tries some for the shared expert alone")
@@ -103,6 +104,7 @@ def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) 
         if value == "fp8" and without:
             raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
         asked[name] = value or ("int8" if without else "fp8")
+    asked["combine"] = options.combine
     return Formats(**asked, compute=options.compute, core=options.core)
 
 

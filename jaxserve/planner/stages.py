@@ -333,7 +333,11 @@ class Calculator(NamedTuple):
         return self.assumed.broadcast and mesh.split
 
     def _row_bytes(self, group: FFNLayers) -> RowBytes:
-        return row_bytes(self.model.d_model, group.top_k, self.formats.dispatch, self.formats.rows)
+        return self._rows(group.top_k)
+
+    def _rows(self, top_k: int) -> RowBytes:
+        form = self.formats
+        return row_bytes(self.model.d_model, top_k, form.dispatch, form.rows, form.combine)
 
     def _collectives(
         self,
@@ -392,11 +396,11 @@ class Calculator(NamedTuple):
         """Bytes of a row on its way to the ffn role, as the engine packs it."""
         moe = self.model.moe
         top_k = moe.top_k if moe else 0
-        return row_bytes(self.model.d_model, top_k, self.formats.dispatch, self.formats.rows).packed
+        return self._rows(top_k).packed
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
-        return self.model.d_model * SIZE[self.formats.rows]
+        return self._rows(0).result
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
@@ -405,7 +409,10 @@ class Calculator(NamedTuple):
             return size * group.q_heads * group.head_dim**2 / tp
         heads = max(1.0, group.kv_heads / tp)
         scale = SCALE if self.formats.cache in ("fp8", "int8") and not group.cache_bytes else 0
-        return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
+        rotated = group.head_dim - group.kv_latent if group.kind == "mla" else 0
+        if not rotated or self.formats.rope == "auto" or group.cache_bytes:
+            return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
+        return heads * (group.kv_latent * size + rotated * SIZE[self.formats.rope] + scale)
 
     def _cached_tokens(self, group: AttentionLayers) -> int:
         if group.kind == "lightning":

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
-from jaxserve.link.message import message_formats
+from jaxserve.link.message import answer_format, message_formats
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
@@ -38,7 +38,7 @@ class AttentionPrograms(TokenPrograms):
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
         self.contract = Contract.of(templates.config, deployment)
-        self.formats = message_formats(self.contract)
+        self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
         """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, message, pages…)."""
@@ -81,7 +81,7 @@ class AttentionPrograms(TokenPrograms):
         def body(x: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
             pages, (combined,), leaves = cut(rest, cuts)
             context = self.step_context(bucket, batch, table)
-            return self._attend(kind, add_combined(x, combined), pages, context.batch, leaves)
+            return self._attend(kind, self._add_combined(x, combined), pages, context.batch, leaves)
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
         return Program(
@@ -92,7 +92,7 @@ class AttentionPrograms(TokenPrograms):
                 self._stream_shape(bucket),
                 *self.step_shapes(bucket)[1:],
                 *self.page_arrays,
-                self._stream_shape(bucket),
+                self._answer_shape(bucket),
                 *layer.leaves,
             ),
             (
@@ -113,7 +113,7 @@ class AttentionPrograms(TokenPrograms):
         def body(
             batch: Array, sampled: Array, lengths: Array, x: Array, combined: Array, *leaves: Array
         ) -> tuple[Array, ...]:
-            own, x = sampled[jax.lax.axis_index("dp")], add_combined(x, combined)
+            own, x = sampled[jax.lax.axis_index("dp")], self._add_combined(x, combined)
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], leaves)
             return start.hidden, start.batch[None]
 
@@ -187,7 +187,7 @@ class AttentionPrograms(TokenPrograms):
         ) -> tuple[Array, ...]:
             own, leaves = cut(rest, cuts)
             number, ahead, longest = numbers
-            x = add_combined(x, combined)
+            x = self._add_combined(x, combined)
             hidden, draft = leave_module(self, tokens, x, batch[0], ahead, own, leaves)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             kept = jnp.where(samples, draft, drafts[0, :, number])
@@ -225,7 +225,7 @@ class AttentionPrograms(TokenPrograms):
             x: Array, last: Array, batch: Array, combined: Array, *leaves: Array
         ) -> tuple[Array, ...]:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(add_combined(x, combined), last, fields, leaves, bucket)
+            return self.end_step(self._add_combined(x, combined), last, fields, leaves, bucket)
 
         return Program(
             "leave",
@@ -234,7 +234,7 @@ class AttentionPrograms(TokenPrograms):
             (
                 self._stream_shape(bucket),
                 *self.step_shapes(bucket)[:2],
-                self._stream_shape(bucket),
+                self._answer_shape(bucket),
                 *head.leaves,
             ),
             (ROWS, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
@@ -245,7 +245,7 @@ class AttentionPrograms(TokenPrograms):
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of (x, combined), the arguments of `leave` that hold the residual stream."""
-        return self._stream_shape(bucket), self._stream_shape(bucket)
+        return self._stream_shape(bucket), self._answer_shape(bucket)
 
     def stream_specs(self) -> tuple[PartitionSpec, ...]:
         """Partition specs of (x, combined)."""
@@ -253,7 +253,7 @@ class AttentionPrograms(TokenPrograms):
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """The residual stream: x plus the last layer's FFN output."""
-        return add_combined(*parts)
+        return self._add_combined(*parts)
 
     def _attend(
         self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
@@ -269,13 +269,16 @@ class AttentionPrograms(TokenPrograms):
         rows = self.groups * bucket.tokens
         return self.shape(rows, self.config.d_model, dtype=self.dtype)
 
+    def _answer_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        rows = self.groups * bucket.tokens
+        return self.shape(rows, self.answers.width, dtype=self.answers.dtype)
 
-def add_combined(
-    x: Float[Array, "tokens d_model"], combined: Float[Array, "rows d_model"]
-) -> Float[Array, "tokens d_model"]:
-    """The residual stream with the ffn role's output, of which this device has its piece's rows."""
-    with jax.named_scope("combine"):
-        return x + jax.lax.all_gather(combined, "tp", axis=0, tiled=True)
+    def _add_combined(self, x: Array, combined: Array) -> Float[Array, "tokens d_model"]:
+        """The residual stream with the ffn role's answer, of which this device has its piece's
+        rows."""
+        with jax.named_scope("combine"):
+            answer = jax.lax.all_gather(combined, "tp", axis=0, tiled=True)
+            return x + self.answers.unpack(answer, x.dtype)
 
 
 def _share(message: Any, axis: str) -> Any:

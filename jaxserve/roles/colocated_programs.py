@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
-from jaxserve.link.message import PackedRows, message_formats
+from jaxserve.link.message import PackedRows, answer_format, message_formats
 from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
@@ -37,9 +37,12 @@ class ColocatedPrograms(TokenPrograms):
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
-        self.formats = message_formats(Contract.of(templates.config, deployment))
+        contract = Contract.of(templates.config, deployment)
+        self.formats, self.answers = message_formats(contract), answer_format(contract)
         axes = Axes(*ATTENTION_AXES, rows=("dp",))
-        self.exchanges = make_exchanges(templates.exchange, axes, self.dtype)
+        self.exchanges = make_exchanges(
+            templates.exchange, axes, self.dtype, combine=contract.combine
+        )
         self.banks = tuple(
             Bank(tuple(range(start, stop)), templates.slots)
             for kind, start, stop in self.stacked()
@@ -291,7 +294,8 @@ class ColocatedPrograms(TokenPrograms):
         )
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
         rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
-        return (x + rows.astype(x.dtype), pages), load
+        # Rounded as a link would round them.
+        return (x + self.answers.unpack(self.answers.pack(rows), x.dtype), pages), load
 
 
 def _stacked(template: Template, layers: int) -> list[jax.ShapeDtypeStruct]:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
-from jaxserve.link.message import PackedRows, message_formats
+from jaxserve.link.message import PackedRows, answer_format, message_formats
 from jaxserve.mesh import FFN_AXES, FFN_RULES, AnyMesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, Blocks, make_exchanges
@@ -42,11 +42,13 @@ class FFNPrograms:
         self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self.config, self.dtype = templates.config, templates.dtype
         self.contract = contract or Contract.of(templates.config, deployment)
-        self.formats = message_formats(self.contract)
+        self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
         self.route = self.contract.route(mesh.size)
         blocks = Blocks(mesh.size * self.route.slots, self.route.filled)
         axes = Axes(*FFN_AXES, rows=FFN_AXES)
-        self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, blocks)
+        self.exchanges = make_exchanges(
+            templates.exchange, axes, self.dtype, blocks, self.contract.combine
+        )
         self.slots, axis = templates.slots, FFN_AXES[0]
         self.banks = tuple(
             Bank((layer,), self.slots)
@@ -79,7 +81,7 @@ class FFNPrograms:
             table, counts = arguments[slots : slots + 2] if moe else (None, None)
             block = layer.merge(arguments[slots + 2 * moe :])
             answer, load = exchange(packed, block, packing, None if table is None else table[0])
-            pieces = jnp.split(answer.astype(self.dtype), slots)
+            pieces = jnp.split(self.answers.pack(answer), slots)
             if load is None or counts is None:
                 return tuple(pieces)
             return *pieces, add_load(counts, load[None])

@@ -58,7 +58,10 @@ class PagePrograms:
         self.widths = tuple(
             array.shape[3] for array in programs.page_arrays if len(array.shape) == 4
         )
-        """Of the values: keys and values, or the latent."""
+        """Of the values: keys and values, or the latent, or that and its rotated part."""
+        rotated = (False, deployment.cache.rope != "auto")
+        self._as_it_is = rotated[: len(self.widths)]
+        """Which of the values are in BF16 whatever the format."""
 
     @property
     def heads(self) -> int:
@@ -75,10 +78,14 @@ class PagePrograms:
         """The arrays of one KV head."""
         storage = STORAGE[cache_format]
         dtype = jnp.dtype(jnp.uint8) if storage == jnp.float8_e4m3fn else storage
-        values = [WireArray((self.layers, tokens, width), dtype) for width in self.widths]
+        wide = jnp.dtype(jnp.bfloat16)
+        values = [
+            WireArray((self.layers, tokens, width), wide if as_it_is else dtype)
+            for width, as_it_is in zip(self.widths, self._as_it_is, strict=True)
+        ]
         if has_scales(cache_format):
             rows = WireArray((self.layers, tokens), jnp.dtype(jnp.float32))
-            values += [rows] * len(self.widths)
+            values += [rows] * self._as_it_is.count(False)
         return tuple(values)
 
     @property
@@ -243,12 +250,12 @@ class PagePrograms:
 
     def _in_own_format(self, stacks: list[Array], cache_format: WireFormat) -> list[Array]:
         """Arrays `[heads, layers, tokens, …]` of the wire's format in the cache's."""
-        kinds = len(self.widths)
-        rows = stacks[:kinds]
+        kinds = self._as_it_is.count(False)
+        rows, wide = stacks[:kinds], stacks[kinds : len(self.widths)]
         if has_scales(cache_format):
             rows = [
                 from_bits(row).astype(jnp.float32) * scale[..., None]
-                for row, scale in zip(rows, stacks[kinds:], strict=True)
+                for row, scale in zip(rows, stacks[len(self.widths) :], strict=True)
             ]
         if self.format not in ("fp8", "int8"):
             return [row.astype(STORAGE[self.format]) for row in rows]
@@ -260,4 +267,4 @@ class PagePrograms:
             )
             values.append(as_bits(quantised).reshape(row.shape))
             scales.append(scale.reshape(heads, layers, tokens))
-        return [*values, *scales]
+        return [*values, *wide, *scales]

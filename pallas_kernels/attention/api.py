@@ -88,6 +88,7 @@ def paged_attention(
     v_width: int = 0,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
+    rope_pages: Array | None = None,
     with_lse: Literal[False] = False,
     implementation: Implementation = "auto",
 ) -> Array: ...
@@ -107,6 +108,7 @@ def paged_attention(
     v_width: int = 0,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
+    rope_pages: Array | None = None,
     with_lse: Literal[True],
     implementation: Implementation = "auto",
 ) -> tuple[Array, Array]: ...
@@ -114,7 +116,7 @@ def paged_attention(
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    k_pages: Num[Array, "pages kv_heads page_size key_width"],
     v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
@@ -125,6 +127,7 @@ def paged_attention(
     v_width: int = 0,
     k_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
+    rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None,
     with_lse: bool = False,
     implementation: Implementation = "auto",
 ) -> (
@@ -147,6 +150,8 @@ def paged_attention(
       k_scales, v_scales: FP32 scales of pages in 8 bits, one per position and head; k_scales apply
         to the values too when v_pages is None. 8-bit pages are int8, float8_e4m3fn, or the latter's
         bits as uint8, which are much cheaper on CPU (`pallas_kernels/quantize/bits.py`).
+      rope_pages: the last columns of the keys, floats without scales, where k_pages has only the
+        others (latent attention's rotated part); only with v_pages None. No kernel reads them yet.
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
       implementation: see `coverage.Implementation`.
@@ -169,8 +174,12 @@ def paged_attention(
     _check_values(k_pages, v_pages, v_width, v_scales)
     tokens, q_heads, head_dim = queries.shape
     kv_heads = k_pages.shape[1]
-    if head_dim != k_pages.shape[3]:
-        raise ValueError(f"queries has head_dim {head_dim}, k_pages has {k_pages.shape[3]}")
+    key_width = k_pages.shape[3]
+    if rope_pages is not None:
+        _check_rope(rope_pages, k_pages, v_pages)
+        key_width += rope_pages.shape[3]
+    if head_dim != key_width:
+        raise ValueError(f"queries has head_dim {head_dim}, k_pages has {key_width}")
     if q_heads % kv_heads != 0:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
     if window < 0:
@@ -179,7 +188,7 @@ def paged_attention(
     width = v_width if v_pages is None else v_pages.shape[3]
     where = (page_table, sequence_of_token, position)
     lse: Array | None
-    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width)
+    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
     target = kernel_target(
         "paged_attention", implementation, lambda target: _gap(target, queries, cache), _COST
     )
@@ -291,7 +300,10 @@ def merge(
 
 
 def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:
-    """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
+    """What Hopper's kernels do not cover; TPUs' refuse nearly all that they cannot take by
+    themselves."""
+    if cache.rope_pages is not None:
+        return f"latents in {cache.k_pages.dtype} with their rotated part in an array of its own"
     if target.backend == "mosaic_tpu":
         return ""
     from pallas_kernels.attention import mosaic_gpu
@@ -335,6 +347,17 @@ def _check_values(
         raise ValueError(f"v_width is {v_width}, needs 1 to {k_pages.shape[3]} with v_pages None")
     if v_scales is not None:
         raise ValueError("there is v_scales, but no v_pages; k_scales is for the values too")
+
+
+def _check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None:
+    if v_pages is not None:
+        raise ValueError("there are rope_pages and v_pages; rope_pages are for v_pages None")
+    floats = jnp.issubdtype(rope_pages.dtype, jnp.floating)
+    if rope_pages.ndim != 4 or rope_pages.shape[:3] != k_pages.shape[:3] or not floats:
+        raise ValueError(
+            f"rope_pages is {rope_pages.dtype}{rope_pages.shape}, needs floats of "
+            f"[pages, kv_heads, page_size] {k_pages.shape[:3]}"
+        )
 
 
 def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:

@@ -5,7 +5,8 @@ Called by `api.py`, which has checked the arguments, and by the tests of the ker
 with any kernel.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,6 +69,8 @@ class Cache(NamedTuple):
     k_scales: Float32[Array, "pages kv_heads page_size"] | None
     v_scales: Float32[Array, "pages kv_heads page_size"] | None
     v_width: int
+    rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None
+    """The last columns of the keys; None: they are in `k_pages`."""
 
 
 def paged_attention(
@@ -130,16 +133,14 @@ def _attend_one(
     scale: float,
 ) -> tuple[Float[Array, "kv_heads group v_width"], Float32[Array, "kv_heads group"]]:
     """Attend from one token to the `visible` rows [context] of these pages."""
-    keys = _gather(cache.k_pages, pages)
-    values = keys[..., : cache.v_width] if cache.v_pages is None else _gather(cache.v_pages, pages)
+    gather = functools.partial(_gather, pages=pages)
+    keys, scores = _scores(query.astype(jnp.float32), cache, gather, scale)
+    values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
     v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
     # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
     values = jnp.where(visible[:, None], values, 0.0)
 
     highest = jax.lax.Precision.HIGHEST
-    scores = scale * jnp.einsum("kgd,kcd->kgc", query.astype(jnp.float32), keys, precision=highest)
-    if cache.k_scales is not None:
-        scores *= _gather(cache.k_scales, pages)[:, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     # A padding token sees nothing: its largest score is -inf and its total 0.
@@ -147,7 +148,7 @@ def _attend_one(
     weights = jnp.exp(scores - jnp.where(blind, 0.0, largest))
     total = jnp.where(blind, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
     if v_scales is not None:
-        weights *= jnp.where(visible, _gather(v_scales, pages), 0.0)[:, None]
+        weights *= jnp.where(visible, gather(v_scales), 0.0)[:, None]
     output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
     return output.astype(query.dtype), (largest + jnp.log(total))[..., 0]
 
@@ -203,24 +204,22 @@ def _attend_some(
         pages = jax.lax.dynamic_slice_in_dim(pages_of_token, index * count, count, axis=1)
         place = index * block + jnp.arange(block, dtype=jnp.int32)
         visible = (place <= position[:, None])[:, None, None]  # [tokens, 1, 1, block]
-        gather = jax.vmap(_gather, in_axes=(None, 0))
-        keys = gather(cache.k_pages, pages)
-        values = (
-            keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages, pages)
-        )
+
+        def gather(array: Array) -> Array:
+            return jax.vmap(_gather, in_axes=(None, 0))(array, pages)
+
+        keys, scores = _scores(wide, cache, gather, scale)
+        values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
         v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
         # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
         values = jnp.where(visible[:, 0, 0, None, :, None], values, 0.0)
-        scores = scale * jnp.einsum("tkgd,tkcd->tkgc", wide, keys, precision=highest)
-        if cache.k_scales is not None:
-            scores *= gather(cache.k_scales, pages)[:, :, None]
         scores = jnp.where(visible, scores, -jnp.inf)
         now = jnp.maximum(largest, jnp.max(scores, axis=-1))
         finite = jnp.where(jnp.isneginf(now), 0.0, now)
         weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(largest - finite)
         total = total * kept + jnp.sum(weights, axis=-1)
         if v_scales is not None:
-            weights *= jnp.where(visible, gather(v_scales, pages)[:, :, None], 0.0)
+            weights *= jnp.where(visible, gather(v_scales)[:, :, None], 0.0)
         seen = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision=highest)
         return now, total, mixed * kept[..., None] + seen
 
@@ -230,7 +229,7 @@ def _attend_some(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, cache.v_width), jnp.float32),
     )
-    others = (queries, pages_of_token, position, *jax.tree.leaves(tuple(cache)[:4]))
+    others = (queries, pages_of_token, position, *(a for a in cache if isinstance(a, jax.Array)))
     start = jax.tree.map(lambda array: vary_like(array, others), start)
     blocks = (jnp.max(position) + block) // block
     largest, total, mixed = jax.lax.fori_loop(0, blocks, step, start)
@@ -238,6 +237,27 @@ def _attend_some(
     total = jnp.where(total == 0, 1.0, total)
     output = (mixed / total[..., None]).astype(queries.dtype)
     return output, largest + jnp.log(total)
+
+
+def _scores(
+    queries: Float32[Array, "*tokens kv_heads group head_dim"],
+    cache: Cache,
+    gather: Callable[[Array], Array],
+    scale: float,
+) -> tuple[
+    Float32[Array, "*tokens kv_heads context _"], Float32[Array, "*tokens kv_heads group _"]
+]:
+    """The keys without their scales, and the scores of queries against them."""
+    keys = gather(cache.k_pages)
+    width, product = keys.shape[-1], "...kgd,...kcd->...kgc"
+    highest = jax.lax.Precision.HIGHEST
+    scores = scale * jnp.einsum(product, queries[..., :width], keys, precision=highest)
+    if cache.k_scales is not None:
+        scores *= gather(cache.k_scales)[..., None, :]
+    if cache.rope_pages is not None:
+        rotated = gather(cache.rope_pages)
+        scores += scale * jnp.einsum(product, queries[..., width:], rotated, precision=highest)
+    return keys, scores
 
 
 def _gather(

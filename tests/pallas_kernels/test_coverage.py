@@ -71,6 +71,21 @@ def test_what_has_a_kernel_and_what_needs_none():
     assert attend(H200) == attend(V6E) == attend(Target("reference", "cpu"), head_dim=80) == []
 
 
+@pytest.mark.parametrize("target", [H200, V6E])
+def test_latents_without_their_rotated_part(target):
+    """Only plain XLA reads it where it is."""
+
+    def call(queries, latents, rotated, scales, *places):
+        options = {"scale": 1.0, "v_width": 512, "k_scales": scales, "rope_pages": rotated}
+        return paged_attention(queries, latents, None, *places, **options)
+
+    pages = shape(16, 1, 128, 512, dtype=jnp.int8), shape(16, 1, 128, 64)
+    places = shape(4, 4, dtype=jnp.int32), shape(4, dtype=jnp.int32), shape(4, dtype=jnp.int32)
+    arrays = (shape(4, 8, 576), *pages, shape(16, 1, 128, dtype=jnp.float32), *places)
+    reason = "latents in int8 with their rotated part in an array of its own"
+    assert traced(call, *arrays, target=target) == [("paged_attention", reason)]
+
+
 def test_a_tpu_refuses_by_itself():
     with pytest.raises(NotImplementedError, match=r"pages of 8 tokens.*multiple of 16"):
         attend(V6E, page_size=8)
@@ -112,8 +127,9 @@ def test_int4():
     arguments = shape(32, 256), weights, shape(4, dtype=jnp.int32)
     assert traced(grouped_matmul, *arguments) == [("grouped_matmul", "INT4 weights")]
     assert traced(grouped_matmul, *arguments, target=V6E) == []
-    with pytest.raises(ValueError, match=r"row_format is 'int8', weights is int4"):
-        traced(functools.partial(grouped_matmul, row_format="int8"), *arguments)
+    with_rows = functools.partial(grouped_matmul, row_format="int8")
+    assert traced(with_rows, *arguments) == [("grouped_matmul", "INT4 weights")]
+    assert traced(with_rows, *arguments, target=V6E) == []
 
 
 def test_the_rest():

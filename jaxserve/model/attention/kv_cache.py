@@ -3,9 +3,10 @@
 A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each: keys and values,
 or MLA's latent alone. In an 8-bit format each of them comes with an array of FP32 scales,
 `[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as their bits,
-uint8. Every DP group owns its `pages` rows, and the page ids in a page table are relative to the
-group. `pallas_kernels/attention` defines the layout inside a page; `engine/pages.py` decides which
-sequence owns which page.
+uint8. With `cache.rope`, MLA's latents in 8 bits are without their rotated part, which has an array
+of its own in BF16, without scales (xDeepServe §4.7). Every DP group owns its `pages` rows, and the
+page ids in a page table are relative to the group. `pallas_kernels/attention` defines the layout
+inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.quant import as_bits
 from jaxserve.model.quant.rows import STORAGE, quantize_heads
@@ -22,7 +24,8 @@ from pallas_kernels.attention.api import paged_attention, write_rows
 from pallas_kernels.quantize.api import Format
 
 Pages = tuple[Array, ...]
-"""(keys, values) or (latent,), then their scales in the same order."""
+"""(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
+latent's scales)."""
 
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
@@ -32,6 +35,9 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
 
     Heads are divided over tp; where there are fewer heads than devices, several devices hold a copy
     of the same head.
+
+    Raises:
+      ConfigError: `cache.rope` of a model without latent attention.
     """
     attention, cache = config.attention, deployment.cache
     heads = max(attention.kv_heads, deployment.attention.tp)
@@ -43,9 +49,18 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
     if dtype == jnp.float8_e4m3fn:
         dtype = jnp.dtype(jnp.uint8)  # its bits, which are cheaper to move (quantize/bits.py)
     rows = (deployment.attention.dp * cache.pages, heads, cache.page_size)
+    scales = jax.ShapeDtypeStruct(rows, jnp.float32)
+    if cache.rope != "auto":
+        if not isinstance(attention, MLA):
+            raise ConfigError(
+                f"cache.rope = {cache.rope} is for latent attention (MLA), which keeps a rotated "
+                "key beside every latent: the model has none"
+            )
+        latent = jax.ShapeDtypeStruct((*rows, attention.kv_latent), dtype)
+        return latent, jax.ShapeDtypeStruct((*rows, attention.rope_dim), jnp.bfloat16), scales
     arrays = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in widths]
     if dtype.itemsize == 1:
-        arrays += [jax.ShapeDtypeStruct(rows, jnp.float32)] * len(widths)
+        arrays += [scales] * len(widths)
     return tuple(arrays)
 
 
@@ -57,6 +72,19 @@ def write(
     if len(pages) > len(rows):
         values, scales = zip(*(quantize_heads(row, _format(pages)) for row in rows), strict=True)
         rows = (*map(as_bits, values), *scales)
+    return _write(pages, rows, batch)
+
+
+def write_latents(pages: Pages, row: Float[Array, "tokens 1 width"], batch: RaggedBatch) -> Pages:
+    """The same for latents with their rotated part."""
+    if not _is_split(pages):
+        return write(pages, (row,), batch)
+    latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)
+    values, scales = quantize_heads(latent, _format(pages))
+    return _write(pages, (as_bits(values), rotated, scales), batch)
+
+
+def _write(pages: Pages, rows: tuple[Array, ...], batch: RaggedBatch) -> Pages:
     return write_rows(
         pages,
         tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),
@@ -101,6 +129,7 @@ def attend_latent(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
     """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
     values; also returns the log-sum-exp of every row and head."""
+    split = _is_split(pages)
     out, lse = paged_attention(
         queries,
         pages[0],
@@ -110,18 +139,29 @@ def attend_latent(
         batch.position,
         scale=scale,
         v_width=v_width,
-        k_scales=pages[1] if len(pages) > 1 else None,
+        k_scales=pages[-1] if len(pages) > 1 else None,
+        rope_pages=pages[1] if split else None,
         with_lse=True,
     )
     return out, lse
 
 
 def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "tokens heads _"]:
-    """The row rounded as the cache stores it: quantised and dequantised."""
+    """The row, with its rotated part if it is a latent, rounded as the cache stores it: quantised
+    and dequantised."""
     if pages[0].dtype.itemsize > 1:
         return row.astype(pages[0].dtype).astype(row.dtype)
-    values, scales = quantize_heads(row, _format(pages))
-    return (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
+    latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)  # all of it, if not split
+    values, scales = quantize_heads(latent, _format(pages))
+    latent = (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
+    if not _is_split(pages):
+        return latent
+    return jnp.concatenate([latent, rotated.astype(pages[1].dtype).astype(row.dtype)], axis=-1)
+
+
+def _is_split(pages: Pages) -> bool:
+    """Whether latents are without their rotated part, which is in an array of its own."""
+    return len(pages) == 3
 
 
 def _format(pages: Pages) -> Format:

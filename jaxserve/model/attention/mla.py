@@ -19,7 +19,7 @@ from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write
+from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write_latents
 from jaxserve.model.attention.rope import rotate, rotation
 from jaxserve.model.module import (
     Formats,
@@ -87,7 +87,7 @@ class MLA(Module):
         nope, rope = self._query(x, turn)
         row = self._row(x, turn)
         with jax.named_scope("write_pages"):
-            pages = write(pages, (row,), batch)
+            pages = write_latents(pages, row, batch)
         absorbed = self._absorb(nope, rope)
         scale, width = self.sizes.scale, self.sizes.kv_latent
         with jax.named_scope("paged_attention"):

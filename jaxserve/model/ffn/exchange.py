@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
-from jaxserve.model.ffn.collectives import ragged_all_to_all, summed, summed_rows
+from jaxserve.model.ffn.collectives import (
+    ragged_all_to_all,
+    summed,
+    summed_int8_rows,
+    summed_rows,
+)
 from jaxserve.model.ffn.replicas import (
     choose_shared_rank,
     choose_slots,
@@ -27,6 +32,7 @@ from jaxserve.model.ffn.replicas import (
 )
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
+from jaxserve.model.quant.rows import WireFormat, pack_int8, unpack_int8
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
 
 
@@ -95,28 +101,59 @@ class Exchange(Protocol):
         ...
 
 
+class Results(NamedTuple):
+    """How results that are not yet summed over devices travel."""
+
+    dtype: jnp.dtype
+    """The model's, where they are added up on the way."""
+    int8: bool = False
+    """Whether all others travel in INT8, with a scale a row."""
+
+    def summed_rows(
+        self, shares: Float32[Array, "all_rows d_model"], axes: tuple[str, ...]
+    ) -> Float32[Array, "rows d_model"]:
+        """See `collectives`."""
+        if self.int8:
+            return summed_int8_rows(shares, axes)
+        return summed_rows(shares, axes, self.dtype)
+
+    def pack(self, results: Float32[Array, "rows d_model"]) -> Array:
+        """Rows as they travel."""
+        return pack_int8(results) if self.int8 else results.astype(self.dtype)
+
+    def unpack(self, arrived: Array, d_model: int) -> Float[Array, "rows d_model"]:
+        """The inverse."""
+        return unpack_int8(arrived, d_model) if self.int8 else arrived
+
+
 def make_exchanges(
-    kind: ExchangeKind, axes: Axes, dtype: jnp.dtype, blocks: Blocks | None = None
+    kind: ExchangeKind,
+    axes: Axes,
+    dtype: jnp.dtype,
+    blocks: Blocks | None = None,
+    combine: WireFormat | None = None,
 ) -> dict[FFNKind, Exchange]:
     """The exchange of every kind of layer. Those without routed experts need all rows everywhere.
 
     Args:
-      dtype: in which results that are not yet summed over devices travel.
+      dtype: of the model's rows.
       blocks: None: all devices' rows are rows.
+      combine: format in which results that are not yet summed over devices travel: `int8`, or
+        anything else for `dtype`.
     """
-    blocks = blocks or Blocks()
-    gather = GatherExchange(axes, blocks, dtype)
-    moe: Exchange = AllToAllExchange(axes, blocks, dtype) if kind == "alltoall" else gather
+    blocks, results = blocks or Blocks(), Results(dtype, combine == "int8")
+    gather = GatherExchange(axes, blocks, results)
+    moe: Exchange = AllToAllExchange(axes, blocks, results) if kind == "alltoall" else gather
     return {"dense": gather, "moe": moe}
 
 
 class GatherExchange(NamedTuple):
     """All rows to all devices, whose shares of the results are summed: an all-gather, and back what
-    a reduce-scatter in `dtype` moves."""
+    a reduce-scatter moves."""
 
     axes: Axes
     blocks: Blocks
-    dtype: jnp.dtype
+    results: Results
 
     def __call__(
         self,
@@ -146,8 +183,8 @@ class GatherExchange(NamedTuple):
         share, load = block.with_load(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
-        rows = summed_rows(self._in_place(share), axes.rows, self.dtype)
-        return rows if axes.split else summed(rows, axes.tensor, self.dtype), load
+        rows = self.results.summed_rows(self._in_place(share), axes.rows)
+        return rows if axes.split else summed(rows, axes.tensor, self.results.dtype), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
         """The rows of the filled blocks."""
@@ -172,14 +209,14 @@ class AllToAllExchange(NamedTuple):
 
     If the devices of a rank have different rows, a row goes to each of them, and each returns its
     share: no gather in the rank, whose static shape would be that of the worst routing. Results
-    travel in `dtype` and are summed in FP32 where the rows were. The shared expert's d_ff is
+    are summed in FP32 where the rows were. The shared expert's d_ff is
     divided over `tensor` alone, so that a rank computes it for its own rows; if it has ranks of its
     own, a row goes to one of them, too.
     """
 
     axes: Axes
     blocks: Blocks
-    dtype: jnp.dtype
+    results: Results
 
     def __call__(
         self,
@@ -218,11 +255,11 @@ class AllToAllExchange(NamedTuple):
                 message.tokens, chosen, gates, rank, layer, message.encoded
             )
         with jax.named_scope("combine"):
-            rows = plan.combine(results.astype(self.dtype))
+            rows = plan.combine(results, self.results)
         if block.dense is not None:
             with jax.named_scope("dense"):
                 rows += self._shared(packed, own, block.dense, packing)
-        rows = rows if axes.split else summed(rows, axes.tensor, self.dtype)
+        rows = rows if axes.split else summed(rows, axes.tensor, self.results.dtype)
         return rows, expert_load(load, table, rank * experts.local)
 
     def _shared(
@@ -238,7 +275,7 @@ class AllToAllExchange(NamedTuple):
             return expert(own.tokens).astype(jnp.float32)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         share = expert(packing.unpack(of_rank).tokens)
-        return summed_rows(share, (tensor,), self.dtype)
+        return self.results.summed_rows(share, (tensor,))
 
 
 class SendPlan(NamedTuple):
@@ -297,9 +334,12 @@ class SendPlan(NamedTuple):
         )
         return received, jnp.arange(everything) < jnp.sum(arriving)
 
-    def combine(self, results: Float[Array, "received d_model"]) -> Float32[Array, "rows d_model"]:
+    def combine(
+        self, results: Float32[Array, "received d_model"], form: Results
+    ) -> Float32[Array, "rows d_model"]:
         """Returns results to where their rows came from; the sums of this device's own rows."""
         rows, devices = self.order.place.shape[0], self.sizes.shape[0]
+        d_model, results = results.shape[1], form.pack(results)
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         tensor_rank = self.device % self.copies
         returned = ragged_all_to_all(
@@ -315,7 +355,8 @@ class SendPlan(NamedTuple):
         place = [self.order.place + copy * self.most for copy in range(self.copies)]
         here = jnp.tile(self.order.here, (1, self.copies))
         everywhere = self.order._replace(place=jnp.concatenate(place, axis=1), here=here)
-        return combine(returned, jnp.ones(here.shape, jnp.float32), everywhere)
+        arrived = form.unpack(returned, d_model)
+        return combine(arrived, jnp.ones(here.shape, jnp.float32), everywhere)
 
 
 def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: Blocks) -> SendPlan:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.model.row_width import row_words
+from jaxserve.model.row_width import result_words, row_words
 
 ExchangeKind = Literal["gather", "alltoall"]
 
@@ -63,7 +63,9 @@ class RowBytes(NamedTuple):
     packed: int
     """On its way to the experts."""
     result: int
-    """Of a result, or a part of its sum, in the model's dtype."""
+    """Of a result, or a part of its sum, on its way back."""
+    added: int = 0
+    """Of a part of a sum that is added up on the way, in the model's dtype; 0: as `result`."""
 
 
 class Moved(NamedTuple):
@@ -125,7 +127,7 @@ def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> E
 
 def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
     """The devices of a rank that have the same rows add up their results."""
-    return 0.0 if mesh.split else 2 * (mesh.tensor - 1) / mesh.tensor * row.result
+    return 0.0 if mesh.split else 2 * (mesh.tensor - 1) / mesh.tensor * (row.added or row.result)
 
 
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
@@ -136,11 +138,20 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks)
 
 
-def row_bytes(d_model: int, top_k: int, sent: str, dtype: str) -> RowBytes:
-    """Of rows that are sent in the format `sent` by a model in `dtype`."""
-    size = _BYTES[sent]
+def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:
+    """Of rows that are sent in the format `sent` by a model in `dtype`, and whose results come back
+    in `returned`: `int8`, or anything else for `dtype`."""
+    size, result = _BYTES[sent], d_model * _BYTES[dtype]
     words = row_words(d_model, top_k, size, has_scale=size == 1)
-    return RowBytes(words * size, d_model * _BYTES[dtype])
+    if returned == "int8":
+        return RowBytes(words * size, result_words(d_model), added=result)
+    return RowBytes(words * size, result)
+
+
+def deployment_row_bytes(config: ModelConfig, deployment: Deployment) -> RowBytes:
+    """Of the rows of layers with routed experts."""
+    sent, returned = deployment.dispatch_format, deployment.combine_format
+    return row_bytes(config.d_model, config.top_k, sent, deployment.dtype, returned)
 
 
 def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
@@ -153,7 +164,7 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
     if deployment.mode == "afd" and deployment.link.route == "broadcast":
         return "gather"  # every row to every device is what was asked for
     mesh = exchange_mesh(deployment)
-    row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    row = deployment_row_bytes(config, deployment)
     reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
     return choose(mesh, row, reached, shared=config.shared_d_ff > 0)
 
@@ -163,7 +174,7 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
     mesh = exchange_mesh(deployment)
     if not config.experts or mesh.ranks == 1:
         return []
-    row = row_bytes(config.d_model, config.top_k, deployment.dispatch_format, deployment.dtype)
+    row = deployment_row_bytes(config, deployment)
     met = ranks_met(mesh, config.experts, config.top_k)
     kind = exchange_of(config, deployment)
     moved: dict[ExchangeKind, Moved] = {

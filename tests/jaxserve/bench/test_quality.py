@@ -54,7 +54,9 @@ def test_formats_are_overrides():
         "ffn.weights": "fp8",
         "cache.format": "int8",
         "link.dispatch": "bfloat16",
+        "link.combine": "auto",
     }
+    assert str(Format("int8", "int8", "int8", "int8")) == "int8 × int8 × int8 × answers int8"
     assert str(Format("fp8", "int8", "bfloat16")) == "fp8 × int8 × bf16"
 
 

@@ -220,6 +220,7 @@ class TestRanges:
             ("ffn.ep", 0),
             ("ffn.tp", 65537),
             ("link.dispatch", "fp4"),
+            ("link.combine", "fp8"),
             ("link.route", "pigeon"),
             ("link.transport", "push"),
             ("cache.page_size", 0),
@@ -323,6 +324,21 @@ class TestBuckets:
         assert (limits.page_buckets[-1] - 1) * page_size < max_length
 
 
+def test_int4_keys_and_values_are_refused_with_what_there_is():
+    message = r"cache\.format = int4: .*TPUs.*GPUs.*CPUs; int8 is the smallest on all"
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load_deployment(Path(__file__).parent, {"cache.format": "int4"})
+    prefill = {"prefill.workers": 1, "prefill.cache.format": "int4"}
+    with pytest.raises(ConfigError, match=f"^prefill: {message}"):
+        load_deployment(Path(__file__).parent, prefill)
+
+
+def test_prefill_workers_keep_rotated_parts_as_domains_do():
+    keys = {"cache.format": "int8", "cache.rope": "bfloat16", "prefill.workers": 1}
+    with pytest.raises(ConfigError, match=r"prefill\.cache\.rope = auto, but cache\.rope = bfl"):
+        load_deployment(Path(__file__).parent, keys | {"prefill.cache.rope": "auto"})
+
+
 class TestDerived:
     def test_dispatch_format(self):
         def format_of(dtype, dispatch):
@@ -332,6 +348,11 @@ class TestDerived:
         assert format_of("bfloat16", "auto") == "bfloat16"
         assert format_of("float32", "auto") == "float32"
         assert format_of("float32", "fp8") == "fp8"
+
+    def test_combine_format(self):
+        folder, dtype = Path(__file__).parent, {"dtype": "float32"}
+        assert load_deployment(folder, dtype).combine_format == "float32"
+        assert load_deployment(folder, dtype | {"link.combine": "int8"}).combine_format == "int8"
 
     def test_devices(self):
         layout = {"attention.dp": 3, "attention.tp": 2, "ffn.ep": 5, "ffn.tp": 7}

@@ -54,6 +54,7 @@ def test_domains_of_other_sizes_agree(tmp_path):
         {"top_k": 1},
         {"dispatch": "int8"},
         {"combine": "bfloat16"},
+        {"combine": "int8"},
         {"layers": ("moe",)},
     ],
     ids=str,

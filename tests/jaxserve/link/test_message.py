@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.link.message import MessageFormat
+from jaxserve.link.message import AnswerFormat, MessageFormat
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import encode_rows
 
@@ -92,6 +92,22 @@ def test_packed_bytes(rows, top_k, d_model):
     assert packed.shape == (5, form.width)
     assert packed.dtype == form.word
     assert packed.tobytes() == expected_bytes(m, rows)
+
+
+@pytest.mark.parametrize(("d_model", "width"), [(16, 16 + 4), (256, 256 + 128)])
+def test_an_answer_in_int8(d_model, width):
+    """Bytes as NumPy rounds them, and back; floats cross as they are."""
+    m = message(5, d_model, 0)
+    form, x = AnswerFormat(d_model, "int8"), np.asarray(m.tokens)
+    assert (form.dtype, form.width) == (np.int8, width)
+    packed = jax.jit(form.pack)(m.tokens)
+    assert np.asarray(packed).tobytes() == expected_bytes(m, "int8")
+    values, scales = quantised(x, "int8")
+    expected = values.astype(np.float32) * scales[:, None]
+    np.testing.assert_array_equal(form.unpack(packed, jnp.dtype(jnp.float32)), expected)
+    plain = AnswerFormat(d_model, "bfloat16")
+    assert (plain.dtype, plain.width) == (ml_dtypes.bfloat16, d_model)
+    assert plain.pack(m.tokens).dtype == ml_dtypes.bfloat16
 
 
 @pytest.mark.parametrize("rows", FORMATS)

@@ -359,3 +359,13 @@ def test_float32_rows_and_weights():
         assert (one.formats.linear, one.formats.attention) == (name, name)
     assert sizes[1] == [2 * size for size in sizes[0]]
     assert Formats(weights="int8", rows="float32").linear == "int8"
+
+
+def test_narrow_wires_and_caches():
+    """DeepSeek's answers in INT8 with a scale, in whole tiles; latents of 512 with a scale, and 64
+    rotated values in BF16."""
+    formats = Formats(cache="int8", rope="bfloat16", combine="int8")
+    one = Calculator(load_model("deepseek-v3"), 4096, formats, Assumptions())
+    assert one.combine_bytes() == 7168 + 128
+    assert one.cache_row(one.model.attention[0], 4) == 512 + 4 + 2 * 64
+    assert formats.of("combine") == "int8"

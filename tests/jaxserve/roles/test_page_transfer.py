@@ -144,6 +144,23 @@ def test_through_one_device_of_the_mesh(tmp_path, source, target, cache_format):
         assert {*transfer.landing(0, PIECE, cache_format)[-1].sharding.device_set} == {first}
 
 
+def test_latents_and_their_rotated_part(tmp_path):
+    """Each in its format, whatever that of the other."""
+    formats = {"cache__format": "int8", "cache__rope": "bfloat16"}
+    holder, _ = _check_carried(tmp_path, *SOURCES[2], *TARGETS[0], **formats)
+    source = Holder(tmp_path / "fp8", "deepseek_v3", seed=1, **formats | {"cache__format": "fp8"})
+    size = {"cache__page_size": 16}
+    target = Holder(tmp_path / "s", "deepseek_v3", imports=["fp8"], **formats, **size)
+    carry(source, PageRun(0, [2]), target, PageRun(0, [5]))
+    sent, kept = (one.tokens(PageRun(0, [page]), PIECE) for one, page in ((source, 2), (target, 5)))
+    np.testing.assert_array_equal(kept[1], sent[1])
+    latent = np.asarray(jax.lax.bitcast_convert_type(sent[0], "float8_e4m3fn"), np.float32)
+    latent *= sent[2][..., None]
+    largest = np.abs(latent).max(axis=-1, keepdims=True)
+    assert np.all(np.abs(kept[0] * kept[2][..., None] - latent) <= largest / 254 * 1.01)
+    assert holder.transfer.programs.token_bytes == holder.layers * (32 + 2 * 8 + 4)
+
+
 def _check_carried(tmp_path, name, layout, group, other, into, *, cache__format, **options):
     cache_format = cache__format
     source = Holder(tmp_path / "s", name, seed=1, cache__format=cache_format, **options, **layout)

@@ -66,6 +66,13 @@ def test_shapes_of_1a1f(tmp_path):
     assert p.leave(bucket).arguments[3].shape == (24, 64)
 
 
+def test_answers_in_int8_have_a_scale_behind_them(tmp_path):
+    p, bucket = programs(tmp_path, link__combine="int8"), Bucket(24, 18)
+    for answer in (p.attend(bucket, LayerKind("moe")).arguments[5], p.stream_shapes(bucket)[1]):
+        assert (answer.shape, answer.dtype) == ((24, 64 + 4), jnp.int8)
+    assert p.leave(bucket).arguments[3].shape == (24, 64 + 4)
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "answers", "ranks"),
     # 24 tokens a DP group; a piece an attention device, one array a slot of the ffn devices.

@@ -305,6 +305,7 @@ class TestBadCalls:
             ("v_pages", jnp.zeros((3, 2, PAGE, 6)), r"\(2, 2, 4\), v_pages has \(3, 2, 4\)"),
             ("page_table", jnp.zeros((1, 2), jnp.uint32), r"page_table is uint32\(1, 2\)"),
             ("page_table", jnp.zeros((1, 0), jnp.int32), r"page_table is empty: \(1, 0\)"),
+            ("rope_pages", jnp.zeros((2, 2, PAGE, 3)), "there are rope_pages and v_pages"),
             ("position", jnp.zeros(4, jnp.int32), "position has 4 entries for 3 tokens"),
         ],
     )

@@ -55,6 +55,7 @@ class Options(NamedTuple):
     tp: int = 1
     dtype: str = "float32"
     cache: str = "auto"
+    rope: str = "auto"
     weights: str = "plain"
     """Or fp8, int8; "fp8 multiplied out" are the same values in `dtype`."""
 
@@ -79,6 +80,7 @@ class Layer:
                 "cache.pages": PAGES,
                 "cache.page_size": PAGE_SIZE,
                 "cache.format": options.cache,
+                "cache.rope": options.rope,
                 "dtype": options.dtype,
                 "scheduler.max_length": 12,
             },

@@ -8,6 +8,7 @@ from jaxserve.checkpoint.deepseek import deepseek_config
 from jaxserve.checkpoint.qwen3 import qwen3_config
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.deployment import load_deployment
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import (
     attend,
@@ -15,6 +16,7 @@ from jaxserve.model.attention.kv_cache import (
     page_arrays,
     stored,
     write,
+    write_latents,
 )
 from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
 from tests.reference.tiny_step3 import TinyStep3
@@ -157,3 +159,44 @@ class TestWrite:
             np.asarray(stored(row, empty(LATENT, "auto", "bfloat16")), np.float32),
             np.asarray(row, np.float32),
         )
+
+
+SPLIT = {"cache.format": "int8", "cache.rope": "bfloat16"}
+
+
+def test_the_rotated_part_of_latents_has_an_array_of_its_own():
+    expected = [((2, 1, 4, 32), "int8"), ((2, 1, 4, 8), "bfloat16"), ((2, 1, 4), "float32")]
+    assert arrays(LATENT, SPLIT) == expected
+    assert arrays(LATENT, SPLIT | {"cache.format": "fp8"})[0] == ((2, 1, 4, 32), "uint8")
+    with pytest.raises(ConfigError, match=r"cache\.rope = bfloat16.*the model has none"):
+        arrays(GROUPED, SPLIT)
+    with pytest.raises(ConfigError, match=r"cache\.rope.*cache\.format = auto is bfloat16"):
+        arrays(LATENT, {"cache.rope": "bfloat16"})
+
+
+def test_latents_in_int8_with_rotated_parts_in_bf16():
+    """Rounded as NumPy rounds them, and attention over them is that over the rounded rows."""
+    limits = {"cache.pages": 2, "cache.page_size": 4, "scheduler.max_length": 8}
+    deployment = load_deployment(Path(__file__).parent, limits | SPLIT)
+    pages = tuple(jnp.zeros(one.shape, one.dtype) for one in page_arrays(LATENT, deployment))
+    draw = np.random.default_rng(0)
+    row = draw.normal(size=(5, 1, 40)).astype(np.float32)
+    row[..., 32:] *= 30  # an outlier that would widen the latent's steps
+    tokens = jnp.arange(5, dtype=jnp.int32)
+    batch = RaggedBatch(0 * tokens, tokens, jnp.asarray([[1, 0]], jnp.int32), 0 * tokens)
+    latent, rotated, scales = pages = write_latents(pages, jnp.asarray(row), batch)
+    step = np.abs(row[..., :32]).max(axis=-1) / np.float32(127)
+    rounded = np.rint(row[..., :32] / step[..., None])
+    np.testing.assert_array_equal(latent[1, 0], rounded[:4, 0])
+    np.testing.assert_allclose(scales[0, 0, 0], step[4, 0], rtol=1e-6)
+    wide = np.asarray(jnp.asarray(row[..., 32:], jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(np.asarray(rotated[1, 0], np.float32), wide[:4, 0])
+    exact = np.concatenate([rounded * step[..., None], wide], axis=-1)
+    np.testing.assert_allclose(stored(jnp.asarray(row), pages), exact, rtol=1e-5)
+    queries = jnp.asarray(draw.normal(size=(5, 4, 40)) / 30, jnp.float32)
+    out, lse = attend_latent(queries, pages, batch, scale=0.2, v_width=32)
+    plain = (jnp.asarray(np.pad(exact, ((0, 3), (0, 0), (0, 0))).reshape(2, 4, 1, 40)[::-1]),)
+    plain = (jnp.swapaxes(plain[0], 1, 2),)
+    same = attend_latent(queries, plain, batch, scale=0.2, v_width=32)
+    np.testing.assert_allclose(out, same[0], atol=1e-5)
+    np.testing.assert_allclose(lse, same[1], atol=1e-5)

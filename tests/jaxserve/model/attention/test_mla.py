@@ -103,6 +103,17 @@ def test_cache_in_8_bits(cache: str, tolerance: float):
     assert (scales.shape, scales.dtype) == ((12, 1, 4), "float32")
 
 
+def test_rotated_part_in_bf16_beside_latents_in_int8():
+    """A chunk, one token, and what came before see the same rows."""
+    layer = Layer(model(), Options(cache="int8", rope="bfloat16"))
+    at_once = whole(layer, X)
+    check(at_once, expected(), 0.03)
+    check(in_pieces(layer, X, MIXED_STEPS), at_once, 0.005)
+    kinds = [(array.shape, array.dtype.name) for array in layer.pages]
+    shapes = [((12, 1, 4, 32), "int8"), ((12, 1, 4, 8), "bfloat16"), ((12, 1, 4), "float32")]
+    assert kinds == shapes
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fp8_weights_are_the_values_that_they_stand_for(tp: int):
     quantised = whole(Layer(model("biases"), Options(tp=tp, weights="fp8")), X)

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.model.ffn.collectives import padded_all_to_all, summed, summed_rows
+from jaxserve.model.ffn.collectives import (
+    padded_all_to_all,
+    summed,
+    summed_int8_rows,
+    summed_rows,
+)
 
 pytestmark = pytest.mark.unoptimised
 
@@ -25,6 +30,8 @@ def sum_of(dtype):
     here = PartitionSpec(AXES)
 
     def body(shares):
+        if dtype == "int8":
+            return summed_int8_rows(shares[0], AXES)
         return summed_rows(shares[0], AXES, jnp.dtype(dtype))
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=here, out_specs=here, check_vma=False))
@@ -40,6 +47,12 @@ def bf16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
+def int8(x):
+    """Rounded to 255 steps, the largest magnitude of a row being the last one."""
+    step = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 127)
+    return np.rint(x * (np.float32(1) / step)) * step
+
+
 def test_fp32_is_not_rounded():
     np.testing.assert_allclose(sum_of("float32")(shares()), shares().sum(axis=0), atol=1e-5)
 
@@ -52,6 +65,16 @@ def test_bf16_travels_and_is_summed_in_fp32():
     found = sum_of("bfloat16")(shares())
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
+
+
+def test_int8_travels_and_is_summed_in_fp32():
+    """Each row's part with a scale of its own; the sums over a rank's devices once more."""
+    parts = int8(shares()).reshape(RANKS, TENSOR, -1, D_MODEL)
+    of_ranks = int8(parts[:, 0] + parts[:, 1])
+    found, exact = sum_of("int8")(shares()), shares().sum(axis=0)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, of_ranks.sum(axis=0), atol=1e-5)
+    assert 0.001 < np.sqrt(np.mean((found - exact) ** 2)) / np.std(exact) < 0.01
 
 
 def test_what_bf16_costs():

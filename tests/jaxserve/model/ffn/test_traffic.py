@@ -45,6 +45,8 @@ def test_reach_is_what_counting_all_choices_gives(experts, top_k, parts):
 
 def test_rows_of_deepseek():
     assert row_bytes(7168, 8, "fp8", "bfloat16") == DEEPSEEK
+    back = RowBytes(7168 + 128, result=7168 + 128, added=2 * 7168)
+    assert row_bytes(7168, 8, "fp8", "bfloat16", "int8") == back
     assert row_bytes(100, 3, "float32", "float32") == RowBytes(4 * (100 + 6), 400)
 
 
@@ -85,6 +87,8 @@ def test_colocated_devices_of_a_group_have_the_same_rows():
     # Both devices of a group have half of every sum: an all-reduce of own rows.
     assert gather_moves(mesh, row) == Moved(300, 3 * 20 + 20)
     assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(150, 1.5 * 20 + 20)
+    # INT8 cannot be added up on the way.
+    assert gather_moves(mesh, row._replace(result=12, added=20)) == Moved(300, 3 * 12 + 20)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,10 @@ def test_description_names_both():
     )
     assert lines[1].endswith("experts on 5.34 of 8 ranks")
     assert describe_exchange(*load("qwen3-32b")) == []
+    lines = describe_exchange(*load("qwen3-235b-a22b", link_combine="int8"))
+    assert lines[0] == (
+        "gather: 29.6 KB there, 29.6 KB back; alltoall: 19.7 KB there, 19.7 KB back"
+    )
 
 
 @pytest.mark.parametrize(
