@@ -17,10 +17,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "jaxserve.fleet.worker": 16_300,
-    "jaxserve.fleet.attention_runtime": 16_600,
-    "jaxserve.fleet.ffn_runtime": 13_050,
+    "jaxserve.fleet.attention_runtime": 14_100,
+    "jaxserve.fleet.ffn_runtime": 11_750,
     "jaxserve.fleet.router": 5_150,
-    "jaxserve.serve": 26_850,
+    "jaxserve.serve": 26_900,
 }
 """By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
 command that can be any of them, with text/."""
@@ -127,6 +127,14 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
     packages = {".".join(name.split(".")[:2]) for name in closure("jaxserve.serve")}
     assert not packages & {"jaxserve.planner", "jaxserve.bench", "jaxserve.plan"}
     assert "pallas_kernels.bench" not in packages
+
+
+def test_a_runtime_of_one_role_does_not_reach_what_only_the_other_runs() -> None:
+    attention = set(closure("jaxserve.fleet.attention_runtime"))
+    ffn = set(closure("jaxserve.fleet.ffn_runtime"))
+    inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated_programs"}
+    assert not attention & (inside | {"jaxserve.roles.ffn_programs", "jaxserve.model.ffn.exchange"})
+    assert not ffn & (inside | {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"})
 
 
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:

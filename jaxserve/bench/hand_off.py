@@ -30,9 +30,10 @@ from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, ModelConfig, Rope
-from jaxserve.engine.build import build_runtime, make_engine, warm_up
+from jaxserve.engine.build import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.runtime import make_engine, warm_up
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages import PagesSource
 

@@ -29,9 +29,10 @@ from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.bootstrap import initialise
 from jaxserve.link.copy import fast_copy, fast_shards
+from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
-from jaxserve.link.transport import Arrays, Transport, piece_sharding
+from jaxserve.link.transport import Transport
 from jaxserve.mesh import Submeshes
 from jaxserve.roles.compilation import hot_call
 

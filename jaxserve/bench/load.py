@@ -27,9 +27,11 @@ from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.weights import AttentionWeights, ColocatedWeights, FFNWeights
+from jaxserve.roles.ffn_weights import FFNWeights
 
 LOAD_LIMIT = 2.5
 CONVERSION_LIMIT = 2.0

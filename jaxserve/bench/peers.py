@@ -31,9 +31,10 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
-from jaxserve.roles.weights import AttentionWeights, FFNWeights
 
 FORMATS = ("auto", "int8")
 """Of the weights: as in the files, and quantised."""

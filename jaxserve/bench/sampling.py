@@ -19,9 +19,10 @@ from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
-from jaxserve.engine.build import build_runtime, make_engine, warm_up
+from jaxserve.engine.build import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.runtime import make_engine, warm_up
 
 VOCAB = 151_936
 SETTINGS = [

@@ -7,6 +7,7 @@ stored unsharded and unpadded: each device's part is read from the chunks that i
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,10 +48,13 @@ from jaxserve.checkpoint.stored_array import (
     open_array,
     read_array,
 )
+from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
+
+logger = logging.getLogger(__name__)
 
 _OPENED_AT_ONCE = 16
 """Arrays: each may be a request."""
@@ -373,3 +377,11 @@ def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint 
     """
     converted = read_manifest(local_folder(folder)) is not None
     return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)
+
+
+def open_folder(deployment: Deployment, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
+    """The deployment's model folder, even with `weights.peers`: what several processes quantise is
+    so by all of them together, and none may go another way. Raises as `open_checkpoint`."""
+    if deployment.weights.peers:
+        logger.warning("weights: from storage: weights.peers is for workers of one process")
+    return open_checkpoint(deployment.model, names)

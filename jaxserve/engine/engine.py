@@ -39,7 +39,7 @@ from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.expert_balancer import MovesExperts
+from jaxserve.roles.expert_moves import MovesExperts
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jax.errors import JaxRuntimeError
 
@@ -34,13 +34,15 @@ from jaxserve.engine.results import ResultReader
 from jaxserve.errors import EngineFailedError, StepLostError
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_balancer import MovesExperts
-from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.program import KVArrays
+from jaxserve.roles.expert_moves import MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import lane_of_all
+
+if TYPE_CHECKING:
+    from jaxserve.roles.expert_slots import ExpertSlots
 
 MOST_LOST = 3
 """Steps that may be lost within a minute."""
@@ -59,7 +61,7 @@ class Driver(Protocol):
     @property
     def idle_lanes(self) -> list[int]: ...
     @property
-    def slots(self) -> ExpertSlots | None: ...
+    def slots(self) -> "ExpertSlots | None": ...
     def begin(self, plan: StepPlan) -> None: ...
     def advance(self) -> Finished: ...
     def position(self) -> tuple[str, int, int, int] | None: ...

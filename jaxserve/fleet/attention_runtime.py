@@ -7,27 +7,27 @@ from collections.abc import Callable
 
 import jax
 
+from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
-from jaxserve.engine.build import OpenSource, Runtime, make_engine, open_folder, warm_up
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.runtime import Runtime, make_engine, warm_up
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.contract import Contract
+from jaxserve.link.ends import ReceiveAnswer, SendMessage, piece_sharding
 from jaxserve.link.message import answer_format
 from jaxserve.link.pull import PullClient
-from jaxserve.link.runtime_link import ReceiveAnswer, SendMessage
-from jaxserve.link.transport import piece_sharding
 from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import deployment_buckets, token_sizes
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.schedule import Rotation
-from jaxserve.roles.weights import LeafSource
+from jaxserve.roles.weights import LeafSource, OpenSource
 from jaxserve.roles.worker import Observer
 
 
 class PullEnd:
-    """An attention worker's end of a link to another runtime (`link.runtime_link.AttentionEnd`)."""
+    """An attention worker's end of a link to another runtime (`link.ends.AttentionEnd`)."""
 
     def __init__(self, client: PullClient, contract: Contract):
         self._client, self._contract = client, contract

@@ -2,10 +2,10 @@
 rebalancing by hand, and what a worker that was started again is told.
 
 An attention runtime asks over the link that it has (`link.pull.PullClient.ask`); whoever moves the
-experts there answers. It also remembers the placement: an ffn worker that begins anew has every
-expert at home and its spare slots empty, and is told to move them to where they were. The old
-placement serves until each round is done, so that a worker lost in the middle of a move loses
-nothing but the move.
+experts there answers (`expert_answers.py`). It also remembers the placement: an ffn worker that
+begins anew has every expert at home and its spare slots empty, and is told to move them to where
+they were. The old placement serves until each round is done, so that a worker lost in the middle of
+a move loses nothing but the move.
 """
 
 import logging
@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.model.ffn.placement import check_placement
 from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_balancer import ExpertBalancer
-from jaxserve.roles.expert_policy import Proposal
+from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
 
 logger = logging.getLogger(__name__)
@@ -59,41 +57,9 @@ class Found(msgspec.Struct, frozen=True):
     """What went wrong."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_questions = msgspec.msgpack.Decoder(Look | Rebalance | Place)
+encode = msgspec.msgpack.Encoder().encode
+questions = msgspec.msgpack.Decoder(Look | Rebalance | Place)
 _answers = msgspec.msgpack.Decoder(Found)
-
-
-def answer(balancer: ExpertBalancer, worker: str, question: bytes) -> bytes:
-    """What the ffn runtime says to a question; any thread but the one that carries actions out.
-
-    Raises:
-      msgspec.DecodeError: it is none.
-    """
-    asked, proposal, refused, failed = _questions.decode(question), None, "", ""
-    try:
-        match asked:
-            case Rebalance(dry_run):
-                proposal = balancer.rebalance(dry_run=dry_run)
-            case Place(placements):
-                _place(balancer, placements)
-            case Look():
-                pass
-    except ValueError as error:
-        refused = str(error)
-    except EngineFailedError as error:
-        failed = str(error)
-    placements = dict(balancer.placements)
-    return _encode(Found(worker, balancer.view(), placements, proposal, refused, failed))
-
-
-def _place(balancer: ExpertBalancer, placements: dict[int, tuple[int, ...]]) -> None:
-    sizes = balancer.facts.sizes
-    for layer, placement in placements.items():
-        if layer not in balancer.placements:
-            raise ValueError(f"layer {layer} has no experts to move")
-        check_placement(placement, sizes)
-    balancer.place(placements)
 
 
 Ask = Callable[[bytes, float], bytes]
@@ -161,7 +127,7 @@ class RemoteExperts:
 
     def _question(self, question: Look | Rebalance | Place) -> Found:
         with self._lock:
-            data = self._ask(_encode(question), ANSWER_SECONDS)
+            data = self._ask(encode(question), ANSWER_SECONDS)
             try:
                 self._found = found = _answers.decode(data)
             except msgspec.DecodeError as error:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
-from jaxserve.fleet import bootstrap, expert_control
+from jaxserve.fleet import bootstrap, expert_answers
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.channel import listen
@@ -40,8 +40,9 @@ from jaxserve.roles.ffn import (
     ffn_programs,
 )
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import serve_weights
-from jaxserve.roles.weights import FFNWeights, LeafSource
+from jaxserve.roles.weights import LeafSource
 
 LOOK_SECONDS = 0.1
 """How often the main thread, which alone runs the handlers of signals, wakes up."""
@@ -167,7 +168,7 @@ class FFNMessages:
         """
         if self.experts is None:
             raise ValueError("the model has no experts to move")
-        return expert_control.answer(self.experts, self._name, question)
+        return expert_answers.answer(self.experts, self._name, question)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.build import build_engine, build_runtime, warm_up
+from jaxserve.engine.build import build_engine, build_runtime
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower

@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_shards
+from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
-from jaxserve.link.transport import Arrays, Direction, Transport, piece_sharding
+from jaxserve.link.transport import Direction, Transport
 
 
 class _Leg(NamedTuple):

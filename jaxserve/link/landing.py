@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxserve.link.copy import fast_shards
+from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
-from jaxserve.link.transport import Arrays, piece_sharding
 
 
 class Landing:

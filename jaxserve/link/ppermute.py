@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.link.ends import Arrays
 from jaxserve.link.route import Route
-from jaxserve.link.transport import Arrays, Direction, Transport
+from jaxserve.link.transport import Direction, Transport
 from jaxserve.mesh import cached_sharding
 
 

@@ -1,55 +1,24 @@
 """The link between an attention worker and an ffn worker of one runtime, with its two ends.
 
-`fleet/` makes one for a deployment, and gives each worker its end; a worker sees the protocols
-`AttentionEnd` and `FFNEnd` alone, which the link between runtimes has too (`pull.py`).
+`roles/build_cell.py` makes one for a deployment, and gives each worker its end (`ends.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-import jax
 from jax.sharding import Mesh
 
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.device_put import DevicePutTransport
+from jaxserve.link.ends import Arrays, ReceiveAnswer, SendMessage
 from jaxserve.link.message import answer_format, message_formats
 from jaxserve.link.ppermute import PermuteTransport
-from jaxserve.link.transport import Arrays, Transport
+from jaxserve.link.transport import Transport
 
 TRANSPORTS: dict[str, type[Transport]] = {
     "device_put": DevicePutTransport,
     "ppermute": PermuteTransport,
 }
-
-SendMessage = Callable[[jax.Array], object]
-"""Takes a message."""
-ReceiveAnswer = Callable[[], Arrays]
-"""Returns the answer to the oldest message without one: a single array."""
-
-
-class AttentionEnd(Protocol):
-    """Where an attention worker sends messages and receives answers."""
-
-    def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
-        """For messages of a layer, in a lane's steps of so many tokens a DP group."""
-        ...
-
-    def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
-        """For the answers to them."""
-        ...
-
-
-class FFNEnd(Protocol):
-    """Where an ffn worker of the same runtime receives messages and sends answers."""
-
-    def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
-        """For messages of a layer, one array a slot."""
-        ...
-
-    def sender(self, tokens: int) -> Callable[..., object]:
-        """For the answers, whose arrays it takes."""
-        ...
 
 
 class RuntimeLink:

@@ -11,23 +11,17 @@ copies, also in those whose devices belong to other processes. Between independe
 import abc
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
-from jaxserve.mesh import cached_sharding
 
 Direction = Literal["dispatch", "combine"]
-Arrays = Sequence[jax.Array]
-
-
-def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """One piece of rows on every device of the mesh, in mesh order."""
-    return cached_sharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
 
 
 class Transport(abc.ABC):

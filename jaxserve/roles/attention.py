@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.link.runtime_link import AttentionEnd, ReceiveAnswer, SendMessage
-from jaxserve.link.transport import Arrays
+from jaxserve.link.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
 from jaxserve.mesh import cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, hot_call
 from jaxserve.roles.drafting import (
@@ -31,7 +31,7 @@ from jaxserve.roles.drafting import (
 )
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import REPLICATED, KVArrays, Program
+from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.sampling import (
     Sampling,
     SamplingExecutables,
@@ -39,14 +39,8 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import (
-    AttentionWeights,
-    HeldBlock,
-    LeafSource,
-    Leaves,
-    load_progress,
-    zeroed,
-)
+from jaxserve.roles.token_programs import KVArrays
+from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_progress, zeroed
 from jaxserve.roles.worker import Stages, layers_of
 
 

@@ -29,7 +29,8 @@ from jaxserve.roles.prediction_programs import (
     leave_module,
     next_pass,
 )
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, TokenPrograms, cut
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, cut
+from jaxserve.roles.token_programs import TokenPrograms
 
 
 class AttentionPrograms(TokenPrograms):

@@ -8,27 +8,23 @@ transfer pair up. A domain without steps has no stages in that order.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 
-from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.config.deployment import Deployment
-from jaxserve.link.contract import Contract
-from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import Submeshes, has_local_devices
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.attention import AttentionWorker, build_attention
-from jaxserve.roles.capacity import token_sizes
-from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNWorker, build_ffn
 from jaxserve.roles.layout import StepLoad
-from jaxserve.roles.program import KVArrays
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import HeldBlock, LeafSource
+from jaxserve.roles.token_programs import KVArrays
+from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all
+
+if TYPE_CHECKING:  # a cell of one role has neither the other's worker nor links of its own
+    from jaxserve.link.runtime_link import RuntimeLink
+    from jaxserve.roles.attention import AttentionWorker
+    from jaxserve.roles.expert_slots import ExpertSlots
+    from jaxserve.roles.ffn import FFNWorker
 
 RunStage = Callable[[], Any]
 """Enqueues what a worker does in a stage of a lane and returns what it makes, if anything."""
@@ -37,9 +33,9 @@ RunStage = Callable[[], Any]
 class Workers(NamedTuple):
     """The workers that a process plays."""
 
-    attention: tuple[AttentionWorker, ...] = ()
+    attention: "tuple[AttentionWorker, ...]" = ()
     """One a domain, or none."""
-    ffn: tuple[FFNWorker, ...] = ()
+    ffn: "tuple[FFNWorker, ...]" = ()
     """One or none; as all sequences here, so that nobody has to ask which."""
 
     def begin(self, step: Step) -> Mapping[StageName, tuple[RunStage, ...]]:
@@ -90,7 +86,7 @@ class Cell:
         domains: int = 1,
         *,
         predicts: bool = False,
-        links: Sequence[RuntimeLink] = (),
+        links: "Sequence[RuntimeLink]" = (),
     ):
         self._links = links
         self._predicts = predicts
@@ -113,7 +109,7 @@ class Cell:
         return [lane for lane in range(len(self._steps)) if lane not in busy]
 
     @property
-    def slots(self) -> ExpertSlots | None:
+    def slots(self) -> "ExpertSlots | None":
         """Where the experts of this process's part of the ffn mesh are; None: it has none."""
         return next((worker.slots for worker in self._workers.ffn), None)
 
@@ -194,37 +190,3 @@ class Cell:
             observer.observe("attend", lane, layer, step.number, made.sampled, load, begun)
         elif isinstance(made, jax.Array):
             observer.observe(name, lane, layer, step.number, made, load, begun)
-
-
-def build_cell(
-    templates: ModelTemplates,
-    deployment: Deployment,
-    meshes: Submeshes,
-    source: LeafSource,
-    names: CheckpointNames,
-    observer: Observer | None = None,
-) -> Cell:
-    """The workers of the roles that this process has devices of, and the links between them: an
-    attention worker a domain, and one ffn worker."""
-    contract, sizes = Contract.of(templates.config, deployment), token_sizes(deployment)
-    links = [
-        RuntimeLink(deployment.link.transport, contract, mesh, meshes.ffn, sizes)
-        for mesh in meshes.domains
-    ]
-    attention = []
-    for mesh, link in zip(meshes.domains, links, strict=True):
-        if has_local_devices(mesh):
-            built = build_attention(templates, deployment, mesh, source, names)
-            attention.append(AttentionWorker(*built, link.attention))
-    workers = Workers(tuple(attention))
-    if has_local_devices(meshes.ffn):
-        worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
-        for domain, link in enumerate(links):
-            worker.attach(link.ffn, sizes, domain)
-        workers = workers._replace(ffn=(worker,))
-    domains = len(links)
-    rotation = Rotation(templates.config.layers, domains * deployment.lanes)
-    predicts = bool(templates.config.modules)
-    return Cell(
-        workers, rotation, deployment.lanes, observer, domains, predicts=predicts, links=links
-    )

@@ -13,6 +13,7 @@ from jaxserve.mesh import COLOCATED_FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
 from jaxserve.roles.drafting import (
     Drafting,
@@ -25,7 +26,7 @@ from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import KVArrays, Program
+from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import (
     Finished,
     Sampling,
@@ -34,7 +35,8 @@ from jaxserve.roles.sampling import (
     sampling_executables,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.weights import ColocatedWeights, HeldBlock, LeafSource, load_progress, zeroed
+from jaxserve.roles.token_programs import KVArrays
+from jaxserve.roles.weights import HeldBlock, LeafSource, load_progress, zeroed
 from jaxserve.roles.worker import Observer
 
 

@@ -15,8 +15,9 @@ from jaxtyping import Array, Int
 
 from jaxserve.model.attention.batch import positions
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket
-from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.program import ROWS, Program
 from jaxserve.roles.step_plan import SaidTokens
+from jaxserve.roles.token_programs import TokenPrograms
 
 LOOKED_UP = (3, 2)
 """So many last tokens are looked up, the first that are found."""

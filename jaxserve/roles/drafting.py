@@ -16,9 +16,10 @@ from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles import draft_programs
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.program import ROWS, Program
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import TokenPrograms
 
 _ANY = Bucket(1, 1)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -30,45 +29,13 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_policy import Options, Proposal, balances, imbalance, propose
+from jaxserve.roles.expert_moves import Counts, Proposal, ReadCounts
+from jaxserve.roles.expert_policy import Options, balances, imbalance, propose
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 from jaxserve.roles.expert_view import ExpertView
 
 logger = logging.getLogger(__name__)
-
-Counts = Mapping[int, np.ndarray]
-"""Rank → uint32 [layers, experts]: all that was counted since the start, modulo 2^32."""
-
-ReadCounts = Callable[[int, float], Counts]
-"""(number, seconds) → the counts of the `CountExperts` of that number, of all ranks; raises
-EngineFailedError after so many seconds."""
-
-
-class MovesExperts(Protocol):
-    """Who moves experts, as an engine knows it: an `ExpertBalancer`, or one in another runtime."""
-
-    def start(self) -> None:
-        """Begins to count, from now on."""
-
-    def close(self) -> None:
-        """Ends its thread."""
-
-    def due(self) -> Sequence[Action]:
-        """What is to be carried out now."""
-        ...
-
-    def carried_out(self, actions: Sequence[Action]) -> None:
-        """That was done."""
-
-    def view(self) -> ExpertView:
-        """Where experts are, from any thread."""
-        ...
-
-    def rebalance(self, *, dry_run: bool) -> Proposal:
-        """Proposes, and unless it is a dry run begins to move."""
-        ...
-
 
 READ_SECONDS = 5.0
 LOOK_SECONDS = 2.0

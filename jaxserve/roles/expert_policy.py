@@ -20,38 +20,10 @@ from jaxserve.model.ffn.placement import (
     plan_rounds,
     rank_loads,
 )
+from jaxserve.roles.expert_moves import LayerProposal, Proposal
 
 CLOSE = 0.02
 """Part of the mean by which the busiest rank of a placement with fewer moves may be busier."""
-
-
-class LayerProposal(msgspec.Struct, frozen=True):
-    """What would become of a layer."""
-
-    layer: int
-    placement: list[int]
-    loads_now: list[float]
-    """Tokens of each rank, as counted, with the placement of now."""
-    loads_then: list[float]
-    """The same tokens with the proposed one."""
-    moves: int
-    """Experts that are copied."""
-
-
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rebalance would do, for people too."""
-
-    balance_now: float
-    """Mean ÷ max tokens of a rank, over all layers: Σ means ÷ Σ maxima."""
-    balance_then: float
-    gain: float
-    """Part of the busiest ranks' tokens that is saved."""
-    moves: int
-    move_bytes: int
-    seconds: float
-    """That the moves take at `experts.move_gb_per_second`."""
-    layers: list[LayerProposal] = []
-    """Those that change."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

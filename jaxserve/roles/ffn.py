@@ -16,8 +16,7 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import MessageSize
-from jaxserve.link.runtime_link import FFNEnd
-from jaxserve.link.transport import Arrays
+from jaxserve.link.ends import Arrays, FFNEnd
 from jaxserve.mesh import FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
@@ -25,9 +24,10 @@ from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all, hot_ca
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-from jaxserve.roles.weights import FFNWeights, HeldBlock, LeafSource, load_progress
+from jaxserve.roles.weights import HeldBlock, LeafSource, load_progress
 from jaxserve.roles.worker import Passed, Stages, Step, layers_of
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]

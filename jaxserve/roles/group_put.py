@@ -4,9 +4,10 @@ import jax
 import numpy as np
 
 from jaxserve.mesh import cached_sharding
-from jaxserve.roles.program import ROWS, TokenPrograms
+from jaxserve.roles.program import ROWS
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import TokenPrograms
 
 
 class GroupPut:

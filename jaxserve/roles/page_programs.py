@@ -18,7 +18,8 @@ from jaxtyping import Array, Int, Num
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.quant import as_bits, from_bits, quantize_heads
 from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales
-from jaxserve.roles.program import PIECES, ROWS, Program, TokenPrograms
+from jaxserve.roles.program import PIECES, ROWS, Program
+from jaxserve.roles.token_programs import TokenPrograms
 
 
 class WireArray(NamedTuple):

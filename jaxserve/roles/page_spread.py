@@ -22,7 +22,8 @@ from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, WireArray
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, KVArrays, Program, TokenPrograms
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program
+from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 AXES = ("dp", "tp")
 

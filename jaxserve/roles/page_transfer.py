@@ -21,7 +21,8 @@ from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
-from jaxserve.roles.program import PIECES, ROWS, KVArrays, Program, TokenPrograms
+from jaxserve.roles.program import PIECES, ROWS, Program
+from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 Pages = Sequence[jax.Array]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.roles.layout import BatchLayout
-from jaxserve.roles.program import TokenPrograms, drawn_tokens, sampler_state
+from jaxserve.roles.token_programs import TokenPrograms, drawn_tokens, sampler_state
 
 
 class Pass(NamedTuple):

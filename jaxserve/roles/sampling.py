@@ -14,10 +14,11 @@ from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles import sampling_programs
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import ROWS, Program, TokenPrograms
+from jaxserve.roles.program import ROWS, Program
 from jaxserve.roles.sampling_programs import counts_shape
 from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import TokenPrograms
 
 
 class SamplingExecutables(NamedTuple):

@@ -19,13 +19,8 @@ from jaxserve.roles.layout import (
     Bucket,
     RulesLayout,
 )
-from jaxserve.roles.program import (
-    REPLICATED,
-    ROWS,
-    Program,
-    TokenPrograms,
-    sampled_rows,
-)
+from jaxserve.roles.program import REPLICATED, ROWS, Program
+from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
 
 FLOATS = ("repetition", "presence", "frequency", "biases")
 

@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.weights import AttentionWeights, FFNWeights, Leaves
+from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.weights import Leaves
 
 
 class BothRoles(NamedTuple):

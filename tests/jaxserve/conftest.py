@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxserve.engine.build import Runtime, build_runtime, warm_up
+from jaxserve.engine.build import build_runtime
+from jaxserve.engine.runtime import Runtime, warm_up
 from tests.jaxserve import layouts
 
 

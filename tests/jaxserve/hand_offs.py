@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config.deployment import Deployment, load_deployment
-from jaxserve.engine.build import build_runtime, make_engine, warm_up
+from jaxserve.engine.build import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.runtime import make_engine, warm_up
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.channel import Deadlines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.engine.build import Runtime
+from jaxserve.engine.runtime import Runtime
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 
 

@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 
-from jaxserve.engine.build import Runtime, make_engine, warm_up
+from jaxserve.engine.runtime import Runtime, make_engine, warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server

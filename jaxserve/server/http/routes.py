@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from jaxserve.fleet.rolling import WorkerStatus
-from jaxserve.roles.expert_policy import Proposal
+from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.http import (
     information,
     live,

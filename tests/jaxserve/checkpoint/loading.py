@@ -21,7 +21,7 @@ from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.weights import ColocatedWeights
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from tests.jaxserve.both_roles import load_both
 
 

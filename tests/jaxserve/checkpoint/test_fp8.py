@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.weights import ColocatedWeights
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both

@@ -23,10 +23,12 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
-from jaxserve.roles.weights import AttentionWeights, ColocatedWeights, FFNWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3

@@ -18,8 +18,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.weights import ColocatedWeights, FFNWeights
+from jaxserve.roles.ffn_weights import FFNWeights
 from pallas_kernels.quantize.api import dequantize_weight
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL

@@ -6,12 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.engine.build import (
-    build_engine,
-    build_runtime,
-    reported_memory,
-    warm_up_plans,
-)
+from jaxserve.engine.build import build_engine, build_runtime, reported_memory
+from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket

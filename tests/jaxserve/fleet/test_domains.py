@@ -17,9 +17,9 @@ import pytest
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.shrink import shrunk
-from jaxserve.engine.build import Runtime, make_engine, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.runtime import Runtime, make_engine, warm_up
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts

@@ -4,7 +4,8 @@ import pytest
 
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.expert_control import RemoteExperts, answer
+from jaxserve.fleet.expert_answers import answer
+from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.roles.actions import MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from jaxserve.link import device_put
 from jaxserve.link.copy import public_copy
 from jaxserve.link.device_put import DevicePutTransport
+from jaxserve.link.ends import piece_sharding
 from jaxserve.link.ppermute import PermuteTransport
 from jaxserve.link.route import Route
-from jaxserve.link.transport import piece_sharding
 
 PIECE = (2, 5)
 

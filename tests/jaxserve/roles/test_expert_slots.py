@@ -24,12 +24,13 @@ from jaxserve.roles.actions import (
     ReadExperts,
 )
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
-from jaxserve.roles.weights import ColocatedWeights, FFNWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_peer import from_peers, serving
 from tests.jaxserve.model.ffn.test_placement import random_placement

@@ -15,9 +15,9 @@ from scipy.stats import chisquare
 
 from jaxserve.roles import sampling_programs
 from jaxserve.roles.layout import REJECTED, BatchLayout, Bucket
-from jaxserve.roles.program import TokenPrograms
 from jaxserve.roles.step_arrays import LaneState, rules_array
 from jaxserve.roles.step_plan import SequenceRow, SlotRules, plan_of_rows
+from jaxserve.roles.token_programs import TokenPrograms
 
 SLOTS, ROUNDS = 1024, 50
 VOCAB, TOKENS = 33, 7  # those beyond never come

@@ -13,7 +13,8 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.weights import ColocatedWeights, zeroed
+from jaxserve.roles.colocated_weights import ColocatedWeights
+from jaxserve.roles.weights import zeroed
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
 from tests.reference.tiny_step3 import write_tiny_step3

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import keyed_id
 from jaxserve.fleet.rolling import Rolling, WorkerStatus
-from jaxserve.roles.expert_policy import Proposal
+from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, until_first_event

@@ -1,0 +1,249 @@
+"""What the roles that hold embedding and head share: a step's entrance and its exit.
+
+Called by `attention_programs.py` and `colocated_programs.py`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.mesh import AnyMesh
+from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
+from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.sampler import SamplerState, sample
+from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
+
+
+class StepContext(NamedTuple):
+    """What a step's attention-side layers share; built from its arrays inside each program."""
+
+    batch: RaggedBatch
+    fields: dict[str, Array]
+
+
+class TokenPrograms:
+    """Shapes, and what a step begins and ends with on the mesh that has embedding and head."""
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
+        self.templates = templates
+        self.config = templates.config
+        self.dtype = templates.dtype
+        self.deployment = deployment
+        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
+        self.slots = deployment.scheduler.slots
+        self.groups = deployment.attention.dp
+        self.sentinel = self.config.experts
+        self.page_arrays = page_arrays(self.config, deployment)
+
+    def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
+        """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+        fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+        ragged = ragged_batch(
+            fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
+        )
+        return StepContext(ragged, fields)
+
+    def embed(
+        self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
+    ) -> Float[Array, "tokens d_model"]:
+        """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
+        ids = context.fields["token_ids"]
+        ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids)
+        with jax.named_scope("embed"):
+            return self.templates.embedding.merge(leaves)(ids)
+
+    def end_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+        bucket: Bucket,
+    ) -> tuple[Array, ...]:
+        """`verify_step` or `sample_step`, as the bucket has drafts or not; for fewer tokens than
+        slots `sample_few`."""
+        if bucket.drafts:
+            return self.verify_step(x, last_tokens, fields, leaves, bucket.drafts)
+        if bucket.is_small(self.slots):
+            return self.sample_few(x, last_tokens, fields, leaves)
+        return self.sample_step(x, last_tokens, fields, leaves)
+
+    def sample_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
+        """Head and sampler on every slot's last token.
+
+        Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
+        role can read them), and the logits.
+        """
+        row = jnp.maximum(fields["query_start"][1:] - 1, 0)
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row])
+        return *self.draw(logits, last_tokens, fields), logits
+
+    def sample_few(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "tokens vocab"]]:
+        """What `sample_step` gives, by head and sampler on every token instead of every slot: there
+        are fewer. The logits are the tokens', too."""
+        tokens = x.shape[0]
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x)
+        slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
+        each = {name: values[slot] for name, values in _sampling(fields).items()}
+        drawn = drawn_tokens(logits, sampler_state(each | {"kv_length": fields["kv_length"][slot]}))
+        row = jnp.clip(fields["query_start"][1:] - 1, 0, tokens - 1)
+        last = jnp.where(fields["sample"] > 0, drawn[row], last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp"), logits
+
+    def draw(
+        self,
+        logits: Float[Array, "slots vocab"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
+        """The lane's last tokens after the step, and all DP groups' sampled tokens."""
+        drawn = drawn_tokens(logits, sampler_state(fields))
+        last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
+        return last, jax.lax.all_gather(last[0], "dp")
+
+    def verify_step(
+        self,
+        x: Float[Array, "tokens d_model"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        leaves: Sequence[Array],
+        drafts: int,
+    ) -> tuple[
+        Int[Array, "1 slots"],
+        Int[Array, "groups slots rows"],
+        Float[Array, "sampled vocab"],
+        Int[Array, "1 slots"],
+    ]:
+        """Head and sampler on the last 1 + drafts tokens of every slot, of which the step has fed
+        so many (`fields["sample"]`); drafts are accepted as far as they are what is sampled.
+
+        A draw depends on logits, seed and position alone. So what comes before a rejected draft,
+        and in its place, are the tokens of steps without drafts, greedy or not (Daliri et al.,
+        2024, "Coupling without communication and drafter-invariant speculative decoding").
+
+        Returns the lane's last tokens; all DP groups' sampled tokens, 1 + drafts a slot, with
+        `REJECTED` behind those that hold; the logits of all of them, slot by slot; and each slot's
+        tokens that are in the cache and hold.
+        """
+        row = sampled_rows(fields, 1 + drafts)
+        with jax.named_scope("head"):
+            logits = self.templates.head.merge(leaves)(x[row.reshape(-1)])
+        last, sampled, lengths = self.verify(logits, last_tokens, fields, drafts)
+        return last, sampled, logits, lengths
+
+    def verify(
+        self,
+        logits: Float[Array, "sampled vocab"],
+        last_tokens: Int[Array, "1 slots"],
+        fields: dict[str, Array],
+        drafts: int,
+    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots rows"], Int[Array, "1 slots"]]:
+        """What `verify_step` returns beside its logits."""
+        slots, rows, counts = self.slots, 1 + drafts, fields["sample"]
+        offset = jnp.arange(rows, dtype=jnp.int32)[None]
+        position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
+        each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
+        state = sampler_state(each | {"kv_length": position.reshape(-1)})
+        drawn = drawn_tokens(logits, state).reshape(slots, rows)
+        draft = fields["token_ids"][sampled_rows(fields, rows)[:, 1:]]
+        holds = (draft == drawn[:, :-1]) & (offset[:, 1:] < counts[:, None])
+        accepted = jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        samples = counts > 0
+        last = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
+        last = jnp.where(samples, last, last_tokens[0])
+        sampled = jnp.where(samples[:, None] & (offset <= accepted[:, None]), drawn, REJECTED)
+        rejected = jnp.where(samples, counts - 1 - accepted, 0)
+        lengths = fields["kv_length"] - rejected
+        return last[None], jax.lax.all_gather(sampled, "dp"), lengths[None]
+
+    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Global shapes of what holds the residual stream after the last layer."""
+        raise NotImplementedError
+
+    def stream_specs(self) -> tuple[PartitionSpec, ...]:
+        """Partition specs of `stream`'s arrays on the attention mesh."""
+        raise NotImplementedError
+
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+        """Puts the residual stream together from these parts."""
+        raise NotImplementedError
+
+    def shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an array, int32 unless said otherwise."""
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """last_tokens, batch, page_table."""
+        width = BatchLayout(bucket.tokens, self.slots).width
+        return (
+            self.shape(self.groups, self.slots),
+            self.shape(self.groups, width),
+            self.shape(self.groups, self.slots, bucket.pages),
+        )
+
+
+def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"]:
+    """Rows of a step after which something is sampled, so many a slot; those beyond a slot's own
+    mean nothing."""
+    counts, end = fields["sample"], fields["query_start"][1:]
+    offset = jnp.arange(rows, dtype=jnp.int32)[None]
+    row = jnp.maximum(end[:, None] - jnp.maximum(counts, 1)[:, None] + offset, 0)
+    return jnp.minimum(row, fields["token_ids"].shape[0] - 1)
+
+
+def sampler_state(fields: dict[str, Array]) -> SamplerState:
+    """Of the fields of a batch: one row a slot, for the token after its last one."""
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+    return SamplerState(
+        temperature=bits(fields["temperature"]),
+        top_k=fields["top_k"],
+        top_p=bits(fields["top_p"]),
+        min_p=bits(fields["min_p"]),
+        seed=fields["seed"].astype(jnp.uint32),
+        position=fields["kv_length"],
+    )
+
+
+def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
+    return {name: fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+
+
+def drawn_tokens(logits: Float[Array, "rows vocab"], state: SamplerState) -> Int[Array, " rows"]:
+    """Draws a token for every row; `NO_TOKEN` where logits are not finite."""
+    with jax.named_scope("sample"):
+        drawn = sample(logits, state)
+        return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
+
+
+class KVArrays(NamedTuple):
+    """A worker's pages, as hand-offs read and write them between its steps (`page_transfer.py`)."""
+
+    programs: TokenPrograms
+    """Of the role that holds them."""
+    stacked: bool
+    """Whether one array has all layers."""
+    load: Callable[[], Sequence[jax.Array]]
+    """All arrays, flat."""
+    store: Callable[[Sequence[jax.Array]], None]
+    """Takes them back after a program they were donated to."""
