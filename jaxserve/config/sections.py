@@ -140,8 +140,8 @@ class Cache(Section, frozen=True):
     with one scale per token and head. Nothing reads INT4, which is refused."""
     rope: Literal["auto", "bfloat16"] = "auto"
     """Format of the rotated part of latent attention's rows where `format` has 8 bits: `auto`: that
-    of the rest, under the same scale; `bfloat16`: in an array of its own, not quantised, which only
-    plain XLA reads so far, on accelerators too (xDeepServe §4.7)."""
+    of the rest, under the same scale; `bfloat16`: in an array of its own, not quantised (xDeepServe
+    §4.7), for which GPUs have no kernel."""
     prefix: bool = True
     """Whether full pages are kept, while there is room, for later requests with the same prefix."""
 

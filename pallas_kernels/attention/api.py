@@ -151,7 +151,8 @@ def paged_attention(
         to the values too when v_pages is None. 8-bit pages are int8, float8_e4m3fn, or the latter's
         bits as uint8, which are much cheaper on CPU (`pallas_kernels/quantize/bits.py`).
       rope_pages: the last columns of the keys, floats without scales, where k_pages has only the
-        others (latent attention's rotated part); only with v_pages None. No kernel reads them yet.
+        others (latent attention's rotated part); only with v_pages None. Hopper's kernels do not
+        read them.
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
       implementation: see `coverage.Implementation`.
@@ -203,6 +204,7 @@ def paged_attention(
             v_pages,
             k_scales,
             v_scales,
+            rope_pages,
             *where,
             scale=scale,
             window=window,
@@ -300,12 +302,11 @@ def merge(
 
 
 def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:
-    """What Hopper's kernels do not cover; TPUs' refuse nearly all that they cannot take by
-    themselves."""
-    if cache.rope_pages is not None:
-        return f"latents in {cache.k_pages.dtype} with their rotated part in an array of its own"
+    """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
     if target.backend == "mosaic_tpu":
         return ""
+    if cache.rope_pages is not None:
+        return f"latents in {cache.k_pages.dtype} with their rotated part in an array of its own"
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.gap(queries, cache)

@@ -1,12 +1,14 @@
 """Batches of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_kernels.aot import GENERATIONS, Case, Loop
-from pallas_kernels.attention.api import chunk_attention, write_rows
+from pallas_kernels.attention.api import chunk_attention, paged_attention, write_rows
 from pallas_kernels.attention.model_batch import attend, page_shapes
 from pallas_kernels.attention.shapes import NAIVE, SHAPES
 from pallas_kernels.attention.tiles import tpu_tiles
@@ -37,15 +39,19 @@ def formats(generation: str) -> tuple[str, ...]:
 
 def cases(generation: str) -> list[Case]:
     """The named shapes in all formats that the generation has."""
-    return [_inside(name) for name in NAIVE] + [
-        case
-        for name in SHAPES
-        for kv_format in formats(generation)
-        for case in (
-            *(_attend(name, kv_format, generation, kind) for kind in BATCHES),
-            _write(name, kv_format),
-        )
-    ]
+    return (
+        [_inside(name) for name in NAIVE]
+        + [_apart("deepseek-v3-tp8")]
+        + [
+            case
+            for name in SHAPES
+            for kv_format in formats(generation)
+            for case in (
+                *(_attend(name, kv_format, generation, kind) for kind in BATCHES),
+                _write(name, kv_format),
+            )
+        ]
+    )
 
 
 def _where(sequences: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -79,6 +85,31 @@ def _attend(name: str, kv_format: str, generation: str, kind: str) -> Case:
         arguments=(queries, pages, scales, _where(sequences, tokens)),
         loop=loop,
     )
+
+
+def _apart(name: str) -> Case:
+    """A decode step over latents in INT8 whose rotated part is in BF16."""
+    shape, place = SHAPES[name], (PAGES, 1, PAGE_SIZE)
+    arrays = (
+        jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*place, shape.v_width), jnp.int8),
+        jax.ShapeDtypeStruct((*place, shape.head_dim - shape.v_width), jnp.bfloat16),
+        jax.ShapeDtypeStruct(place, jnp.float32),
+    )
+
+    def attend(queries: Array, latents: Array, rotated: Array, scales: Array, where: Any) -> Array:
+        return paged_attention(
+            queries,
+            latents,
+            None,
+            *where,
+            scale=shape.head_dim**-0.5,
+            v_width=shape.v_width,
+            k_scales=scales,
+            rope_pages=rotated,
+        )
+
+    return Case(f"{name} int8 and bf16", attend, (*arrays, _where(SEQUENCES, 1)))
 
 
 def _inside(name: str) -> Case:

@@ -47,10 +47,11 @@ SMEM_BYTES = 768 * 2**10
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    k_pages: Num[Array, "pages kv_heads page_size key_width"],
     v_pages: Num[Array, "pages kv_heads page_size v_width"] | None,
     k_scales: Float32[Array, "pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "pages kv_heads page_size"] | None,
+    rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
@@ -68,6 +69,9 @@ def paged_attention(
         take; the message says what to use instead.
     """
     arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
+    every_scale = [k_scales, v_scales]
+    if rope_pages is not None:  # values come last
+        arrays, every_scale = [rope_pages, k_pages], [None, k_scales]
     for array in arrays:
         _check_format(array, target)
     tokens, q_heads, head_dim = queries.shape
@@ -87,6 +91,7 @@ def paged_attention(
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
+        rope_dim=0 if rope_pages is None else rope_pages.shape[3],
         v_width=v_width,
         page_size=page_size,
         pages_per_block=min(max(1, tiles.block_tokens // page_size), pages_per_sequence),
@@ -109,13 +114,13 @@ def paged_attention(
     grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     padding = group - grouped.shape[2]
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    scales = [array for array in (k_scales, v_scales) if array is not None]
+    scales = [array for array in every_scale if array is not None]
     swapped = [is_swapped(array) for array in arrays]
     stored = [
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
-    call = _call(plan, grouped, stored, swapped, [k_scales, v_scales], with_lse, target.interpret)
+    call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
     output, *lse = call(*items, grouped, *stored, *scales)
     # What the kernel does not write may hold anything.
     real = (position >= 0)[:, None, None]

@@ -27,6 +27,9 @@ class Sizes(NamedTuple):
     group: int
     """Query heads per KV head, padded to the height of a register tile."""
     head_dim: int
+    """Of a query: of all of a key."""
+    rope_dim: int
+    """Of its last columns, those that have an array of pages for themselves; 0: none."""
     v_width: int
     page_size: int
     pages_per_block: int

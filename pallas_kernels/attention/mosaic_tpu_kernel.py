@@ -70,6 +70,11 @@ class Kernel:
         self.plan, self.items, self.total = plan, items, total
         self.queries, self.pools, self.outputs, self.state = queries, pools, outputs, state
         self.written = written
+        # The pools that make a key, with the columns of a query that meet them.
+        self.keys = [(pools[0], slice(None))]
+        if plan.rope_dim:
+            latent = plan.head_dim - plan.rope_dim
+            self.keys = [(pools[1], slice(latent)), (pools[0], slice(latent, plan.head_dim))]
 
     def run(self) -> None:
         """Processes the items in order."""
@@ -177,13 +182,16 @@ class Kernel:
         for head in range(plan.kv_heads):
             which = pl.ds(tile * plan.tile, tokens)
             queries = self.queries.buffer[item_slot, which, head].reshape(rows, plan.head_dim)
-            keys = _converted(self.pools[0].buffer[slot, head], plan.dtype)
-            # [rows, block]
-            scores = _product(queries.astype(plan.dtype), keys, 0 if self.pools[0].swapped else 1)
-            if self.pools[0].scales is not None:
-                scores *= self.scale_row(self.pools[0], slot, head) * plan.scale
-            else:
-                scores *= plan.scale
+            scores: Any = None  # [rows, block]
+            for pool, columns in self.keys:
+                keys = _converted(pool.buffer[slot, head], plan.dtype)
+                part = queries[:, columns].astype(plan.dtype)
+                part = _product(part, keys, 0 if pool.swapped else 1)
+                if pool.scales is not None:
+                    part *= self.scale_row(pool, slot, head) * plan.scale
+                else:
+                    part *= plan.scale
+                scores = part if scores is None else scores + part
             if mask is not None:
                 scores = jnp.where(self.visible(mask, tile, rows), scores, -jnp.inf)
             state.scores[tile, head, :rows] = scores

@@ -29,6 +29,8 @@ class Sizes(NamedTuple):
     head_dim: int = 16
     v_width: int = 16
     shared: bool = False
+    rope: int = 0
+    """Last columns of shared keys that are kept in BF16, in an array of their own."""
     cache: str = "float32"
     """float32, bfloat16, int8 or fp8 (its bits)."""
     window: int = 0
@@ -85,6 +87,9 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
     table = rng.choice(outside, (sequences, pages_per_sequence))
     shape = (pages_per_sequence * page_size, sizes.kv_heads)
     widths = [sizes.head_dim] if sizes.shared else [sizes.head_dim, sizes.v_width]
+    formats = [sizes.cache, sizes.cache]
+    if sizes.rope:
+        widths, formats = [sizes.head_dim - sizes.rope, sizes.rope], [sizes.cache, "bfloat16"]
     pages, scales = [None] * len(widths), [None] * len(widths)
     queries, sequence_of_token, position, output, lse = [], [], [], [], []
 
@@ -107,7 +112,7 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         table[sequence, : len(used)] = used
         meanings = []
         for index, width in enumerate(widths):
-            kept, scale, meaning = rows_in_format(rng, (*shape, width), sizes.cache)
+            kept, scale, meaning = rows_in_format(rng, (*shape, width), formats[index])
             meanings.append(meaning)
             if pages[index] is None:
                 pages[index] = poison((pool, sizes.kv_heads, page_size, width), kept)
@@ -118,6 +123,8 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
                 if scale is not None:
                     scales[index][page, :, row] = scale[place]
         values = meanings[0][..., : sizes.v_width] if sizes.shared else meanings[1]
+        if sizes.rope:
+            meanings[0] = np.concatenate(meanings, axis=-1)
         for place in range(length - new, length):
             query = rng.normal(size=nothing.shape)
             query = np.asarray(jnp.asarray(query, dtype)).astype(np.float64)
@@ -130,6 +137,7 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         "v_width": sizes.v_width if sizes.shared else 0,
         "k_scales": jnp.asarray(scales[0]) if eight_bits else None,
         "v_scales": jnp.asarray(scales[1]) if eight_bits and not sizes.shared else None,
+        "rope_pages": jnp.asarray(pages[1]) if sizes.rope else None,
         "with_lse": True,
     }
     arguments = (
@@ -197,6 +205,10 @@ class PagedAttentionSuite:
     def test_latent_in_eight_bits(self):
         sizes = Sizes(shared=True, head_dim=24, cache="fp8")
         self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING]))
+
+    def test_latent_in_eight_bits_without_its_rotated_part(self):
+        sizes = Sizes(shared=True, head_dim=24, rope=8, cache="int8")
+        self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING, (5, 3)]))
 
     def test_bfloat16(self):
         sizes = Sizes(cache="bfloat16")
