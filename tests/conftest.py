@@ -96,9 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert all(folder.is_dir() for folder in folders), (
         "UNOPTIMISED names a folder that is not there"
     )
+    paths = {item.path for item in items}  # far fewer than items
+    within = {path for path in paths if any(map(path.is_relative_to, folders))}
     for item in items:
         real = any(map(item.get_closest_marker, ("gpu", "gpu_aot", "tpu_aot")))
-        if not real and any(map(item.path.is_relative_to, folders)):
+        if not real and item.path in within:
             item.add_marker("unoptimised")
 
 

@@ -1,6 +1,7 @@
 """Calls of both packages are checked, whether or not arrays are among the arguments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ type Rows = Float[Array, "rows columns"]
         (PyTree, True),
         ("int", True),
         (int | None, False),
+        (Literal["dp", "tp"] | None, False),
         (Sequence[jax.Array], False),
     ],
 )
@@ -51,6 +53,46 @@ def test_no_arrays():
     assert [*numbers(2)] == [0, 1]
     with pytest.raises(BeartypeCallHintViolation):
         next(numbers("2"))
+
+
+def adder(amount: object) -> Callable[[object], object]:
+    """A function whose annotation is of the type of the amount."""
+
+    @_checked(typechecker=check)
+    def added(value: type(amount)) -> type(amount):
+        return value + amount
+
+    return added
+
+
+def test_functions_of_the_same_code_are_apart():
+    one, two, text = adder(1), adder(2), adder("!")
+    assert (one(5), two(5), text("5")) == (6, 7, "5!")
+    assert two.__wrapped__ is not one.__wrapped__
+    assert two.__code__ is one.__code__ is not text.__code__, "beartype wrote another wrapper"
+    for function, wrong in ((one, "5"), (two, "5"), (text, 5), (adder(3), "5")):
+        with pytest.raises(BeartypeCallHintViolation):
+            function(wrong)
+
+
+def multiplier(factor: int) -> Callable[[Rows, Rows], Rows]:
+    @_checked(typechecker=check)
+    def multiplied(a: Rows, b: Rows) -> Rows:
+        return factor * a * b if factor else a[0]
+
+    return multiplied
+
+
+def test_functions_of_the_same_code_with_arrays_are_apart():
+    rows = jnp.ones((2, 3))
+    for factor in (1, 2):
+        function = multiplier(factor)
+        assert function(rows, rows)[0, 0] == factor
+        assert function(rows[:1], rows[:1]).shape == (1, 3), "sizes are of one call"
+        with pytest.raises(TypeError, match="whilst checking the parameters"):
+            function(rows, rows[:1])
+    with pytest.raises(TypeError, match="whilst checking the return value"):
+        multiplier(0)(rows, rows)
 
 
 def test_both_packages():
