@@ -40,7 +40,7 @@ def gap(queries: Array, cache: Cache) -> str:
         return f"values of {width} (multiples of {multiple} up to {2 * MOST_COLUMNS})"
     if page_size % BLOCK and (page_size % 8 or BLOCK % page_size):
         return f"page_size {page_size} (8, 16, 32, or a multiple of {BLOCK})"
-    if stages(cache, plan) < 2:
+    if stages(cache, plan) < plan.least_stages:
         return f"head_dim {head_dim} with values of {width} in {dtype}: too wide for shared memory"
     return ""
 
@@ -111,14 +111,16 @@ def _plan(
 ) -> Sizes:
     heads = queries.shape[1] // cache.k_pages.shape[1]
     split_values = cache.v_width > MOST_COLUMNS
-    # Two warpgroups that also convert run out of registers.
+    # Two that convert for 64 rows each, and wait for each other, would run out of registers.
     two = (not decode or heads > ROWS) and cache.k_pages.dtype.itemsize == 2
     warpgroups = 2 if split_values or two else 1
     lane_rows = ROWS * (1 if split_values else warpgroups)
     lanes = -(-heads // lane_rows)
-    return Sizes(
+    plan = Sizes(
         warpgroups=warpgroups,
         split_values=split_values,
+        own_ranges=False,
+        one_buffer=False,
         ranges=1 if target is None else max(1, gpu_blocks(target) // lanes),
         lanes=lanes,
         scale=scale,
@@ -127,6 +129,13 @@ def _plan(
         heads=heads,
         p_in_registers=target is None or not target.interpret,
     )
+    if split_values or cache.k_pages.dtype.itemsize == 2:
+        return plan
+    both = plan._replace(warpgroups=2, own_ranges=True, ranges=2 * plan.ranges)
+    if stages(cache, both) > 1:
+        return both
+    both = both._replace(one_buffer=cache.v_pages is not None)
+    return both if stages(cache, both) else plan
 
 
 def _units_of_items(

@@ -3,14 +3,15 @@
 Called by `mosaic_gpu.py`, which lays the queries out; `mosaic_gpu_walk.py` says what units, steps,
 ranges and lanes are. Knows nothing of tokens or batches.
 
-A block has one or two warpgroups, all of which compute. The first one also issues the copies, some
-steps ahead; the others signal when they have read a slot. Two warpgroups either own 64 rows each,
-or (`split_values`, for values too wide for one warpgroup's registers) share 64 rows: each then
-computes half of a step's positions of S, and half of the columns of V.
+A block has one or two warpgroups that compute. Beside one, another only issues the copies, some
+steps ahead; of two, the first one issues them, and the other signals when it has read a slot. Two
+warpgroups own 64 rows each, or (`split_values`, for values too wide for one warpgroup's registers)
+share 64 rows: each then computes half of a step's positions of S, and half of the columns of V.
 
-Pages in 8 bits are dequantised in shared memory to the cheapest 16-bit type: int8 to bfloat16,
-float8 to float16. Because float16 has a small exponent range, values are scaled by 16: a row keeps
-its precision if its largest magnitude is between 2e-3 and 4e3.
+Pages in 8 bits are dequantised in shared memory (`mosaic_gpu_pages.py`), which takes longer than
+wgmma and leaves the tensor cores idle. So two warpgroups walk two ranges (`own_ranges`), with
+copies, queries and sums of their own: while one dequantises the other one multiplies, and neither
+ever waits for the other. A slot is copied into anew as soon as it has been dequantised.
 """
 
 import functools
@@ -25,29 +26,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.attention.mosaic_gpu_pages import Pages, Unit, along, iota, zero
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, arrays_of, scratch_types
-from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk, Work
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk, Work
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.mosaic_gpu import store
 
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
 """Initial running maximum of a row; finite, to avoid inf − inf."""
-FLOAT16_FACTOR = 16
-"""Factor applied to keys and values when they are converted to float16."""
-CONVERTED_COLUMNS = 64
-"""Columns that a warpgroup converts at one time."""
-
-
-class _Unit(NamedTuple):
-    """What a warpgroup computes until the next one; scalars."""
-
-    index: Any
-    place: Any
-    stride: Any
-    last: Any
-    first_row: Any  # of this warpgroup, among the rows of the unit
-    block_shift: Any  # block of positions - step
 
 
 class _State(NamedTuple):
@@ -91,7 +78,7 @@ def attend(
             jax.ShapeDtypeStruct((pieces, lanes, rows), jnp.float32),
         ),
         scratch_types=scratch_types(cache, plan, queries.dtype),
-        grid=(plan.ranges, plan.lanes),
+        grid=(plan.ranges // plan.walkers, plan.lanes),
         grid_names=("range", "lane"),
         num_threads=plan.warpgroups + plan.has_copier,
         thread_name="warpgroup",
@@ -108,44 +95,48 @@ def _body(
     """What every warpgroup of every block does."""
     sources, refs = refs[: len(names)], refs[len(names) :]
     outputs = refs[len(Work._fields) :]
-    walk = Walk(
-        Work(*refs[: len(Work._fields)]),
-        page_table,
-        list(sources),
-        [scratch[name + "_smem"] for name in names],
-        scratch["loaded"],
-        ranges=plan.ranges,
-    )
+    smem = SimpleNamespace(**scratch)
+    here = lax.axis_index("warpgroup")
 
-    @pl.when(walk.begin < walk.finish)
-    def _() -> None:
-        # Each has code of its own, in which all of its places are constants: that saves registers.
-        for index in range(plan.warpgroups + plan.has_copier):
-            warpgroup = _Warpgroup(index, plan, walk, queries, outputs, SimpleNamespace(**scratch))
-            pl.when(lax.axis_index("warpgroup") == index)(warpgroup.run)
+    def part(name: str, source: Any) -> Part:
+        loaded = name[0] + "_loaded" if plan.own_ranges else "loaded"
+        return Part(source, scratch[name + "_smem"], scratch[loaded])
+
+    walks = [
+        Walk(
+            Work(*refs[: len(Work._fields)]),
+            page_table,
+            {name: part(name, source) for name, source in zip(names, sources, strict=True)},
+            ranges=plan.ranges,
+            walkers=plan.walkers,
+            walker=walker,
+        )
+        for walker in range(plan.walkers)
+    ]
+    # Each has code of its own, in which all of its places are constants: that saves registers.
+    for index in range(plan.warpgroups + plan.has_copier):
+        walk = walks[min(index, plan.walkers - 1)]
+        warpgroup = _Warpgroup(index, plan, walk, queries, outputs, smem)
+        pl.when((walk.begin < walk.finish) & (here == index))(warpgroup.run)
 
 
-class _Warpgroup:
+class _Warpgroup(Pages):
     """Walks one range for one lane, together with the other warpgroups of its block."""
 
     def __init__(
         self, me: int, plan: Sizes, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
     ) -> None:
         """Only where things are; `run` does it."""
-        self.plan, self.walk, self.smem = plan, walk, smem
+        super().__init__(me, plan, walk, smem)
         self.queries, self.outputs = queries, outputs
         self.lane: Any = lax.axis_index("lane") if plan.lanes > 1 else jnp.int32(0)
-        self.me = me
-        self.leads = jnp.bool_(me == 0)
-        self.row_group = self.me // (plan.warpgroups // plan.row_groups)
+        self.row_group = 0 if plan.own_ranges else me // (plan.warpgroups // plan.row_groups)
         self.rows = pl.ds(self.row_group * ROWS, ROWS)
+        self.buffer = self.walker + self.row_group
         self.column_start = self.me * plan.columns if plan.split_values else 0
         self.columns = pl.ds(self.column_start, plan.columns)
         self.position_start = self.me * plan.positions if plan.split_values else 0
         self.positions = pl.ds(self.position_start, plan.positions)
-        self.converts = hasattr(smem, "k_converted")
-        self.shared = not hasattr(smem, "v_smem")
-        self.factor = FLOAT16_FACTOR if self.converts and smem.q_smem.dtype == jnp.float16 else 1
 
     def run(self) -> None:
         """Copy, or attend for every unit of the range, or both."""
@@ -180,26 +171,12 @@ class _Warpgroup:
         """The slot of this step can be overwritten."""
         plgpu.barrier_wait(self.smem.released.at[self.walk.slot(step)])
 
-    def _wait_until_loaded(self, slot: Any) -> None:
-        """Wait until the data of the step in this slot has arrived."""
-        plgpu.barrier_wait(self.smem.loaded.at[slot])
-
-    def _meet(self) -> None:
-        """Wait for all warps of the block."""
-        plgpu.barrier_arrive(self.smem.met)
-        plgpu.barrier_wait(self.smem.met)
-
-    def _meet_others(self) -> None:
-        """As `_meet`, where the warps of one warpgroup need not wait for each other."""
-        if self.plan.warpgroups > 1:
-            self._meet()
-
     def _attend_unit(self, carry: tuple[Any, Any, Cursor | None]) -> tuple[Any, Any, Cursor | None]:
         index, step, cursor = carry
         plan, work, smem = self.plan, self.walk.work, self.smem
         item = index // self.walk.kv_heads
         end = jnp.minimum(work.start[index + 1], self.walk.finish)
-        unit = _Unit(
+        unit = Unit(
             index,
             work.place[item],
             work.stride[item],
@@ -208,12 +185,12 @@ class _Warpgroup:
             work.first_block[item] - work.start[index],
         )
         self._meet()  # All have read the queries of the unit before.
-        q_loaded = smem.q_loaded.at[self.row_group]
+        q_loaded = smem.q_loaded.at[self.buffer]
 
         def load_queries() -> None:
             plgpu.copy_gmem_to_smem(
                 self.queries.at[index, self.lane, self.rows],
-                smem.q_smem.at[self.row_group],
+                smem.q_smem.at[self.buffer],
                 q_loaded,
             )
 
@@ -230,26 +207,26 @@ class _Warpgroup:
         self._write(unit, state)
         return index + 1, end, state.cursor
 
-    def _attend_step(self, unit: _Unit, step: Any, state: _State) -> _State:
+    def _attend_step(self, unit: Unit, step: Any, state: _State) -> _State:
         walk, smem = self.walk, self.smem
         slot = walk.slot(step)
 
-        cursor = state.cursor
-        if isinstance(cursor, Cursor):
+        cursor, own_ranges = state.cursor, self.plan.own_ranges
+        if isinstance(cursor, Cursor) and not own_ranges:
             cursor = self._copy_beside(step, cursor)
         self._wait_until_loaded(slot)
         first = (step + unit.block_shift) * BLOCK  # position
-        scores = self._scores(unit, slot, first) * (self.plan.scale * LOG2_E / self.factor)
-        scores = jnp.where(self._seen(unit, first), scores, -jnp.inf)
+        scores, cursor = self._scores(unit, slot, first, cursor)
+        scores = self._masked(scores * (self.plan.scale * LOG2_E / self.factor), unit, first)
         largest = jnp.maximum(state.largest, scores.max(axis=1))
         if self.plan.split_values:
             largest = jnp.maximum(largest, self._of_other(largest))
-        weights = jnp.exp2(scores - _along(largest, scores, 0))
+        weights = jnp.exp2(scores - along(largest, scores, 0))
         shrink = jnp.exp2(state.largest - largest)
         total = state.total * shrink + weights.sum(axis=1)
-        if self.converts:
+        if self.converts and not own_ranges:
             plgpu.barrier_arrive(smem.released.at[slot])
-        mixed = state.mixed * _along(shrink, state.mixed, 0)
+        mixed = state.mixed * along(shrink, state.mixed, 0)
         mixed = self._mix(mixed, weights.astype(smem.q_smem.dtype), slot)
         if not self.converts:
             plgpu.barrier_arrive(smem.released.at[slot])
@@ -261,93 +238,55 @@ class _Warpgroup:
         pl.when(started & self.leads)(lambda: self._wait_until_released(step - 1))
         return lax.cond(started, lambda: self.walk.copy(cursor, self.leads), lambda: cursor)
 
-    # ----------------------------------------------------------------------------- keys, values
-    def _keys(self, slot: Any) -> Any:
-        return self._of_step(slot, "k")
-
-    def _values(self, slot: Any) -> Any:
-        if self.shared:
-            return self._keys(slot).at[:, pl.ds(0, self.plan.v_width)]
-        return self._of_step(slot, "v")
-
-    def _of_step(self, slot: Any, name: str) -> Any:
+    def _scores(
+        self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None
+    ) -> tuple[Any, Cursor | None]:
+        """[64, positions]; afterwards the values can be read, too. And what is copied next."""
+        smem, one_buffer = self.smem, self.plan.one_buffer
         if self.converts:
-            return getattr(self.smem, name + "_converted").at[_zero(slot)]
-        return getattr(self.smem, name + "_smem").at[slot]
-
-    def _scores(self, unit: _Unit, slot: Any, first: Any) -> Any:
-        """[64, positions]; afterwards the values can be read, too."""
-        smem = self.smem
-        if self.converts:
-            self._meet_others()  # All have read what was converted before.
-            self._convert(smem.k_smem.at[slot], smem.k_scales_smem.at[slot], self._keys(slot))
+            self._convert_keys(slot, cursor)
         if self.shared or not self.converts:
             self._clear_unseen(unit, slot, first)
         if self.converts:
             self._meet_others()
 
-        def multiply(acc: Any) -> Any:
+        def multiply(acc: Any) -> tuple[Any, Cursor | None]:
             keys = self._keys(slot).at[self.positions]
-            plgpu.wgmma(acc, smem.q_smem.at[self.row_group + _zero(slot)], keys.T)
-            if self.converts and not self.shared:
-                # While the tensor cores are at work.
-                self._convert(smem.v_smem.at[slot], smem.v_scales_smem.at[slot], self._values(slot))
-            return acc[...]
+            plgpu.wgmma(acc, smem.q_smem.at[self.buffer + zero(slot)], keys.T)
+            # While the tensor cores are at work.
+            later = cursor
+            if isinstance(cursor, Cursor) and self.plan.own_ranges:
+                later = self.walk.after(cursor)
+            if self.converts and not self.shared and not one_buffer:
+                self._convert_values(slot, cursor)
+            return acc[...], later
 
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
+        scores, later = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
+        if one_buffer:
+            self._meet_to_convert()
+            self._convert_values(slot, cursor)
         if self.converts and not self.shared:
             self._clear_unseen(unit, slot, first)
             self._meet_others()
-        return scores
+        return scores, later
 
-    def _convert(self, source: Any, scales: Any, target: Any) -> None:
-        """Convert [64, width] with scales [64], every warpgroup its share of the columns."""
-        layout = plgpu.Layout.WGMMA_UPCAST_4X
-        by_row = plgpu.load(scales, layout=layout.reduce(1), optimized=False) * self.factor
-        by_row = by_row.astype(target.dtype)
-        warpgroups, shares = self.plan.warpgroups, source.shape[1] // CONVERTED_COLUMNS
+    def _masked(self, scores: Any, unit: Unit, first: Any) -> Any:
+        """-inf where a row does not see a position; most steps lie where all see all."""
+        full = first + BLOCK - 1 <= unit.place
+        if self.plan.window:
+            token = (unit.first_row + ROWS - 1) // self.plan.heads
+            full &= first > unit.place + unit.stride * token - self.plan.window
+        return lax.cond(
+            full,
+            lambda: scores,
+            lambda: jnp.where(self._seen(unit, first), scores, -jnp.inf),
+        )
 
-        def convert(index: Any, _: None = None) -> None:
-            start = (index * warpgroups + self.me) * CONVERTED_COLUMNS
-            columns = pl.ds(start, CONVERTED_COLUMNS)
-            part = plgpu.load(source.at[:, columns], layout=layout, optimized=False)
-            store(target.at[:, columns], part.astype(target.dtype) * _along(by_row, part, 0))
-
-        if warpgroups == 1:
-            for index in range(shares):
-                convert(index)
-        else:  # not unrolled, for want of registers
-            mine = (shares - self.me + warpgroups - 1) // warpgroups
-            lax.fori_loop(0, mine, convert, None)
-        plgpu.commit_smem()
-
-    def _clear_unseen(self, unit: _Unit, slot: Any, first: Any) -> None:
-        """Zero the positions that no row sees: they may hold NaN, and 0 * NaN is NaN."""
-        window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
-        values = self._values(slot)
-
-        def clear() -> None:
-            position = first + _iota((BLOCK, ROWS), 0)
-            seen = (position <= unit.last) & (position >= window_start)
-
-            def clear_columns(index: Any, _: None) -> None:
-                part = values.at[:, pl.ds(index * ROWS, ROWS)]
-                part[...] = jnp.where(seen, part[...], jnp.zeros((), part.dtype))
-
-            lax.fori_loop(0, self.plan.v_width // ROWS, clear_columns, None)
-            plgpu.commit_smem()
-
-        @pl.when((first + BLOCK > unit.last + 1) | (first < window_start))
-        def _() -> None:
-            self._meet_others()  # Shares of other warpgroups are converted.
-            pl.when(self.leads)(clear)
-            self._meet_others()
-
-    def _seen(self, unit: _Unit, first: Any) -> Any:
+    def _seen(self, unit: Unit, first: Any) -> Any:
         """[64, positions]: which rows see which positions."""
         shape = (ROWS, self.plan.positions)
-        own = unit.place + unit.stride * ((_iota(shape, 0) + unit.first_row) // self.plan.heads)
-        position = _iota(shape, 1) + (first + self.position_start)
+        own = unit.place + unit.stride * ((iota(shape, 0) + unit.first_row) // self.plan.heads)
+        position = iota(shape, 1) + (first + self.position_start)
         seen = position <= own
         return seen & (position > own - self.plan.window) if self.plan.window else seen
 
@@ -365,7 +304,7 @@ class _Warpgroup:
         values = self._values(slot).at[:, self.columns]
         p: Any = weights
         if self.plan.split_values or not self.plan.p_in_registers:
-            p = self.smem.p_smem.at[self.rows]
+            p = self.smem.p_smem.at[pl.ds(self.buffer * ROWS, ROWS)]
             p[:, self.positions] = weights
             plgpu.commit_smem()
         if self.plan.split_values:
@@ -379,14 +318,14 @@ class _Warpgroup:
 
         return mixed + pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
 
-    def _write(self, unit: _Unit, state: _State) -> None:
+    def _write(self, unit: Unit, state: _State) -> None:
         """Write a unit, or a piece of it."""
         walk, total = self.walk, state.total
         if self.plan.split_values:
             total = total + self._of_other(total)
         blind = total == 0.0
         share = jnp.where(blind, jnp.zeros_like(total), 1.0 / (total * self.factor))
-        mixed = state.mixed * _along(share, state.mixed, 0)
+        mixed = state.mixed * along(share, state.mixed, 0)
         log_sum = (state.largest + jnp.log2(total)) * (1.0 / LOG2_E)
         log_sum = jnp.where(blind, jnp.full_like(total, -jnp.inf), log_sum)
         out, lse, out_pieces, lse_pieces = self.outputs
@@ -410,26 +349,8 @@ class _Warpgroup:
         )
 
 
-def _zero(slot: Any) -> Any:
-    """0, which the compiler does not know.
-
-    It keeps all that it can compute of a constant place in shared memory in registers: of queries
-    of 576 columns, the 36 descriptors that wgmma takes are 72 of them.
-    """
-    return jnp.minimum(slot, 0)
-
-
 def _filled(shape: tuple[int, ...], value: float) -> Any:
     layout = plgpu.Layout.WGMMA
     return plgpu.layout_cast(
         jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1)
     )
-
-
-def _iota(shape: tuple[int, int], dimension: int) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
-
-
-def _along(vector: Any, matrix: Any, dimension: int) -> Any:
-    """A vector that runs along this dimension of a matrix, as large as that."""
-    return lax.broadcast_in_dim(vector, matrix.shape, [dimension])

@@ -21,6 +21,7 @@ OTHER_SHARED_MEMORY = 512
 ALIGNMENT = 1024
 """Of what is in shared memory."""
 MOST_STAGES = 8
+"""Of a walker."""
 
 
 class Sizes(NamedTuple):
@@ -29,6 +30,8 @@ class Sizes(NamedTuple):
     Attributes:
       warpgroups: that compute.
       split_values: they share their rows.
+      own_ranges: each walks a range of its own, and shares nothing with the other.
+      one_buffer: values are converted to where the keys were, which have been multiplied by then.
       ranges, lanes: blocks of threads.
       scale: of the scores.
       window: positions that a row sees, its own included; 0: all.
@@ -39,6 +42,8 @@ class Sizes(NamedTuple):
 
     warpgroups: int
     split_values: bool
+    own_ranges: bool
+    one_buffer: bool
     ranges: int
     lanes: int
     scale: float
@@ -53,9 +58,19 @@ class Sizes(NamedTuple):
         return self.warpgroups == 1
 
     @property
+    def walkers(self) -> int:
+        """Ranges that a block of threads walks side by side."""
+        return self.warpgroups if self.own_ranges else 1
+
+    @property
     def row_groups(self) -> int:
-        """64 rows each."""
-        return 1 if self.split_values else self.warpgroups
+        """Of a unit, 64 rows each."""
+        return 1 if self.split_values or self.own_ranges else self.warpgroups
+
+    @property
+    def least_stages(self) -> int:
+        """A slot whose step is converted can be filled while the step is multiplied."""
+        return 1 if self.own_ranges else 2
 
     @property
     def columns(self) -> int:
@@ -76,20 +91,23 @@ def compute_dtype(pages_dtype: Any) -> Any:
 
 
 def stages(cache: Cache, plan: Sizes) -> int:
-    """Steps that fit into shared memory beside everything else, `MOST_STAGES` at the most."""
+    """Steps of a walker that fit into shared memory, `MOST_STAGES` at the most."""
     dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
     width = head_dim + (0 if cache.v_pages is None else plan.v_width)
-    room = SHARED_MEMORY - OTHER_SHARED_MEMORY - plan.row_groups * ROWS * head_dim * 2
+    rows = plan.walkers * plan.row_groups * ROWS
+    room = SHARED_MEMORY - OTHER_SHARED_MEMORY - rows * head_dim * 2
     if dtype.itemsize == 1:
-        room -= BLOCK * width * 2
+        converted = max(head_dim, plan.v_width) if plan.one_buffer else width
+        room -= plan.walkers * BLOCK * converted * 2
     if plan.split_values or not plan.p_in_registers:
-        room -= plan.row_groups * ROWS * BLOCK * 2
+        room -= rows * BLOCK * 2
     if plan.split_values:
         room -= ALIGNMENT
     for depth in range(MOST_STAGES, 0, -1):
-        scales = -(-depth * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
+        slots = depth * plan.walkers
+        scales = -(-slots * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
         scales *= 1 if cache.v_pages is None else 2
-        if depth * BLOCK * width * dtype.itemsize + scales <= room:
+        if slots * BLOCK * width * dtype.itemsize + scales <= room:
             return depth
     return 0
 
@@ -107,24 +125,36 @@ def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, An
     """The shared memory and the barriers of a block, by the names that the kernel has for them."""
     dtype, page_size, head_dim = cache.k_pages.dtype, *cache.k_pages.shape[2:]
     arrays = arrays_of(cache)
-    depth = stages(cache, plan)
+    walkers, slots = plan.walkers, plan.walkers * stages(cache, plan)
+    buffers = walkers * plan.row_groups
     scratch: dict[str, Any] = {
-        name + "_smem": plgpu.SMEM((depth, BLOCK, *array.shape[3:]), array.dtype)
+        name + "_smem": plgpu.SMEM((slots, BLOCK, *array.shape[3:]), array.dtype)
         for name, array in arrays.items()
     }
     scratch |= {
-        "q_smem": plgpu.SMEM((plan.row_groups, ROWS, head_dim), queries_dtype),
-        "q_loaded": plgpu.Barrier(num_barriers=plan.row_groups),
-        "loaded": plgpu.Barrier(num_barriers=depth, num_arrivals=len(arrays) * copies(page_size)),
-        "released": plgpu.Barrier(num_barriers=depth, num_arrivals=plan.warpgroups),
-        "met": plgpu.Barrier(num_arrivals=plan.warpgroups),
+        "q_smem": plgpu.SMEM((buffers, ROWS, head_dim), queries_dtype),
+        "q_loaded": plgpu.Barrier(num_barriers=buffers),
+        "met": plgpu.Barrier(num_barriers=walkers, num_arrivals=plan.warpgroups // walkers),
     }
-    if dtype.itemsize == 1:
-        scratch["k_converted"] = plgpu.SMEM((1, BLOCK, head_dim), queries_dtype)
+    arrivals = len(arrays) * copies(page_size)
+    if plan.own_ranges:
+        kinds = [name for name in ("k", "v") if name in arrays]
+        scratch |= {
+            name + "_loaded": plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals // len(kinds))
+            for name in kinds
+        }
+    else:
+        scratch["loaded"] = plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals)
+        scratch["released"] = plgpu.Barrier(num_barriers=slots, num_arrivals=plan.warpgroups)
+    if plan.one_buffer:
+        widest = max(head_dim, plan.v_width)
+        scratch["converted"] = plgpu.SMEM((walkers, BLOCK, widest), queries_dtype)
+    elif dtype.itemsize == 1:
+        scratch["k_converted"] = plgpu.SMEM((walkers, BLOCK, head_dim), queries_dtype)
         if "v" in arrays:
-            scratch["v_converted"] = plgpu.SMEM((1, BLOCK, plan.v_width), queries_dtype)
+            scratch["v_converted"] = plgpu.SMEM((walkers, BLOCK, plan.v_width), queries_dtype)
     if plan.split_values or not plan.p_in_registers:
-        scratch["p_smem"] = plgpu.SMEM((plan.row_groups * ROWS, BLOCK), queries_dtype)
+        scratch["p_smem"] = plgpu.SMEM((buffers * ROWS, BLOCK), queries_dtype)
     if plan.split_values:
         scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
     return scratch

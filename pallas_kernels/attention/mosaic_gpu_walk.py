@@ -7,7 +7,7 @@ A step is 64 positions that a unit, one key/value head of one item, reads. The s
 one after the other, are cut into equal ranges, so that every multiprocessor has the same work
 however ragged the lengths. A range has a block of threads for each lane, a lane being a part of a
 unit's rows: the blocks of one range read the same pages at the same time, all but one from the
-second-level cache.
+second-level cache. A block may have two walkers, each with a range of its own.
 """
 
 from typing import Any, NamedTuple
@@ -70,8 +70,22 @@ def range_of(step: Any, total: Any, ranges: int) -> Any:
     return ((step + 1) * ranges - 1) // total
 
 
+class Part(NamedTuple):
+    """What of a step is copied together: refs.
+
+    Attributes:
+      source: an array of pages, [pages, kv_heads, page_size, ...].
+      target: where its steps go, [slots, 64, ...].
+      loaded: a barrier for every slot, at which its copies arrive.
+    """
+
+    source: Any
+    target: Any
+    loaded: Any
+
+
 class Walk:
-    """One range of steps, as seen by a block of threads. All of it is traced into the kernel.
+    """One range of steps, as seen by a walker. All of it is traced into the kernel.
 
     Attributes:
       begin, finish: the steps of the range.
@@ -81,25 +95,26 @@ class Walk:
         self,
         work: Work,
         page_table: Any,
-        sources: list[Any],
-        targets: list[Any],
-        loaded: Any,
+        parts: dict[str, Part],
         *,
         ranges: int,
+        walkers: int = 1,
+        walker: int = 0,
     ) -> None:
-        """Find the range of this block.
+        """Find the range of this walker, one of `walkers` in its block.
 
         Args:
           page_table: [sequences, pages_per_sequence].
-          sources: arrays of pages, [pages, kv_heads, page_size, ...].
-          targets: where their steps go, [stages, 64, ...].
-          loaded: a barrier for every stage; all copies of a step arrive there.
+          parts: by name; each walker has its own ones of the slots.
         """
-        self.work, self.page_table, self.loaded = work, page_table, loaded
-        self.sources, self.targets = sources, targets
+        self.work, self.page_table, self.parts = work, page_table, parts
+        first = next(iter(parts.values()))
         self.index = lax.axis_index("range")
-        self.stages = targets[0].shape[0]
-        self.pool, self.kv_heads, self.page_size = sources[0].shape[:3]
+        self.stages = first.target.shape[0] // walkers
+        self.first_slot = walker * self.stages
+        if walkers > 1:
+            self.index = self.index * walkers + walker
+        self.pool, self.kv_heads, self.page_size = first.source.shape[:3]
         self.units = work.start.shape[0] - 1
         total = work.start[self.units]
         self.begin = range_begin(self.index, total, ranges)
@@ -107,7 +122,9 @@ class Walk:
 
     def slot(self, step: Any) -> Any:
         """Where in the targets a step is."""
-        return lax.rem(step, self.stages)
+        # Of one slot the compiler would know the place, and keep what follows from it in registers.
+        turn = lax.rem(step, self.stages) if self.stages > 1 else jnp.minimum(step, 0)
+        return turn + self.first_slot if self.first_slot else turn
 
     def first_cursor(self) -> Cursor:
         """At the beginning of the range."""
@@ -115,6 +132,11 @@ class Walk:
 
     def copy(self, cursor: Cursor, here: Any) -> Cursor:
         """Start to copy a step, if this warpgroup is the one to do so; go on to the next step."""
+        self.start(cursor, here, tuple(self.parts))
+        return self.after(cursor)
+
+    def start(self, cursor: Cursor, here: Any, names: tuple[str, ...]) -> None:
+        """Start to copy parts of a step."""
 
         def start() -> None:
             slot, rows = self.slot(cursor.step), BLOCK // copies(self.page_size)
@@ -123,14 +145,19 @@ class Walk:
                 offset = lax.rem((cursor.step + cursor.block_shift) * BLOCK, self.page_size)
             head = lax.rem(cursor.unit, self.kv_heads)
             for index, page in enumerate(cursor.pages):
-                for source, target in zip(self.sources, self.targets, strict=True):
+                page = jnp.clip(page, 0, self.pool - 1)
+                for name in names:
+                    source, target, loaded = self.parts[name]
                     plgpu.copy_gmem_to_smem(
                         source.at[page, head, pl.ds(offset, rows)],
                         target.at[slot, pl.ds(index * rows, rows)],
-                        self.loaded.at[slot],
+                        loaded.at[slot],
                     )
 
         pl.when(here & (cursor.step < self.finish))(start)
+
+    def after(self, cursor: Cursor) -> Cursor:
+        """At the next step."""
         step = cursor.step + 1
         unit_fields = lax.cond(
             (step >= cursor.end) & (step < self.finish),
@@ -155,6 +182,5 @@ class Walk:
             self.page_table[sequence, jnp.clip(column + index, 0, last_column)]
             for index in range(copies(self.page_size))
         )
-        pages = tuple(jnp.clip(page, 0, self.pool - 1) for page in pages)
         unit, end = unit_fields[:2]
         return Cursor(step, unit, end, sequence, block_shift, pages)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, bundles, gpu_resources
 from pallas_kernels.attention.gpu_cases import FORMATS, KV_LENGTH, SEQUENCES
-from pallas_kernels.attention.mosaic_gpu_kernel import CONVERTED_COLUMNS
+from pallas_kernels.attention.mosaic_gpu_pages import CONVERTED_COLUMNS
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.estimate import sass

@@ -15,6 +15,10 @@ from tests.pallas_kernels.hopper_replay import mutated, replay
 PLAIN = Sizes()
 WIDE = Sizes(q_heads=8, head_dim=320, v_width=384, shared=True)
 """Two warpgroups that share their rows, as for MLA."""
+EIGHT_BITS = Sizes(cache="int8")
+"""Two warpgroups, each with a range of its own."""
+EIGHT_BITS_WIDE = Sizes(head_dim=256, v_width=256, cache="fp8")
+"""Likewise, with room for one slot each, and for either keys or values that are converted."""
 MANY_ROWS = Sizes(q_heads=72)
 """Two warpgroups, each with rows of its own."""
 PAGE_SIZE = 64
@@ -42,6 +46,8 @@ def run(case):
         (PLAIN._replace(kv_heads=2, cache="fp8"), [(260, 1), (70, 1)]),
         (WIDE, [(260, 1)]),
         (WIDE._replace(cache="int8"), [(70, 1)]),
+        (EIGHT_BITS_WIDE, [(140, 1)]),
+        (EIGHT_BITS._replace(head_dim=128, v_width=64, shared=True), [(200, 1)]),
         (MANY_ROWS, [(70, 1)]),
         (PLAIN, [(70, 20)]),
     ],
@@ -60,6 +66,8 @@ RELEASE = """\
 PV = "    mixed = self._mix(mixed, weights.astype(smem.q_smem.dtype), slot)\n"
 COMMIT = "plgpu.commit_smem()"
 MEET = "self._meet()"
+LOAD = "    layout = plgpu.Layout.WGMMA_UPCAST_4X\n"
+START = '    self.walk.start(cursor, self.leads, (name, name + "_scales"))\n'
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,7 @@ MEET = "self._meet()"
         # These four no other test notices.
         ("_attend_step", PV + RELEASE, RELEASE + PV, PLAIN, "a copy into it while wgmma may"),
         ("_mix", COMMIT, "pass", WIDE, "wgmma without a fence"),
-        ("_convert", COMMIT, "pass", PLAIN._replace(cache="int8"), "wgmma without a fence"),
+        ("_convert", COMMIT, "pass", EIGHT_BITS, "wgmma without a fence"),
         ("_attend_unit", MEET + "  # All", "pass  # All", WIDE, "known"),
         # The interpreter notices some of these, too.
         ("_attend_step", "self._wait_until_loaded(slot)", "pass", PLAIN, "while wgmma may"),
@@ -77,6 +85,18 @@ MEET = "self._meet()"
         ("_mix", MEET, "pass", WIDE, "before a store of another"),
         ("_clear_unseen", COMMIT, "pass", PLAIN, "wgmma without a fence"),
         ("_attend_step", RELEASE, "", PLAIN, "wait for ever"),
+        # Of two ranges.
+        ("_convert", LOAD, START + LOAD, EIGHT_BITS, "a load before a copy"),
+        (
+            "_convert_values",
+            'self._wait_until_loaded(slot, "v")',
+            "pass",
+            EIGHT_BITS,
+            "a load be",
+        ),
+        ("_scores", "and not one_buffer", "", EIGHT_BITS_WIDE, "a store while wgmma may"),
+        ("_of_step", "self.walker + zero(slot), :", "zero(slot), :", EIGHT_BITS_WIDE, "another"),
+        ("_attend_unit", "q_smem.at[self.buffer]", "q_smem.at[0]", EIGHT_BITS, "before a copy"),
     ],
 )
 def test_an_order_that_is_taken_for_granted(method, old, new, sizes, said, monkeypatch):

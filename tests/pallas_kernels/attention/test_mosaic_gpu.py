@@ -72,6 +72,10 @@ class TestMosaicGpu(PagedAttentionSuite):
         sizes = Sizes(q_heads=8, head_dim=320, v_width=384, shared=True, cache="int8")
         self.check(self.case(sizes, [(5, 1)]))
 
+    def test_one_slot_for_either_keys_or_values_in_eight_bits(self):
+        sizes = Sizes(head_dim=256, v_width=256, cache="int8", window=70)
+        self.check(self.case(sizes, [(self.page_size + 5, 1)]))
+
     def test_more_heads_than_rows(self):
         sizes = Sizes(q_heads=72)
         self.check(self.case(sizes, [(4 * self.page_size + 3, 1), (1, 1)]))
