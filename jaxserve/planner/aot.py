@@ -19,8 +19,9 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import Submeshes, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.planner.copies import copies
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
@@ -85,6 +86,9 @@ class CompiledProgram(NamedTuple):
     """Bytes that they read and write, without the pool of pages."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
+    copied: int = 0
+    """Bytes of arrays, none smaller than a layer's largest weight, that are written again as they
+    were, or in other bits (`copies.py`); in a loop, once."""
 
 
 class RoleMemory(NamedTuple):
@@ -199,8 +203,8 @@ def compile_deployment(
         programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        pages = deployment.cache.pages
-        futures = [pool.submit(_compile, *each, pages) for each in programs]
+        pages, least = deployment.cache.pages, _largest_weight(templates, meshes)
+        futures = [pool.submit(_compile, *each, pages, least) for each in programs]
         for future in concurrent.futures.as_completed(futures):
             done.append(future.result())
             report(done[-1])
@@ -229,8 +233,19 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
     return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]
 
 
+def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
+    """Bytes of the largest array of a layer's weights on a device."""
+    parts = [(each, meshes.attention, ATTENTION_RULES) for each in templates.attention.values()]
+    parts += [(each, meshes.ffn, meshes.ffn_rules) for each in templates.ffn.values()]
+    return max(
+        array_bytes(cached_sharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+        for template, mesh, rules in parts
+        for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
+    )
+
+
 def _compile(
-    program: Program, role: Role, bucket: Bucket, layers: int, pages: int
+    program: Program, role: Role, bucket: Bucket, layers: int, pages: int, least: int
 ) -> CompiledProgram:
     start = time.perf_counter()
     try:
@@ -260,6 +275,7 @@ def _compile(
         instructions=traffic.instructions,
         moved=traffic.bytes,
         exchanged=exchanged_bytes(text, program.mesh.size),
+        copied=sum(copy.bytes for copy in copies(text, least)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from jaxserve.planner.calibration import MeasuredStage
+from jaxserve.planner.hardware import Hardware
 
 Format = Literal["bfloat16", "fp8", "int8", "int4", "float32"]
 FORMATS: tuple[Format, ...] = ("bfloat16", "fp8", "int8")
@@ -33,8 +34,10 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Of the rotated part of latents that are in 8 bits; `auto`: as `cache`."""
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
-    others and for attention (FP32, where that is the dtype). Otherwise all products use this
-    format, as in the paper's FP8."""
+    others and for attention (FP32, where that is the dtype), but for routed experts, see `experts`.
+    Otherwise all products use this format, as in the paper's FP8."""
+    expert_rows: Literal["auto", "blocks", "float"] = "auto"
+    """`ffn.expert_rows` of the deployment."""
     core: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """Format of attention's own products, where it differs from `compute`: DeepSeek multiplies
     weights in FP8 and attends in BF16."""
@@ -58,6 +61,17 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         if self.compute != "auto":
             return self.compute
         return "int8" if self.weights == "int8" else self.rows
+
+    def experts(self, hardware: Hardware) -> str:
+        """Format of products with routed experts' weights: on Hopper FP8 ones are multiplied by
+        rows in FP8, unless the deployment says otherwise
+        (`pallas_kernels/grouped_matmul/api.py: fastest_row_format`)."""
+        if self.compute != "auto" or self.weights not in ("fp8", "int8"):
+            return self.linear
+        if self.expert_rows == "float":
+            return self.rows
+        fastest = self.weights == "fp8" and hardware.is_hopper and self.rows != "float32"
+        return self.weights if self.expert_rows == "blocks" or fastest else self.linear
 
     @property
     def attention(self) -> str:

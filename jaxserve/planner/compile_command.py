@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     held = aot.memory(config, deployment, programs)
     each = host_lines(programs, aot.hosts(deployment, there))
     problems = failures(deployment, programs, held, hardware)
-    notes = remarks(deployment, hardware, there.device_kind)
+    notes = [*remarks(deployment, hardware, there.device_kind), *copied(programs)]
     if options.html:
         sections = [
             ("Verdict", report.lines(problems or ["everything compiles and fits"])),
@@ -159,6 +159,16 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
         size = hardware.memory / GB
         found.append(f"{', '.join(unset)}.memory_gb is not set: {size:.1f} GB, the whole device")
     return found
+
+
+def copied(programs: Sequence["CompiledProgram"]) -> list[str]:
+    """What programs copy before they compute, which takes time in every step, and memory."""
+    return [
+        f"{one.name} {_size(one.bucket)} writes {one.copied / GB:.2f} GB of weights or pages again "
+        "before it uses them, in every step or layer"
+        for one in programs
+        if one.copied
+    ]
 
 
 def _size(bucket: Bucket) -> str:

@@ -72,6 +72,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         kernels for CPUs."""
         return self.platform == "cpu"
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a GPU that has kernels (`pallas_kernels/target.py`)."""
+        kernels = ("H100", "H200", "H800", "H20", "GH200")
+        return any(name in kind for kind in self.device_kinds for name in kernels)
+
     def slice_of(self, devices: int) -> bool:
         """Whether so many JAX devices come together: TPUs are rented as slices of 1, 2, 4, 8, …
         chips."""

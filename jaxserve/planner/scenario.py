@@ -114,6 +114,7 @@ def scenario(
             cache=_format("cache.format", deployment.cache_format),
             rope=deployment.cache.rope,
             dispatch=_format("link.dispatch", deployment.dispatch_format),
+            expert_rows=deployment.ffn.expert_rows,
             rows=rows,
             combine=deployment.link.combine,
         )

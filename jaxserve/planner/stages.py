@@ -267,6 +267,7 @@ class Calculator(NamedTuple):
             tokens, mesh, sent = -(-tokens // mesh.ranks), mesh._replace(ranks=1), 0
         apart = group.experts and mesh.shared
         ep, tp = mesh.routed if apart else mesh.ranks, mesh.tensor
+        linear, products = self.formats.linear, self.formats.experts(hardware)
         read, flops = 0.0, 0.0
         if group.experts:
             held = -(-group.experts // ep)
@@ -275,7 +276,8 @@ class Calculator(NamedTuple):
             rows = tokens * group.top_k / ep
             busiest = self._imbalance(group, ep, rows) if busiest is None else busiest
             rows *= busiest
-            if hardware.pads:  # a block of rows of one expert at a time
+            if hardware.pads and self.formats.weights not in ("float32", "bfloat16"):
+                # A block of rows of one expert at a time.
                 met = held * blocks_met(tokens, group.top_k / group.experts)
                 rows = met * BLOCK_ROWS
             read += met * expert * size
@@ -287,14 +289,15 @@ class Calculator(NamedTuple):
         elif self.exchange_kind(group, mesh) == "alltoall":
             parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
         shared = 3 * d_model * group.shared_d_ff / parts
-        beside = shared * size, 2 * seen * shared, self.formats.linear
+        beside = shared * size, 2 * seen * shared, linear
+        kernels = [(read, flops, products), beside]
         if apart:
-            routed = self._work(hardware, [(read, flops, self.formats.linear)])
-            work = max(routed, self._work(hardware, [beside]), key=lambda stage: stage.seconds)
+            of_rank = (self._work(hardware, [kernel]) for kernel in kernels)
+            work = max(of_rank, key=lambda stage: stage.seconds)
         else:
-            both = read + beside[0], flops + beside[1], self.formats.linear
+            slower = hardware.flops(linear) / hardware.flops(products)
+            both = read + beside[0], flops * slower + beside[1], linear
             work = self._work(hardware, [both])
-        kernels = [(read, flops, self.formats.linear), beside]
         layers = _place(self.model.ffn, group)
         seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], work.seconds)
         work = StageTime(seconds, work.bound)
@@ -469,8 +472,8 @@ BLOCK_TOKENS = 128
 (`pallas_kernels/attention/reference.py`)."""
 
 BLOCK_ROWS = 8
-"""Rows of one expert that hardware without kernels multiplies at a time
-(`pallas_kernels/grouped_matmul/reference.py`)."""
+"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
+once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
 
 
 @functools.lru_cache(4096)

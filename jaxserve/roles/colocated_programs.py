@@ -19,7 +19,7 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.exchange import Axes, make_exchanges
 from jaxserve.model.module import Template
-from jaxserve.model.quant import as_bits
+from jaxserve.model.quant import sliceable
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import BatchLayout, Bucket
@@ -101,8 +101,7 @@ class ColocatedPrograms(TokenPrograms):
             x = self.embed(context, last, embedding)
             loads: list[Array] = []
             for index, (kind, start, stop) in enumerate(self.stacked()):
-                # The scan slices what it goes through, and bits are cheaper to slice.
-                attention, ffn = (tuple(map(as_bits, s)) for s in stacks[2 * index :][:2])
+                attention, ffn = (tuple(map(sliceable, s)) for s in stacks[2 * index :][:2])
                 experts, rest = self._part_experts(kind, ffn)
                 of_layers = tables[len(loads)] if kind.ffn == "moe" else None
                 scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest, of_layers)
@@ -178,7 +177,7 @@ class ColocatedPrograms(TokenPrograms):
                 others[:places] + others[places + 2 :],
             )
             pages, embedding, head, *stacks = cut(others, parts)
-            prediction, attention, ffn = (tuple(map(as_bits, stack)) for stack in stacks)
+            prediction, attention, ffn = (tuple(map(sliceable, stack)) for stack in stacks)
             experts, rest = self._part_experts(kind, ffn)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             own = sampled[jax.lax.axis_index("dp")]

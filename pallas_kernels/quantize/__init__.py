@@ -9,7 +9,14 @@ from pallas_kernels.quantize.api import (
     quantize_rows,
     quantize_weight,
 )
-from pallas_kernels.quantize.bits import array_bytes, as_bits, from_bits, from_bytes, in_bytes
+from pallas_kernels.quantize.bits import (
+    array_bytes,
+    as_bits,
+    from_bits,
+    from_bytes,
+    in_bytes,
+    sliceable,
+)
 from pallas_kernels.quantize.quant_array import (
     EIGHT_BITS,
     GROUPS,
@@ -35,4 +42,5 @@ __all__ = [
     "quantize_rows",
     "quantize_weight",
     "scales_shape",
+    "sliceable",
 ]

@@ -11,6 +11,7 @@ from pallas_kernels.quantize import (
     from_bytes,
     in_bytes,
     quantize_weight,
+    sliceable,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "matmul",
     "quantize_heads",
     "quantize_weight",
+    "sliceable",
 ]

@@ -52,6 +52,7 @@ def test_a_decode_bucket_of_step3(topology, config, bucket, devices):
     assert layers["attend_dense"] + layers["attend_moe"] + 1 == 61
     assert layers["ffn_dense"] + layers["ffn_moe"] == 61
     for program in found["programs"]:
+        assert program["copied"] == 0, program["name"]
         crosses = {"ffn_dense", "ffn_moe"} & {program["name"]}
         assert bool(program["collectives"].get("all-gather")) >= bool(crosses)
     attention, ffn = found["memory"]

@@ -12,7 +12,7 @@ from jaxserve.planner.aot import (
     deployment_buckets,
     exchanged_bytes,
 )
-from jaxserve.planner.compile_command import available, failures, host_lines, remarks
+from jaxserve.planner.compile_command import available, copied, failures, host_lines, remarks
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.roles.layout import Bucket
 
@@ -62,6 +62,11 @@ def test_a_colocated_deployment_has_one_role_that_may_be_given_memory():
     assert remarks(made, load_hardware("v6e"), "TPU v6 lite") == []
     (note,) = remarks(deployment(mode="colocated"), load_hardware("v6e"), "TPU v6 lite")
     assert note.startswith("attention.memory_gb is not set: 34.3 GB")
+
+
+def test_copies_are_said():
+    (note,) = copied([GOOD, GOOD._replace(name="step", copied=15_400_000_000)])
+    assert note.startswith("step 32x32 writes 15.40 GB of weights or pages again before")
 
 
 def test_collectives_are_counted_once():

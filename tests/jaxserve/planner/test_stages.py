@@ -7,11 +7,12 @@ import pytest
 from jaxserve.link.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
-from jaxserve.planner.models import load_model
+from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.stages import Calculator, StageTime, blocks_met
+from pallas_kernels.target import target_of
 from tests.jaxserve.planner.paper_systems import upcycled
 
 IDEAL = Assumptions(
@@ -338,6 +339,53 @@ def test_blocks_of_rows_of_an_expert(tokens, share):
         for rows in range(tokens + 1)
     )
     assert blocks_met(tokens, share) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "formats", "products"),
+    [
+        ("h200", {"weights": "fp8"}, "fp8"),
+        ("h20", {"weights": "fp8"}, "fp8"),
+        ("h200", {"weights": "fp8", "rows": "float32"}, "float32"),
+        ("h200", {"weights": "fp8", "expert_rows": "float"}, "bfloat16"),
+        ("h200", {"weights": "fp8", "compute": "bfloat16"}, "bfloat16"),
+        ("h200", {"weights": "bfloat16"}, "bfloat16"),
+        ("h200", {"weights": "int8"}, "int8"),
+        ("h200", {"weights": "int4"}, "bfloat16"),
+        ("a800", {"weights": "fp8"}, "bfloat16"),
+        ("b200", {"weights": "fp8"}, "bfloat16"),
+        ("v7x", {"weights": "fp8"}, "bfloat16"),
+        ("v7x", {"weights": "fp8", "expert_rows": "blocks"}, "fp8"),
+        ("v6e", {"weights": "int8", "expert_rows": "float"}, "bfloat16"),
+    ],
+)
+def test_products_of_experts(hardware, formats, products):
+    assert Formats(**formats).experts(load_hardware(hardware)) == products
+
+
+def test_gpus_with_kernels_are_those_of_the_kernels():
+    gpus = [load_hardware(name) for name in known_hardware()]
+    gpus = [each for each in gpus if each.platform == "gpu"]
+    for one in gpus:
+        kernels = target_of("gpu", one.device_kinds[0]).backend == "mosaic_gpu"
+        assert one.is_hopper == kernels, one.name
+    assert sum(one.is_hopper for one in gpus) == 4
+
+
+def test_experts_on_cpus_read_float_weights_once():
+    """8 experts, 2 chosen by each of 16 tokens: nearly all are met, and 32 rows are multiplied; in
+    8 bits blocks of 8 rows of one expert."""
+    group = FFNLayers(layers=1, experts=8, top_k=2, expert_d_ff=512, shared_d_ff=0)
+    one = calculator("qwen3-30b-a3b", weights="float32", rows="float32")
+    cpu = load_hardware("cpu")
+    expert = 3 * one.model.d_model * 512
+    met = 8 * (1 - (6 / 8) ** 16)
+    floats = max(4 * met * expert / cpu.bandwidth, 2 * 32 * expert / cpu.flops("float32"))
+    assert one.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(floats)
+    blocks = 8 * blocks_met(16, 2 / 8)
+    in_8_bits = calculator("qwen3-30b-a3b", weights="int8")
+    times = blocks * expert / cpu.bandwidth, 2 * 8 * blocks * expert / cpu.flops("int8")
+    assert in_8_bits.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(max(times))
 
 
 def test_float32_rows_and_weights():

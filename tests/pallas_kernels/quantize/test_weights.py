@@ -19,7 +19,9 @@ from pallas_kernels.quantize import (
     dequantize_weight,
     from_bits,
     quantize_weight,
+    sliceable,
 )
+from pallas_kernels.target import Target, use_target
 
 compiled_quantize_weight = jax.jit(quantize_weight, static_argnums=(1, 2))
 compiled_dequantize_weight = jax.jit(dequantize_weight, static_argnums=1)
@@ -195,6 +197,13 @@ class TestWeights:
         assert from_bits(bits.values).dtype == jnp.float8_e4m3fn
         for other in (jnp.int8, jnp.float32):
             assert as_bits(jnp.zeros(2, other)).dtype == from_bits(jnp.zeros(2, other)).dtype
+
+    def test_what_is_sliced(self):
+        """Bits for plain XLA; a target with kernels slices FP8, and would copy what is cast."""
+        values = jnp.zeros((2, 3), jnp.float8_e4m3fn)
+        assert sliceable(values).dtype == jnp.uint8
+        with use_target(Target("mosaic_tpu", "TPU7x")):
+            assert sliceable(values) is values
 
     def test_is_a_pytree(self):
         """Of arrays, shapes or specs; block is part of the structure."""

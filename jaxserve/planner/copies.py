@@ -1,0 +1,71 @@
+"""What a compiled program copies, read from its HLO text.
+
+Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out anew before it is
+used is read and written in every step, and takes its size in memory once more.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
+_BESIDE = {"parameter", "bitcast", "reshape", "constant"}
+"""What a fusion that moves has besides."""
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
+_INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = [a-z]+(?P<bits>\d+)\w*\[(?P<shape>[\d,]*)\]"
+    r"(?P<layout>\S*) (?P<op>[\w-]+)\((?P<rest>.*)"
+)
+_CALLED = re.compile(r"calls=%?([\w.-]+)")
+
+
+class Copy(NamedTuple):
+    """An array that is written as another one was, or in other bits."""
+
+    name: str
+    """Of the instruction."""
+    bytes: int
+
+
+class _Instruction(NamedTuple):
+    computation: str
+    name: str
+    op: str
+    bytes: int
+    """0: it does not lie in HBM."""
+    called: str
+
+
+def copies(text: str, least: int) -> list[Copy]:
+    """Copies of at least so many bytes, in the order of the text. What is inside of a fusion does
+    not count, unless the fusion does nothing else; what is in a loop counts once."""
+    found = list(_instructions(text))
+    ops: dict[str, set[str]] = {}
+    for one in found:
+        ops.setdefault(one.computation, set()).add(one.op)
+    fused = {one.called for one in found if one.called}
+
+    def moves(one: _Instruction) -> bool:
+        within = ops.get(one.called, set())
+        return one.op in _MOVES or bool(within & _MOVES and within <= _MOVES | _BESIDE)
+
+    return [
+        Copy(one.name, one.bytes)
+        for one in found
+        if one.bytes >= least and one.computation not in fused and moves(one)
+    ]
+
+
+def _instructions(text: str) -> Iterator[_Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        if begins := _COMPUTATION.match(line):
+            computation = begins["name"]
+        elif match := _INSTRUCTION.match(line):
+            sizes = [int(size) for size in match["shape"].split(",") if size]
+            size = 0 if "S(" in match["layout"] else math.prod(sizes) * int(match["bits"]) // 8
+            called = _CALLED.search(match["rest"]) if match["op"] == "fusion" else None
+            yield _Instruction(
+                computation, match["name"], match["op"], size, called[1] if called else ""
+            )
