@@ -175,13 +175,17 @@ def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
         assert position is not None
         lane = position[1]
         if lane in unread:
-            _read(unread.pop(lane))
+            _read(driver, lane, unread.pop(lane))
         unread[lane] = finished
-    for finished in unread.values():
-        _read(finished)
+    for lane, finished in unread.items():
+        _read(driver, lane, finished)
 
 
-def _read(finished: Finished | Passed) -> None:
+def _read(driver: Any, lane: int, finished: Finished | Passed) -> None:
+    if isinstance(finished, Finished):
+        np.asarray(finished.sampled.addressable_data(0))
+        if driver.observer is not None:
+            driver.observer.seen(lane, finished.sampled)
     np.asarray(finished.last.addressable_data(0))
 
 

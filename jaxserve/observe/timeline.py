@@ -162,6 +162,7 @@ class Recorder:
         self.dropped = 0
         """Number of stages that were not measured: failed, donated, or beyond the backlog."""
         self._workers: dict[tuple[AnyStage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
+        self._seen: dict[int, tuple[Result, int]] = {}
         self._resumed = False
         if not paused:
             self.resume()
@@ -206,6 +207,14 @@ class Recorder:
                 self._workers[stage, lane] = self._start(stage, lane)
             stages, _ = self._workers[stage, lane]
         stages.put((layer, step, enqueued, load, result))
+
+    def seen(self, lane: int, result: Result) -> None:
+        """The caller waited for a result that this recorder observes, and has it now.
+
+        Whichever thread wakes first notes the end: where all cores are busy the other one gets one
+        when the next stage is over.
+        """
+        self._seen[lane] = result, self._clock()
 
     def flush(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for everything observed to end; returns whether it did."""
@@ -261,6 +270,8 @@ class Recorder:
                 span = None
             else:
                 end = self._clock()
+                other, noted = self._seen.get(lane, (None, end))
+                end = min(end, noted) if other is result else end
                 span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued, load)
             del item, result  # do not keep it alive while waiting for the next
             with self._changed:

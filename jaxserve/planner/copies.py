@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
-_BESIDE = {"parameter", "bitcast", "reshape", "constant"}
+_BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
 """What a fusion that moves has besides."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
 _INSTRUCTION = re.compile(
-    r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = [a-z]+(?P<bits>\d+)\w*\[(?P<shape>[\d,]*)\]"
-    r"(?P<layout>\S*) (?P<op>[\w-]+)\((?P<rest>.*)"
+    r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
 )
+_ARRAY = re.compile(r"[a-z]+(?P<bits>\d+)\w*\[(?P<shape>[\d,]*)\](?P<layout>\{[^}]*\})?")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 
 
@@ -63,9 +63,21 @@ def _instructions(text: str) -> Iterator[_Instruction]:
         if begins := _COMPUTATION.match(line):
             computation = begins["name"]
         elif match := _INSTRUCTION.match(line):
-            sizes = [int(size) for size in match["shape"].split(",") if size]
-            size = 0 if "S(" in match["layout"] else math.prod(sizes) * int(match["bits"]) // 8
             called = _CALLED.search(match["rest"]) if match["op"] == "fusion" else None
             yield _Instruction(
-                computation, match["name"], match["op"], size, called[1] if called else ""
+                computation,
+                match["name"],
+                match["op"],
+                _bytes(match["type"]),
+                called[1] if called else "",
             )
+
+
+def _bytes(type_text: str) -> int:
+    """Of the arrays of a type that lie in HBM."""
+    total = 0
+    for array in _ARRAY.finditer(type_text):
+        if "S(" not in (array["layout"] or ""):
+            sizes = [int(size) for size in array["shape"].split(",") if size]
+            total += math.prod(sizes) * int(array["bits"]) // 8
+    return total

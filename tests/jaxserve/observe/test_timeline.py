@@ -239,6 +239,19 @@ def test_what_the_step_had_to_do_and_when_enqueueing_began(clock: Clock) -> None
     assert span == Span("attend", 0, 1, 7, 2 * MS, 5 * MS, 0, 2 * MS, load)
 
 
+def test_an_end_that_another_thread_has_seen_before(clock: Clock) -> None:
+    recorder = Recorder(clock=clock)
+    first, second = Gate(), Gate()
+    for step, gate in enumerate((first, second)):
+        recorder.observe("attend", 0, 1, step, gate)
+    clock.milliseconds = 5
+    recorder.seen(0, first)
+    clock.milliseconds = 7  # when this recorder's thread gets a core
+    first.event.set()
+    second.event.set()
+    assert [span.end_ns for span in recorder.ended()] == [5 * MS, 7 * MS]
+
+
 def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:
     recorder = Recorder(capacity=4, backlog=2, clock=clock)
     gate = Gate()

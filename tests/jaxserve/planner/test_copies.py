@@ -21,10 +21,27 @@ TEXT = """HloModule jit_step, is_scheduled=true
   ROOT %cast = u8[64,768]{1,0:T(32,128)(4,1)} bitcast-convert(%param)
 }
 
+%two_slices (param_2: u8[48,4096]) -> (u8[1,4096], u8[1,4096]) {
+  %param_2 = u8[48,4096]{1,0:T(32,128)(4,1)} parameter(0)
+  %fusion.2 = u8[48,4096]{1,0:T(8,128)(4,1)} fusion(%param_2), kind=kLoop, calls=%copy_fusion
+  %slice.2 = u8[1,4096]{1,0:T(8,128)(4,1)} dynamic-slice(%fusion.2, %zero)
+  ROOT %tuple.2 = (u8[1,4096]{1,0}, u8[1,4096]{1,0}) tuple(%slice.2, %slice.2)
+}
+
+%two_casts (a: f8e4m3fn[64,768], b: f8e4m3fn[64,768]) -> (u8[64,768], u8[64,768]) {
+  %a = f8e4m3fn[64,768]{1,0:T(32,128)(4,1)} parameter(0)
+  %b = f8e4m3fn[64,768]{1,0:T(32,128)(4,1)} parameter(1)
+  %cast.a = u8[64,768]{1,0:T(32,128)(4,1)} bitcast-convert(%a)
+  %cast.b = u8[64,768]{1,0:T(32,128)(4,1)} bitcast-convert(%b)
+  ROOT %tuple.3 = (u8[64,768]{1,0}, u8[64,768]{1,0}) tuple(%cast.a, %cast.b)
+}
+
 %body (state: (u8[48,4096], bf16[8,4096])) -> (u8[48,4096], bf16[8,4096]) {
   %state = (u8[48,4096]{1,0}, bf16[8,4096]{1,0}) parameter(0)
   %stack = u8[48,4096]{1,0:T(32,128)(4,1)} get-tuple-element(%state), index=0
   %one = u8[1,4096]{1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, calls=%fused_computation
+  %two = (u8[1,4096]{1,0}, u8[1,4096]{1,0:T(8,128)(4,1)}) fusion(%stack), calls=%two_slices
+  %both = (u8[64,768]{1,0}, u8[64,768]{1,0:T(8,128)(4,1)}) fusion(%w, %v), calls=%two_casts
   %turned = bf16[4096,8]{1,0:T(8,128)(2,1)} transpose(%rows), dimensions={1,0}
   %near = u8[48,4096]{1,0:T(32,128)(4,1)S(1)} copy(%stack)
 }
@@ -45,6 +62,7 @@ def test_copies_of_weights():
     """Not those inside of a fusion that slices, nor one into memory on the core."""
     found = copies(TEXT, 24 * 1024)
     assert found == [
+        Copy("both", 2 * 64 * 768),
         Copy("turned", 64 * 1024),
         Copy("bitcast_convert_type.1", 4 * 64 * 768),
         Copy("in_bits", 64 * 768),
