@@ -148,6 +148,7 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     moving = _moving(templates, meshes.ffn, meshes.ffn_rules, deployment.experts)
     if deployment.mode == "colocated":
         weights, step = attention + ffn, step_attention + step_ffn
+        step += _arranged(templates, meshes.ffn, meshes.ffn_rules)
         return (RoleBytes("attention", devices, weights, cache, step, moving),)
     return (
         RoleBytes("attention", devices, attention, cache, step_attention),
@@ -210,6 +211,24 @@ def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, setting
         if names[0] == "slots"
     )
     return size if settings.source == "devices" else 2 * size
+
+
+def _arranged(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules) -> int:
+    """What a colocated step takes beside the scales and zero points of INT4 experts: on TPUs those
+    of all layers are brought into their kernel's order first, in FP32. Compiled for Qwen3-30B-A3B
+    on two v7x devices 2.6 times their size, on four v6e 1.9. AFD arranges one layer's at a time."""
+    template = templates.ffn.get("moe")
+    if template is None or not any(leaf.dtype == jnp.int4 for leaf in template.leaves):
+        return 0
+    layers = sum(
+        templates.config.kind(layer).ffn == "moe" for layer in range(templates.config.layers)
+    )
+    leaves = zip(template.leaves, template.dimensions, template.specs(rules), strict=True)
+    return 3 * sum(
+        layers * _shard_bytes(leaf.shape, jnp.dtype(jnp.float32), NamedSharding(mesh, spec))
+        for leaf, names, spec in leaves
+        if names[0] == "slots" and leaf.dtype != jnp.int4
+    )
 
 
 def _shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> int:

@@ -47,10 +47,6 @@ def trace(tmp_path):
     return tmp_path / "trace"
 
 
-BLOCKS = {4: 9, 8: 13, 16: 16}
-"""Of 8 rows of one expert, about: 4, 8 and 16 tokens with 3 of 16 experts each."""
-
-
 def timed_step(number, load, kinds, clock, spans):
     """A step of one lane whose stages take what a formula says."""
     for layer, (_, moe) in enumerate(kinds):
@@ -58,7 +54,7 @@ def timed_step(number, load, kinds, clock, spans):
             duration = {
                 "attend": 50 + 2 * load.bucket_tokens * load.bucket_pages + 70 * (not layer),
                 "dispatch": 20 + load.bucket_tokens,
-                "ffn": 80 + 3 * load.bucket_tokens + moe * 20 * BLOCKS[load.sequences],
+                "ffn": 80 + 3 * load.bucket_tokens + moe * 20 * load.sequences,
                 "combine": 25 + load.bucket_tokens,
             }[stage]
             end = clock + duration * 1000

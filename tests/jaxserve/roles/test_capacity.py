@@ -370,6 +370,16 @@ def test_int4_takes_half_a_byte_and_its_scales():
     assert saved == held * 2 - held * (0.5 + 4 / 128)
 
 
+def test_a_colocated_step_arranges_the_scales_of_int4_experts():
+    """48 layers of 64 experts on each of two devices, a scale for every 128 columns, in FP32."""
+    sizes = {"mode": "colocated", "attention_dp": 2, "attention_tp": 1}
+    plain, int4 = (
+        by_role("qwen3-30b-a3b", ffn_weights=name, **sizes)["attention"] for name in ("fp8", "int4")
+    )
+    of_expert = 768 * 16 + 768 * 16 + 2048 * 6
+    assert int4.activations - plain.activations == 3 * 4 * 48 * 64 * of_expert
+
+
 def test_int4_needs_whole_groups():
     with pytest.raises(ConfigError, match=r"expert_d_ff = 768 over 64 devices: a scale for 4 col"):
         by_role("qwen3-30b-a3b", mode="afd", ffn_weights="int4", ffn_ep=1, ffn_tp=64)
