@@ -66,12 +66,14 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         """Format of products with routed experts' weights: on Hopper FP8 ones are multiplied by
         rows in FP8, unless the deployment says otherwise
         (`pallas_kernels/grouped_matmul/api.py: fastest_row_format`)."""
-        if self.compute != "auto" or self.weights not in ("fp8", "int8"):
+        if self.compute != "auto" or self.weights not in ("fp8", "int8", "int4"):
             return self.linear
         if self.expert_rows == "float":
             return self.rows
+        if self.expert_rows == "blocks":
+            return "int8" if self.weights == "int4" else self.weights
         fastest = self.weights == "fp8" and hardware.is_hopper and self.rows != "float32"
-        return self.weights if self.expert_rows == "blocks" or fastest else self.linear
+        return "fp8" if fastest else self.linear
 
     @property
     def attention(self) -> str:

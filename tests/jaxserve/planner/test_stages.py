@@ -352,6 +352,7 @@ def test_blocks_of_rows_of_an_expert(tokens, share):
         ("h200", {"weights": "bfloat16"}, "bfloat16"),
         ("h200", {"weights": "int8"}, "int8"),
         ("h200", {"weights": "int4"}, "bfloat16"),
+        ("v6e", {"weights": "int4", "expert_rows": "blocks"}, "int8"),
         ("a800", {"weights": "fp8"}, "bfloat16"),
         ("b200", {"weights": "fp8"}, "bfloat16"),
         ("v7x", {"weights": "fp8"}, "bfloat16"),
