@@ -193,6 +193,10 @@ def test_latents_in_int8_with_rotated_parts_in_bf16():
     np.testing.assert_array_equal(np.asarray(rotated[1, 0], np.float32), wide[:4, 0])
     exact = np.concatenate([rounded * step[..., None], wide], axis=-1)
     np.testing.assert_allclose(stored(jnp.asarray(row), pages), exact, rtol=1e-5)
+    # Under one scale the latent's steps would be those of the rotated part.
+    together = np.asarray(stored(jnp.asarray(row), empty(LATENT, "int8")))[..., :32]
+    errors = [np.sqrt(np.mean((x - row[..., :32]) ** 2)) for x in (together, exact[..., :32])]
+    assert 15 < errors[0] / errors[1] < 60
     queries = jnp.asarray(draw.normal(size=(5, 4, 40)) / 30, jnp.float32)
     out, lse = attend_latent(queries, pages, batch, scale=0.2, v_width=32)
     plain = (jnp.asarray(np.pad(exact, ((0, 3), (0, 0), (0, 0))).reshape(2, 4, 1, 40)[::-1]),)
