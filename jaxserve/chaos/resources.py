@@ -23,7 +23,8 @@ MATURE_SECONDS = 20.0
 NEAR_SECONDS = 15.0
 """Samples of these last seconds up to an age stand for it."""
 MORE_MEMORY, MORE_MEGABYTES = 0.05, 10.0
-"""What a process may have more of: this part and these MB, apart from what allocators keep."""
+"""What a process may have more of: this part of its share (PSS) and these MB, apart from what
+allocators keep."""
 MORE_FILES, MORE_THREADS = 4, 8
 """Connections that are just being made or ended; threads of pools that grow with use."""
 
@@ -170,13 +171,19 @@ def _age(life: Life) -> float:
 
 
 def _compared(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> list[Measure]:
+    """Memory has grown where both its measures have: what a process keeps is in both. The share
+    alone (PSS) also grows when other processes no longer use the same pages, and the whole alone
+    (RSS) when it touches pages that others have already."""
     count = max(1, len(before))
     memory, resident = (sum(getattr(e, f) for e in before) for f in ("memory", "resident"))
+    shares, all_pages = (sum(getattr(e, f) for e in after) for f in ("memory", "resident"))
     files, threads = sum(e.files for e in before), sum(e.threads for e in before)
-    limit = round(memory * (1 + MORE_MEMORY) + MORE_MEGABYTES * count, 1)
+    grown = round(min(shares - memory, all_pages - resident), 1)
+    limit = round(memory * MORE_MEMORY + MORE_MEGABYTES * count, 1)
     return [
-        Measure(f"{name}: PSS ({memory:.0f})", sum(e.memory for e in after), "MB", limit),
-        Measure(f"{name}: RSS ({resident:.0f})", sum(e.resident for e in after), "MB"),
+        Measure(f"{name}: PSS ({memory:.0f})", shares, "MB"),
+        Measure(f"{name}: RSS ({resident:.0f})", all_pages, "MB"),
+        Measure(f"{name}: grown in both", grown, "MB", limit),
         Measure(
             f"{name}: files ({files})", sum(e.files for e in after), "", files + MORE_FILES * count
         ),

@@ -37,13 +37,37 @@ def test_a_survivor_may_not_grow():
     before = [life(1, one(30))]
     assert missed([held(before, [life(1, one(90, 114, 24, 18))], [])]) == []
     assert missed([held(before, [life(1, one(90, 116, 25, 19))], [])]) == [
-        "held: domain 0, lived on: PSS (100)",
+        "held: domain 0, lived on: grown in both",
         "held: domain 0, lived on: files (20)",
         "held: domain 0, lived on: threads (10)",
-        "held: all of role domain: PSS (100)",
+        "held: all of role domain: grown in both",
         "held: all of role domain: files (20)",
         "held: all of role domain: threads (10)",
     ]
+
+
+def test_a_leak_is_in_the_share_and_in_the_whole():
+    """The first: an ffn worker whose neighbours had ended."""
+    cases = {
+        "fewer share its pages": (Sample(30, 197, 335, 9, 9), Sample(90, 218, 335, 9, 9)),
+        "it touches what others have": (Sample(30, 197, 335, 9, 9), Sample(90, 198, 375, 9, 9)),
+        "it keeps 25 MB": (Sample(30, 197, 335, 9, 9), Sample(90, 222, 360, 9, 9)),
+        "both, with fewer": (Sample(30, 197, 335, 9, 9), Sample(90, 243, 360, 9, 9)),
+        "less than a twentieth and 10": (Sample(30, 197, 335, 9, 9), Sample(90, 216, 354, 9, 9)),
+    }
+    grown = {
+        name: [m.value for m in held([life(1, a)], [life(1, b)], []).measures if "both" in m.name]
+        for name, (a, b) in cases.items()
+    }
+    assert grown == {
+        "fewer share its pages": [0.0, 0.0],
+        "it touches what others have": [1.0, 1.0],
+        "it keeps 25 MB": [25.0, 25.0],
+        "both, with fewer": [25.0, 25.0],
+        "less than a twentieth and 10": [19.0, 19.0],
+    }
+    called = {n for n, (a, b) in cases.items() if missed([held([life(1, a)], [life(1, b)], [])])}
+    assert called == {"it keeps 25 MB", "both, with fewer"}
 
 
 def test_successors_are_compared_at_the_same_age():
@@ -55,4 +79,4 @@ def test_successors_are_compared_at_the_same_age():
     values = {measure.name: measure.value for measure in found.measures}
     assert values["domain 0, 2th at 35 s: PSS (100)"] == 125.0, "the median of its last samples"
     assert "domain 0, lived on: PSS (100)" not in values
-    assert missed([found]) == ["held: domain 0, 2th at 35 s: PSS (100)"]
+    assert missed([found]) == ["held: domain 0, 2th at 35 s: grown in both"]
