@@ -27,10 +27,12 @@ class AttentionRole(Section, frozen=True):
 
     dp: Size = 1
     """DP groups; each has its own page pool and sequences. `auto`: with `tp` all devices of the
-    process, where nothing of the cache is stored twice and a device has the fewest weights; a CPU
-    is one device."""
+    process, where nothing of the cache is stored twice and a device has the fewest weights; on a
+    CPU one group."""
     tp: Size = 1
-    """Devices of a DP group, which divide the query heads among them. `auto`: as of `dp`."""
+    """Devices of a DP group, which divide the query heads among them. `auto`: as of `dp`; on a
+    CPU its cores, at most as many as there are K and V heads, if a layer has 8 MB of weights for
+    each."""
     weights: Weights = "auto"
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
     `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or

@@ -92,11 +92,24 @@ def this_machine() -> "Machine":
 
     if choose_platform() == "cpu":
         free = free_host_memory()
-        return Machine("cpu", 1, None if free is None else round(HOST_PART * free))
+        return Machine("cpu", _cpu_devices(), None if free is None else round(HOST_PART * free))
     devices = jax.local_devices()
     known = [size for device in devices if (size := memory_limit(device)) is not None]
     memory = round(DEVICE_PART * min(known)) if known else None
     return Machine("tpu" if devices[0].platform == "tpu" else "gpu", len(devices), memory)
+
+
+def _cpu_devices() -> int:
+    """CPU devices that there can be, at most one a core."""
+    import jax
+
+    cores, now = len(os.sched_getaffinity(0)), jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", now + 1)
+    except RuntimeError:  # a backend runs already, with the devices that it has
+        return min(cores, jax.local_device_count())
+    jax.config.update("jax_num_cpu_devices", now)
+    return cores
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:

@@ -170,7 +170,7 @@ class Embedding(Module):
         self.table = weight(rngs, dtype, rows=config.vocab, embedding=config.d_model)
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
-        return jax.lax.all_gather(self.table[...][token_ids], "tp", axis=1, tiled=True)
+        return _all_columns(self.table[...][token_ids])
 
 
 class Head(Module):
@@ -192,9 +192,23 @@ class Head(Module):
 
     def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """FP32, of hidden states behind a norm."""
-        local = matmul(hidden, self.weight[...])
-        logits = jax.lax.all_gather(local, "tp", axis=1, tiled=True)
-        return logits[:, : self.config.vocab]
+        return _all_columns(matmul(hidden, self.weight[...]))[:, : self.config.vocab]
+
+
+def _all_columns(
+    local: Float[Array, "rows local_columns"],
+) -> Float[Array, "rows columns"]:
+    """The columns of all tp devices. XLA:CPU stores what it gathers along columns column after
+    column: to gather [devices, rows, columns] saves the logits two transpositions."""
+    if jax.lax.axis_size("tp") == 1:
+        return local
+
+    def by_rows(local: Array) -> Array:
+        parts = jax.lax.all_gather(local, "tp")
+        return jnp.swapaxes(parts, 0, 1).reshape(local.shape[0], -1)
+
+    along = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
+    return jax.lax.platform_dependent(local, cpu=by_rows, default=along)
 
 
 class ModelTemplates:

@@ -26,6 +26,9 @@ CPU_SLOTS, LEAST_SLOTS, MOST_SLOTS = 32, 8, 256
 CPU_TOKEN_BUDGET, TOKEN_BUDGET = 128, 512
 CPU_SMALL_STEPS = (1, 8)
 """Tokens of steps with fewer sequences than slots; each takes some seconds to compile."""
+CPU_LAYER_BYTES = 8_000_000
+"""Weights of a layer for each core that takes part in it: half a millisecond, at what a core of a
+server reads, beside the 0.1 ms that collectives between two cores take."""
 PAGE_SIZE, CPU_PAGE_SIZE = 64, 16
 SMALLEST_PAGES = 1024
 """Tokens of the smallest page bucket on accelerators."""
@@ -40,8 +43,9 @@ class Machine(NamedTuple):
 
     platform: Literal["cpu", "tpu", "gpu"]
     devices: int
+    """Of a CPU its cores, each of which can be one."""
     memory: int | None
-    """Bytes of each that the deployment may use; None: nobody knows."""
+    """Bytes of each that the deployment may use, of a CPU of all together; None: nobody knows."""
 
 
 class Choice(NamedTuple):
@@ -140,9 +144,10 @@ class _Sizes:
         best = min(layouts, key=lambda one: self._rank(*one))
         (dp, tp), part = best
         heads = _kv_heads(self._config)
+        of_all = f"{dp * tp} of {self._machine.devices} {'cores' if self._on_cpu else 'devices'}"
         reason = (
-            f"{dp * tp} of {self._machine.devices} devices, weights {part.weights / GB:.2f} GB on "
-            f"each, {heads} K and V head{'s' if heads > 1 else ''}"
+            f"{of_all}, weights {part.weights / GB:.2f} GB on each, "
+            f"{heads} K and V head{'s' if heads > 1 else ''}"
         )
         self._set("attention.dp", dp, reason)
         self._set("attention.tp", tp, reason)
@@ -152,8 +157,10 @@ class _Sizes:
         device then holds."""
         own = self._now.attention
         most = max(self._machine.devices, 1)
+        if self._on_cpu:
+            most = self._useful_cores(most)
         for tp in [own.tp] if "attention.tp" in self._written else _powers(most):
-            free = range(max(most // tp, 1), 0, -1)
+            free = range(1 if self._on_cpu else max(most // tp, 1), 0, -1)
             for dp in [own.dp] if "attention.dp" in self._written else free:
                 tried = changed(changed(self._now, "attention.dp", dp), "attention.tp", tp)
                 try:
@@ -162,10 +169,19 @@ class _Sizes:
                 except (ConfigError, ValueError):
                     continue
 
+    def _useful_cores(self, cores: int) -> int:
+        """Cores that share every layer: XLA computes much of a step on one thread a device."""
+        try:
+            part = role_bytes(self._config, _with_pages(self._now, 1))[0]
+        except (ConfigError, ValueError):
+            return 1
+        layer = part.weights * part.devices // self._config.all_layers
+        return max(1, min(cores, _kv_heads(self._config), layer // CPU_LAYER_BYTES))
+
     def _rank(self, layout: tuple[int, int], part: RoleBytes) -> tuple[float, ...]:
         """Smaller is better."""
         dp, tp = layout
-        memory = self._memory(self._now)
+        memory = self._memory(self._now, dp * tp)
         over = 0 if memory is None else max(0, part.total - memory)
         copies = max(1, tp // _kv_heads(self._config))
         return over, -dp * tp, copies, part.weights, tp
@@ -234,9 +250,14 @@ class _Sizes:
             f"{page / 1e6:.3f} MB a page"
         )
 
-    def _memory(self, deployment: Deployment) -> int | None:
-        """Bytes of a device that the deployment may use."""
-        return round(deployment.attention.memory_gb * GB) or self._machine.memory
+    def _memory(self, deployment: Deployment, devices: int = 0) -> int | None:
+        """Bytes of a device that the deployment may use, with so many (0: its own) on a CPU."""
+        if written := round(deployment.attention.memory_gb * GB):
+            return written
+        memory = self._machine.memory
+        if memory is None or not self._on_cpu or deployment.mode == "afd":
+            return memory
+        return memory // (devices or deployment.attention.dp * deployment.attention.tp)
 
     def _fits(self, deployment: Deployment) -> bool:
         memory = self._memory(deployment)

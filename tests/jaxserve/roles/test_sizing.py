@@ -35,6 +35,17 @@ def test_a_small_model_on_a_cpu():
     assert (deployment.cache.page_size, deployment.cache.pages) == (16, 32 * 1024 // 16)
 
 
+def test_cores_that_share_a_model():
+    """Layers of 636 M parameters, 1.27 GB in BF16, over as many cores as there are K and V heads;
+    the demo's are too small for a second core."""
+    deployment = sized("qwen3-30b-a3b", Machine("cpu", 16, 200 * GB))
+    assert (deployment.attention.dp, deployment.attention.tp) == (1, 4)
+    part = role_bytes(read_config(deployment.model)[0], deployment)[0]
+    assert 4 * part.total <= 200 * GB
+    demo = load_deployment(CONFIGS / "demo", choose=Sizing(Machine("cpu", 16, 8 * GB)))
+    assert demo.devices == 1
+
+
 def test_positions_that_a_host_has_no_room_for():
     """30.5 B parameters in 2 bytes are 61.06 GB; 48 layers of 2 x 4 heads x 128 x 2 bytes make
     98,304 bytes a token, 1.572864 MB a page of 16: of 62 GB 0.83 are left, for 530 pages."""
