@@ -1,21 +1,24 @@
 """Host time of the link inside one runtime, against the devices of both sides (part e).
 
 A message of one row a device goes there and an answer comes back, on simulated devices: first in
-one process, which owns both sides, then on hosts of up to eight devices, a process each, then with
-a process a device, as Slurm and `--host-processes` start them on GPUs; then calls that take a shard
-a device, among them the cheapest there is, and what a link of one piece would take. As in a step,
-messages follow each other layer by layer: what comes after a sleep costs several times as much,
-whatever it is. The clock is the enqueuing thread's CPU time: simulated devices copy on threads of
-the same cores.
+one process, which owns both sides, then in processes of one role with eight to one devices each:
+TPU hosts have eight or four, Slurm and `--host-processes` give each GPU a process; then calls that
+take a shard a device, among them the cheapest there is, and what a link of one piece would take. As
+in a step, messages follow each other layer by layer: what comes after a sleep costs several times
+as much, whatever it is. The clock is the CPU time of the thread that enqueues; that of the
+process's other threads, which copy for the simulated devices and over sockets between processes,
+is told apart. Between processes, messages of one device to one take turns with those of all: the
+more threads a process of simulated devices has, the more any call costs.
 
 Run by `pipeline.py` as workers: `python -m jaxserve.bench.link --result FILE`.
 """
 
 import argparse
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +40,15 @@ from jaxserve.mesh import Submeshes
 from jaxserve.roles.compilation import hot_call
 
 SIDES = [(1, 1), (1, 16), (16, 1), (4, 4), (8, 8), (16, 16), (8, 24), (24, 8), (32, 32)]
-HOSTS = [(1, 1), (8, 8), (16, 16)]
-HOST_DEVICES = 8
+MOST = (16, 16)
+MOST_QUICK = (8, 8)
+HOST_DEVICES = (8, 4, 2, 1)
+"""Of a process of one role."""
+ALL, ONE = "all", "one"
+"""Messages between all devices of both roles, and between the first of each."""
+DIRECTIONS = ("dispatch", "combine")
+ROWS = 512
+"""Of a piece, where it is tried whether bytes count."""
 LAYERS = 16
 """Messages in a row; the CPU backend allows 32 in flight on a device."""
 WIDTH = 128
@@ -55,12 +65,10 @@ def measure(quick: bool) -> Part:
     worker = Worker("jaxserve.bench.link", arguments, {"JAX_NUM_CPU_DEVICES": "64"})
     found = run_worker(worker, _SECONDS)
     calls = found.pop("calls")
-    hosts = {
-        f"{attention}A{ffn}F": over_hosts(attention, ffn, HOST_DEVICES, arguments)
-        for attention, ffn in HOSTS
-    }
-    most = HOSTS[1 if quick else 2]
-    alone = over_hosts(*most, 1, arguments)
+    most = MOST_QUICK if quick else MOST
+    one = over_hosts(1, 1, 1, arguments)
+    hosts = {devices: over_hosts(*most, devices, arguments) for devices in HOST_DEVICES}
+    many_rows = over_hosts(*most, HOST_DEVICES[0], [*arguments, "--rows", f"{ROWS}"])
     measures = []
     for transport, rows in found.items():
         for name, row in rows.items():
@@ -74,15 +82,27 @@ def measure(quick: bool) -> Part:
     measures.append(
         Measure("device_put: 16A16F ÷ 1A1F", found["device_put"]["16A16F"]["both"] / base, "")
     )
-    for name, row in hosts.items():
-        measures.append(Measure(f"device_put, hosts of 8: {name}", max(row), "µs"))
-    measures.append(
-        Measure("  16A16F ÷ 1A1F", max(hosts["16A16F"]) / max(hosts["1A1F"]), "", LIMIT)
-    )
     name = f"{most[0]}A{most[1]}F"
+    base = worst(one)
+    measures.append(Measure("device_put, a process a role: 1A1F", base, "µs"))
+    for devices, rows in hosts.items():
+        least = max(row[ALL]["both"] / row[ONE]["both"] for row in rows if ONE in row)
+        measures += [
+            Measure(f"device_put, {devices} devices a process: {name}", worst(rows), "µs"),
+            Measure("  of it in the kernel", max(row[ALL]["kernel"] for row in rows), "µs"),
+            Measure("  of the process's other threads", _rest(rows), "µs"),
+            Measure(f"  {name} ÷ 1A1F of the same processes", least, "", LIMIT),
+            Measure(f"  {name} ÷ 1A1F", worst(rows) / base, "", LIMIT),
+        ]
+    alone = statistics.median(row[ALL]["both"] for row in hosts[1])
     measures += [
-        Measure(f"device_put, a process a device: {name}, median", statistics.median(alone), "µs"),
-        Measure(f"  {name} ÷ 1A1F", max(alone) / max(hosts["1A1F"]), "", LIMIT),
+        Measure(f"  {name} ÷ 1A1F, median process", alone / base, ""),
+        Measure(
+            f"device_put, {HOST_DEVICES[0]} devices a process, {ROWS} rows a device: {name}",
+            worst(many_rows),
+            "µs",
+        ),
+        Measure("  of the process's other threads", _rest(many_rows), "µs"),
     ]
     for name, times in calls.items():
         for devices, microseconds in times.items():
@@ -90,19 +110,34 @@ def measure(quick: bool) -> Part:
     notes = [
         "Medians. In the first rows one process owns all devices, so both sides' shares of the "
         "host time are in it.",
-        f"Hosts of {HOST_DEVICES}: a process a host, each of one role; the process that spends "
-        "most, which is also what ratios are of.",
+        "So many devices a process: each has one role; the process that spends most, which is also "
+        "what ratios are of.",
+        "Between processes of CPU devices JAX copies over sockets, by its transfer server.",
         "Routes trampoline and broadcast are one wire: rows cross once, the ffn mesh spreads them.",
         "One piece: the first shard, its copy, and an array put together of it and of padding; the "
         "collectives that bring rows together and spread them come on top.",
     ]
-    details = found | {"hosts": hosts, "a process a device": alone, "calls": calls}
+    details = found | {"hosts": hosts, "1A1F": one, "many rows": many_rows, "calls": calls}
     return Part("link", "(e) host time of a message and its answer", measures, notes, details)
 
 
-def over_hosts(attention: int, ffn: int, devices: int, arguments: list[str]) -> list[float]:
-    """Microseconds that each process, of so many devices at most, spends on a message and its
-    answer, its own end of both."""
+Times = dict[str, dict[str, float]]
+"""What `_times` measures, by the name of the messages."""
+
+
+def worst(rows: list[Times]) -> float:
+    """Of the process that spends most."""
+    return max(row[ALL]["both"] for row in rows)
+
+
+def _rest(rows: list[Times]) -> float:
+    return max(row[ALL]["rest"] for row in rows)
+
+
+def over_hosts(attention: int, ffn: int, devices: int, arguments: list[str]) -> list[Times]:
+    """What each process, of so many devices at most, spends on its own ends of a message and its
+    answer (`ALL`), and of those from the first attention device to the first ffn device (`ONE`),
+    where it has one of these."""
     processes = -(-attention // devices) + -(-ffn // devices)
     shared = [*arguments, "--attention", str(attention), "--ffn", str(ffn)]
     shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
@@ -110,7 +145,7 @@ def over_hosts(attention: int, ffn: int, devices: int, arguments: list[str]) -> 
         Worker("jaxserve.bench.link", [*shared, "--process", str(process)], {})
         for process in range(processes)
     ]
-    return [sum(found.values()) for found in run_workers(workers, _SECONDS)]
+    return run_workers(workers, _SECONDS)
 
 
 def compare(rounds: int) -> dict[str, Any]:
@@ -122,7 +157,7 @@ def compare(rounds: int) -> dict[str, Any]:
         for attention, ffn in SIDES:
             a = Mesh(devices[:attention].reshape(-1, 1), ("dp", "tp"))
             f = Mesh(devices[attention : attention + ffn].reshape(-1, 1), ("ep", "tp"))
-            times = _times(transport, Route(attention, ffn), a, f, rounds)
+            times = _times(transport, {ALL: (a, f)}, rounds, 1)[ALL]
             times["a device"] = times["both"] / max(attention, ffn)
             found[transport][f"{attention}A{ffn}F"] = times
     return found
@@ -182,7 +217,7 @@ def _timed(call: Callable[[Any], Any], arguments: Sequence[Any]) -> float:
     return spent
 
 
-def on_host(options: argparse.Namespace) -> dict[str, float]:
+def on_host(options: argparse.Namespace) -> Times:
     """One host's part of a deployment, in the order that all take."""
     settings = Deployment(
         model="",
@@ -198,30 +233,47 @@ def on_host(options: argparse.Namespace) -> dict[str, float]:
         settings,
     )
     meshes = Submeshes(settings)
-    route = Route(options.attention, options.ffn)
-    times = _times("device_put", route, meshes.attention, meshes.ffn, options.rounds)
+    a, f = meshes.attention, meshes.ffn
+    cases = {ALL: (a, f), ONE: (_first(a), _first(f))}
+    here = {name: ends for name, ends in cases.items() if any(end.local_devices for end in ends)}
+    times = _times("device_put", here, options.rounds, options.rows)
     barrier("measured")
     if options.process == 0:
         time.sleep(_LEADER_STAYS_SECONDS)
     jax.distributed.shutdown()
-    return {name: times[name] for name in ("dispatch", "combine")}
+    return times
 
 
-def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[str, float]:
-    cls, piece = TRANSPORTS[transport], (1, WIDTH)
-    dispatch = cls("dispatch", route, a, f, piece, jnp.dtype(jnp.uint8))
-    combine = cls("combine", route, a, f, piece, jnp.dtype(jnp.bfloat16))
-    message = [_zeros(a, jnp.dtype(jnp.uint8))]
-    answer = [_zeros(f, jnp.dtype(jnp.bfloat16)) for _ in range(route.slots)]
-    ways = [
-        (name, way, way.sender(), way.receiver(), _anew(way, arrays))
-        for name, way, arrays in (("dispatch", dispatch, message), ("combine", combine, answer))
-    ]
-    samples: dict[str, list[float]] = {"dispatch": [], "combine": []}
+def _first(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices[:1, :1], mesh.axis_names)
+
+
+class _Way(NamedTuple):
+    """One direction of a link."""
+
+    case: str
+    name: str
+    transport: Transport
+    send: Callable[..., object]
+    receive: Callable[[], Arrays]
+    anew: Callable[[], Sequence[jax.Array]]
+    """Makes a message."""
+
+
+def _times(transport: str, cases: dict[str, tuple[Mesh, Mesh]], rounds: int, rows: int) -> Times:
+    """For messages between each of these pairs of meshes, which take turns, microseconds of this
+    thread's CPU time a message (dispatch), its answer (combine) and both; of both what it spent in
+    the kernel, and the CPU time of the process's other threads until all has arrived. Medians, but
+    for the kernel's, which is counted in ticks."""
+    ways = [way for case, ends in cases.items() for way in _both_ways(transport, case, *ends, rows)]
+    samples: dict[tuple[str, str], list[float]] = {(way.case, way.name): [] for way in ways}
+    rests: dict[tuple[str, str], list[float]] = {(way.case, way.name): [] for way in ways}
+    kernels = dict.fromkeys(cases, 0.0)
     for number in range(-3, rounds):
-        for name, way, send, receive, anew in ways:
+        for case, name, way, send, receive, anew in ways:
             sent = jax.block_until_ready([anew() for _ in range(LAYERS)])
             arrived: list[Arrays] = []
+            process, kernel = time.process_time(), _kernel_seconds()
             start = time.thread_time()
             for arrays in sent:
                 if way.source.local_devices:
@@ -229,11 +281,41 @@ def _times(transport: str, route: Route, a: Mesh, f: Mesh, rounds: int) -> dict[
                 if way.destination.local_devices:
                     arrived.append(receive())
             spent = time.thread_time() - start
+            kernel = _kernel_seconds() - kernel
+            waited = time.thread_time()
             jax.block_until_ready(arrived)
+            rest = time.process_time() - process - spent - (time.thread_time() - waited)
             if number >= 0:
-                samples[name].append(spent / LAYERS * 1e6)
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    return medians | {"both": sum(medians.values())}
+                samples[case, name].append(spent / LAYERS * 1e6)
+                rests[case, name].append(rest / LAYERS * 1e6)
+                kernels[case] += kernel / LAYERS / rounds * 1e6
+    found = {}
+    for case in cases:
+        found[case] = {name: statistics.median(samples[case, name]) for name in DIRECTIONS}
+        found[case] |= {
+            "both": sum(found[case].values()),
+            "kernel": kernels[case],
+            "rest": sum(statistics.median(rests[case, name]) for name in DIRECTIONS),
+        }
+    return found
+
+
+def _both_ways(transport: str, case: str, a: Mesh, f: Mesh, rows: int) -> list[_Way]:
+    cls, route, piece = TRANSPORTS[transport], Route(a.size, f.size), (rows, WIDTH)
+    dispatch = cls("dispatch", route, a, f, piece, jnp.dtype(jnp.uint8))
+    combine = cls("combine", route, a, f, piece, jnp.dtype(jnp.bfloat16))
+    message = [_zeros(a, jnp.dtype(jnp.uint8), rows)]
+    answer = [_zeros(f, jnp.dtype(jnp.bfloat16), rows) for _ in range(route.slots)]
+    return [
+        _Way(case, name, way, way.sender(), way.receiver(), _anew(way, arrays))
+        for name, way, arrays in zip(
+            DIRECTIONS, (dispatch, combine), (message, answer), strict=True
+        )
+    ]
+
+
+def _kernel_seconds() -> float:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_stime
 
 
 def _anew(way: Transport, arrays: list[jax.Array]) -> Callable[[], Sequence[jax.Array]]:
@@ -244,11 +326,11 @@ def _anew(way: Transport, arrays: list[jax.Array]) -> Callable[[], Sequence[jax.
     return lambda: compute(*arrays)
 
 
-def _zeros(mesh: Mesh, dtype: jnp.dtype) -> jax.Array:
-    """A row on each device of a mesh that other processes may own."""
-    zeros = np.zeros((1, WIDTH), dtype)
+def _zeros(mesh: Mesh, dtype: jnp.dtype, rows: int) -> jax.Array:
+    """So many rows on each device of a mesh that other processes may own."""
+    zeros = np.zeros((rows, WIDTH), dtype)
     return jax.make_array_from_callback(
-        (mesh.size, WIDTH), piece_sharding(mesh), lambda _: zeros, dtype=dtype
+        (mesh.size * rows, WIDTH), piece_sharding(mesh), lambda _: zeros, dtype=dtype
     )
 
 
@@ -256,6 +338,7 @@ def main() -> None:
     """The worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--result", required=True)
     parser.add_argument("--attention", type=int, default=0)
     parser.add_argument("--ffn", type=int, default=0)
