@@ -99,3 +99,33 @@ def _private_assemble(
     make: Any = ArrayImpl
     aval = jax.core.ShapedArray(shape, dtype)
     return lambda shards: make(aval, sharding, shards, committed=True, _skip_checks=True)
+
+
+Put = Callable[[Sequence[jax.Array]], jax.Array]
+"""Copies arrays of one device each to this process's devices of a sharding, in its order, and makes
+one array of them: for one shape and sharding."""
+
+
+@functools.cache
+def fast_put() -> Callable[..., Put] | None:
+    """Makes such a call of one piece of C++, about half of what a copy between two arrays takes
+    that are put together and taken apart; None: it is not as expected."""
+    here, there = jax.local_devices()[0], jax.local_devices()[-1]
+    sharding = NamedSharding(Mesh(np.array([there]), ("x",)), PartitionSpec("x"))
+    probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), here)
+    try:
+        whole = _private_put(probe.shape, probe.dtype, sharding)([probe])
+        if whole.sharding == sharding and whole.committed and np.array_equal(whole, probe):
+            return _private_put
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return None
+
+
+def _private_put(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Put:
+    from jax._src.lib import xla_client
+
+    put = xla_client.batched_device_put
+    aval = jax.core.ShapedArray(shape, dtype)
+    devices = list(sharding.mesh.local_devices)
+    return lambda arrays: put(aval, sharding, arrays, devices, committed=True)

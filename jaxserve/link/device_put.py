@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_shards
+from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_put, fast_shards
 from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
 from jaxserve.link.transport import Direction, Transport
@@ -86,9 +86,13 @@ class DevicePutTransport(Transport):
             # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
             arrays = of_slots if direction == "dispatch" else [list(range(len(placed)))]
             self._fill = _fill_orders(placed, arrays, destination, piece, dtype)
-        self._copy_whole = None
+        self._copy_whole: Copy | None = None
         if len(self._legs) == 1 and self._legs[0].join is None and complete:
             self._copy_whole = self._legs[0].copy
+        elif len(self._legs) == 1 and placed[0] == [
+            device for device in destination if device.process_index == here
+        ]:
+            self._copy_whole = self._put_inside(self._legs[0])
 
     def copier(self) -> Copy:
         return self._copy_whole or self._copy_legs
@@ -102,6 +106,20 @@ class DevicePutTransport(Transport):
                 moved = join([shards[place] for place in pieces])
             arrived += copy([moved])
         return arrived if self._fill is None else self._put_together(arrived)
+
+    def _put_inside(self, leg: _Leg) -> Copy | None:
+        """One call where all that this process's devices of the destination receive comes from
+        inside it; None: JAX has none."""
+        make_put, (array, pieces, *_), shards_of = fast_put(), leg, self._shards
+        if make_put is None or len(pieces) < len(self.destination.local_devices):
+            return None
+        put = make_put(self.received_shape, self.dtype, self.destination_sharding)
+
+        def copy(arrays: Arrays) -> Arrays:
+            shards = shards_of(arrays[array])
+            return [put([shards[place] for place in pieces])]
+
+        return copy
 
     def _put_together(self, arrived: Arrays) -> Arrays:
         """The receiver's arrays, of the copies' shards and of padding."""

@@ -107,6 +107,7 @@ BOTH_ROLES = [
     (2, 4, Case("2A4F", 3, "gather", "ppermute")),
     (2, 2, Case("2A4F", 1, "alltoall", "ppermute")),
     (2, 4, Case("2A4F", 3, "gather", "device_put")),
+    (2, 2, Case("2A4F", 2, "gather", "device_put")),
 ]
 """Devices of either role, and the rest."""
 

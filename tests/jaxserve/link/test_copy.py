@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxserve.link import copy as copy_module
-from jaxserve.link.copy import fast_copy, fast_shards, public_copy
+from jaxserve.link.copy import fast_copy, fast_put, fast_shards, public_copy
 
 
 class TestFastCopy:
@@ -109,3 +109,34 @@ class TestFastShards:
 
         monkeypatch.setattr(copy_module, name, changed)
         assert self.select() == (copy_module.public_shards, copy_module.public_assemble)
+
+
+class TestFastPut:
+    """`fast_put` without its memory of an earlier answer."""
+
+    select = staticmethod(fast_put.__wrapped__)
+
+    def test_shards_of_other_devices_make_up_an_array(self):
+        make_put = self.select()
+        mesh = Mesh(np.array(jax.devices()[2:5]), ("x",))
+        sharding = NamedSharding(mesh, PartitionSpec("x"))
+        values = np.arange(12, dtype=np.int32).reshape(6, 2)
+        rows = [jax.device_put(values[2 * n : 2 * n + 2], jax.devices()[5 + n]) for n in range(3)]
+        whole = make_put((6, 2), values.dtype, sharding)(rows)
+        assert whole.sharding == sharding
+        np.testing.assert_array_equal(np.asarray(whole), values)
+        doubled = jax.jit(lambda x: 2 * x, out_shardings=sharding)(whole)
+        np.testing.assert_array_equal(np.asarray(doubled), 2 * values)
+        np.testing.assert_array_equal(np.asarray(rows[1]), values[2:4])  # the sender keeps its own
+
+    @pytest.mark.parametrize("error", [ImportError, AttributeError, TypeError, ValueError])
+    def test_missing_or_changed(self, error, monkeypatch):
+        def changed(*arguments):
+            raise error("not as it was")
+
+        monkeypatch.setattr(copy_module, "_private_put", changed)
+        assert self.select() is None
+
+    def test_something_else_arrives(self, monkeypatch):
+        monkeypatch.setattr(copy_module, "_private_put", lambda *of: lambda arrays: arrays[0] + 1)
+        assert self.select() is None
