@@ -114,6 +114,26 @@ def test_a_wait_that_is_left_out_is_a_race(wait, sizes, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("heads", "head_dim", "v_width", "dtype", "expected"),
+    [
+        # Warpgroups, ranges of their own, one buffer, stages of each.
+        (64, 256, 256, jnp.bfloat16, (1, False, False, 3)),
+        (64, 256, 256, jnp.int8, (2, True, True, 1)),
+        (16, 128, 128, jnp.float8_e4m3fn, (2, True, False, 3)),
+        (128, 128, 128, jnp.bfloat16, (2, False, False, 6)),
+        (128, 576, None, jnp.int8, (2, False, False, 2)),
+    ],
+)
+def test_who_does_what(heads, head_dim, v_width, dtype, expected):
+    pages = [jnp.zeros((1, 1, 64, width or 0), dtype) for width in (head_dim, v_width)]
+    cache = reference.Cache(pages[0], pages[1] if v_width else None, None, None, v_width or 512)
+    queries = jnp.zeros((4, heads, head_dim), jnp.bfloat16)
+    plan = mosaic_gpu._plan(queries, cache, decode=True, scale=1.0, window=0, target=None)
+    found = (plan.warpgroups, plan.own_ranges, plan.one_buffer, mosaic_gpu.stages(cache, plan))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     ("device_kind", "blocks"),
     [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114),
      ("NVIDIA H20", 78), ("NVIDIA GH200 480GB", 132), ("NVIDIA H800", 132)],
