@@ -305,8 +305,6 @@ def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:
     """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
     if target.backend == "mosaic_tpu":
         return ""
-    if cache.rope_pages is not None:
-        return f"latents in {cache.k_pages.dtype} with their rotated part in an array of its own"
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.gap(queries, cache)

@@ -206,10 +206,6 @@ class PagedAttentionSuite:
         sizes = Sizes(shared=True, head_dim=24, cache="fp8")
         self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING]))
 
-    def test_latent_in_eight_bits_without_its_rotated_part(self):
-        sizes = Sizes(shared=True, head_dim=24, rope=8, cache="int8")
-        self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING, (5, 3)]))
-
     def test_bfloat16(self):
         sizes = Sizes(cache="bfloat16")
         chunks = [(9 * self.page_size, 1), (5, 1)]
@@ -240,3 +236,11 @@ class PagedAttentionSuite:
         output, lse = attend(queries, *pages, table, sequence, jnp.full_like(position, -1))
         assert not np.asarray(output).any()
         assert np.isneginf(lse).all()
+
+
+class RotatedPartSuite(PagedAttentionSuite):
+    """With latents whose rotated part has an array of its own, which not every backend reads."""
+
+    def test_latent_in_eight_bits_without_its_rotated_part(self):
+        sizes = Sizes(shared=True, head_dim=24, rope=8, cache="int8")
+        self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING, (5, 3)]))

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.attention import mosaic_tpu, paged_attention, tiles
 from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
+from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
@@ -27,7 +27,7 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_race")
-class TestMosaicTpu(PagedAttentionSuite):
+class TestMosaicTpu(RotatedPartSuite):
     target = TINY
 
     @pytest.mark.parametrize("wait", ["await_block", "await_pages", None])

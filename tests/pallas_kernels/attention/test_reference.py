@@ -2,10 +2,10 @@
 
 from pallas_kernels.attention import reference
 from pallas_kernels.target import Target
-from tests.pallas_kernels.attention.suite import PagedAttentionSuite, Sizes
+from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
 
 
-class TestReference(PagedAttentionSuite):
+class TestReference(RotatedPartSuite):
     target = Target("reference", "cpu")
 
     def test_tokens_in_parts(self, monkeypatch):
