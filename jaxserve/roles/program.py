@@ -14,6 +14,11 @@ ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
 REPLICATED = PartitionSpec()
 
+_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+"""YNNPACK for products, as XLA:CPU has it anyway, and for nothing else: it would reduce arrays of
+4,096 elements and more, in another order than XLA does fewer, so that a token's norms and softmaxes
+would depend on how many others are in its step."""
+
 
 class Program(NamedTuple):
     """A function over device slices, ready to be compiled for its mesh."""
@@ -47,6 +52,8 @@ class Program(NamedTuple):
         ]
         lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments)
         platform = self.mesh.devices.flat[0].platform
+        if platform == "cpu":
+            return lowered.compile(dict(_ON_CPU))
         return lowered.compile(compiler_options(self.cuda_graphs, platform))
 
 
