@@ -18,7 +18,8 @@ from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.checkpoint.manifest import CALIBRATION, read_record
+from jaxserve.checkpoint.manifest import read_record
+from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url

@@ -59,19 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.commands.routing import Routing
 
             return Routing(deployment, options, process).run()
-        from jaxserve.fleet import bootstrap
+        from jaxserve.fleet.devices import own_share
 
         if process.role == "ffn" and deployment.link.transport == "pull":
             from jaxserve.fleet.ffn_runtime import answer_messages
 
             deployment = _on_what_is_left(deployment, process, "ffn")
-            bootstrap.own_share(process, deployment)
+            own_share(process, deployment)
             return answer_messages(deployment, process, options.listen)
         from jaxserve.commands.worker_part import part_of
 
         deployment, process, part = part_of(deployment, process, options.listen)
         deployment = _on_what_is_left(deployment, process, "attention")
-        bootstrap.own_share(process, deployment)  # refuses a wrong --role before anything is loaded
+        own_share(process, deployment)  # refuses a wrong --role before anything is loaded
         if process.is_leader:
             from jaxserve.commands.serving import Serving
 

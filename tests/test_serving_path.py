@@ -15,15 +15,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {
-    "jaxserve.fleet.worker": 16_300,
-    "jaxserve.fleet.attention_runtime": 14_100,
-    "jaxserve.fleet.ffn_runtime": 11_750,
-    "jaxserve.fleet.router": 5_150,
-    "jaxserve.serve": 26_900,
+ALONE = ("checkpoint.peer", "fleet.devices", "engine.make_engine")
+"""What `fleet.open` puts together."""
+PARTS = {
+    "leader, colocated": ("fleet.leading", "engine.colocated_runtime"),
+    "leader, attention and ffn": ("fleet.leading", "engine.cell_runtime"),
+    "follower, attention and ffn": ("fleet.following", "engine.cell_runtime"),
+    "alone, colocated": (*ALONE, "engine.colocated_runtime"),
+    "alone, attention and ffn": (*ALONE, "engine.cell_runtime"),
+    "attention": ("fleet.attention_runtime",),
+    "ffn": ("fleet.ffn_runtime",),
+    "router": ("fleet.router",),
+    "serve": ("serve",),
 }
-"""By what a process runs: a worker of a runtime with all roles, of one role, a router; and the
-command that can be any of them, with text/."""
+"""By what a process plays: process 0 of a runtime of either mode, with the engine; the others of
+one; the only process of a runtime, which may have its weights from running workers; a runtime of
+one role over `pull`; a router; and the command that can be any of them, with text/."""
+LIMITS = {
+    "leader, colocated": 14_100,
+    "leader, attention and ffn": 15_000,
+    "follower, attention and ffn": 11_300,
+    "alone, colocated": 14_800,
+    "alone, attention and ffn": 15_750,
+    "attention": 13_700,
+    "ffn": 11_750,
+    "router": 5_150,
+    "serve": 27_100,
+}
+
+
 SILENT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -50,10 +70,10 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
         yield from imported_names(node)
 
 
-def closure(start: str) -> dict[str, str]:
-    """Source text by module, of everything of this repository that `start` can import."""
+def closure(*starts: str) -> dict[str, str]:
+    """Source text by module, of everything of this repository that these can import."""
     found: dict[str, str] = {}
-    waiting = [start]
+    waiting = list(starts)
     while waiting:
         parts = waiting.pop().split(".")
         for end in range(1, len(parts) + 1):
@@ -104,10 +124,15 @@ def test_imported_names() -> None:
     assert list(imported_names(ast.parse(text))) == ["a.b", "d.e", "d.f"]
 
 
-@pytest.mark.parametrize(("start", "limit"), LIMITS.items())
-def test_a_role_stays_small(start: str, limit: int) -> None:
-    modules = closure(start)
-    assert start in modules
+def reach(part: str) -> dict[str, str]:
+    """What a process that plays this part can import."""
+    return closure(*(f"jaxserve.{module}" for module in PARTS[part]))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_role_stays_small(part: str) -> None:
+    modules = reach(part)
+    assert {f"jaxserve.{module}" for module in PARTS[part]} <= set(modules)
     server = {name for name in modules if name.split(".")[:2] == ["jaxserve", "server"]}
     path = {
         name: code_lines(text)
@@ -115,35 +140,44 @@ def test_a_role_stays_small(start: str, limit: int) -> None:
         if name.startswith("jaxserve") and name not in server
     }
     print(f"{len(path)} modules, {sum(path.values())} lines of code")
-    assert sum(path.values()) <= limit
+    assert sum(path.values()) <= LIMITS[part]
 
 
 def test_an_attention_worker_reaches_model_and_scheduler() -> None:
-    modules = closure("jaxserve.fleet.attention_runtime")
+    modules = reach("attention")
     assert {"jaxserve.engine.scheduler", "jaxserve.model.blocks"} <= set(modules)
 
 
 def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
-    packages = {".".join(name.split(".")[:2]) for name in closure("jaxserve.serve")}
+    packages = {".".join(name.split(".")[:2]) for name in reach("serve")}
     assert not packages & {"jaxserve.planner", "jaxserve.bench", "jaxserve.plan"}
     assert "pallas_kernels.bench" not in packages
 
 
-def test_a_runtime_of_one_role_does_not_reach_what_only_the_other_runs() -> None:
-    attention = set(closure("jaxserve.fleet.attention_runtime"))
-    ffn = set(closure("jaxserve.fleet.ffn_runtime"))
+def test_a_process_does_not_reach_what_only_others_run() -> None:
     inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated_programs"}
-    assert not attention & (inside | {"jaxserve.roles.ffn_programs", "jaxserve.model.ffn.exchange"})
-    assert not ffn & (inside | {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"})
+    of_ffn = {"jaxserve.roles.ffn_programs", "jaxserve.model.ffn.exchange"}
+    of_attention = {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"}
+    engine = {"jaxserve.engine.engine", "jaxserve.engine.scheduler"}
+    assert not (inside | of_ffn) & set(reach("attention"))
+    assert not (inside | of_attention | engine) & set(reach("ffn"))
+    assert not engine & set(reach("follower, attention and ffn"))
+    cell = {"jaxserve.roles.cell", "jaxserve.roles.attention_programs", *inside} - {
+        "jaxserve.roles.colocated_programs"
+    }
+    assert not cell & set(reach("leader, colocated"))
+    assert "jaxserve.roles.colocated_programs" not in reach("leader, attention and ffn")
 
 
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     ends = {"jaxserve.link.pages_client", "jaxserve.link.pages_server"}
     programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}
-    assert not (ends | programs) & set(closure("jaxserve.fleet.worker"))
-    assert ends | programs <= set(closure("jaxserve.fleet.pages_link"))
+    engine = {"jaxserve.engine.hand_off", "jaxserve.engine.holds"}
+    for part in ("leader, colocated", "leader, attention and ffn", "attention"):
+        assert not (ends | programs | engine) & set(reach(part))
+    assert ends | programs | engine <= set(closure("jaxserve.fleet.pages_link"))
 
 
 def test_a_worker_that_several_processes_play_reaches_no_link_to_other_weights() -> None:
-    assert "jaxserve.checkpoint.peer" not in closure("jaxserve.fleet.worker")
+    assert "jaxserve.checkpoint.peer" not in reach("leader, attention and ffn")
     assert "jaxserve.checkpoint.peer" in closure("jaxserve.fleet.open")

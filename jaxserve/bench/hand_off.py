@@ -30,10 +30,12 @@ from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, ModelConfig, Rope
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.hand_off import LinkedHandOffs
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.runtime import make_engine, warm_up
+from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages import PagesSource
 
@@ -177,6 +179,7 @@ def fetch(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _counters(engine: Engine) -> float:
+    assert isinstance(engine.hand_offs, LinkedHandOffs)
     return engine.hand_offs.domains[0].client.counters.wait_seconds
 
 

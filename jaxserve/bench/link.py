@@ -30,7 +30,7 @@ from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, wri
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.bootstrap import initialise
+from jaxserve.fleet.devices import initialise
 from jaxserve.link.copy import fast_copy, fast_shards
 from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route

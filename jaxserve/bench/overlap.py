@@ -45,7 +45,7 @@ from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
-from jaxserve.fleet.bootstrap import initialise
+from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.mesh import FFN_RULES, Role, cached_sharding

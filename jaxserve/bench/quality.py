@@ -30,7 +30,7 @@ from jaxserve.calibration.run import Calibration, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows

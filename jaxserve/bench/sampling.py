@@ -19,10 +19,11 @@ from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.runtime import make_engine, warm_up
+from jaxserve.engine.runtime import warm_up
 
 VOCAB = 151_936
 SETTINGS = [

@@ -25,12 +25,12 @@ import numpy as np
 from jaxserve.bench.report import describe_machine, this_machine
 from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
 from jaxserve.config.deployment import Deployment, load_deployment
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.bootstrap import initialise
+from jaxserve.fleet.devices import initialise
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import Recorder, Span, merge
 from jaxserve.roles.layout import Bucket

@@ -4,8 +4,10 @@ devices that hold it.
 Called by the checkpoints (`hf.py`, `store.py`), which know how to read a shard.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -16,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, scale_block
+from jaxserve.checkpoint.source import Sources
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import sharded_zeros
 from jaxserve.model.module import Template
@@ -71,6 +74,52 @@ def wanted_leaves(
         entries = template.entries.get(dimensions[0] or "") if dimensions else None
         leaves[name] = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
     return leaves
+
+
+class Blocks(abc.ABC):
+    """Where the leaves of a checkpoint's blocks come from: `hf.py`, `store.py`, `peer.py`.
+
+    Attributes:
+      on_read: called with the number of bytes of every read, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.on_read: Callable[[int], None] = lambda size: None
+
+    def leaves(
+        self, template: Template, sources: Sources, shardings: Sequence[Sharding]
+    ) -> Iterator[jax.Array]:
+        """The leaves of one block, one at a time; each shard is read separately."""
+        return self.block(template, wanted_leaves(template, shardings, None), [sources])
+
+    def stacks(
+        self, template: Template, tables: Sequence[Sources], shardings: Sequence[Sharding]
+    ) -> Iterator[jax.Array]:
+        """The leaves of several blocks of one kind, stacked along a new first axis.
+
+        Args:
+          tables: the sources of each block.
+          shardings: the shardings of the stacked arrays.
+        """
+        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
+
+    @abc.abstractmethod
+    def block(
+        self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
+    ) -> Iterator[jax.Array]:
+        """Some or all leaves of one block, or of several stacked ones."""
+
+
+def block_key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """A hashable key that identifies a block by its sources."""
+    return tuple((leaf, source.names) for leaf, source in sources.items())
+
+
+def refuse(folder: str | Path, problems: Sequence[str]) -> None:
+    """Raises CheckpointError that names all problems of a folder, if there are some."""
+    if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
 
 
 def make_leaves(

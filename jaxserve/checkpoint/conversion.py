@@ -29,21 +29,18 @@ from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
-    CALIBRATION,
     CONVERSION,
     FORMAT,
     MANIFEST,
     Block,
-    BlockRecord,
     Conversion,
     Manifest,
     StoredLeaf,
     blocks_of,
-    checksum,
     read_manifest,
     read_record,
-    write_record,
 )
+from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.config.deployment import load_deployment

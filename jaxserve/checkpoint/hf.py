@@ -11,7 +11,7 @@ files hold as floats, or in another of the Hub's formats (`packed.py`), are so o
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Self, get_args
 
@@ -21,12 +21,13 @@ import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.arrays import (
+    Blocks,
     Leaf,
     block_of,
     make_array,
     make_leaves,
     quantised_here,
-    wanted_leaves,
+    refuse,
     zeroed,
 )
 from jaxserve.checkpoint.families import FAMILIES
@@ -128,7 +129,7 @@ def _plain_parts(folder: Path, names: CheckpointNames) -> frozenset[MatrixPart]:
     )
 
 
-class HFCheckpoint:
+class HFCheckpoint(Blocks):
     """The tensors of a folder's files.
 
     Args:
@@ -136,7 +137,6 @@ class HFCheckpoint:
       names: what the architecture expects.
 
     Attributes:
-      on_read: called with the number of bytes of every read, from any thread.
       size: bytes of the tensors.
 
     Raises:
@@ -145,14 +145,12 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
-        self.on_read: Callable[[int], None] = lambda size: None
+        super().__init__()
         here = local_folder(folder)
         listing = list_tensors(here)
         self.size = sum(tensor.nbytes for tensor in listing.tensors.values())
         self._tensors, problems = _joined(listing, names, _packing(here))
-        if problems := problems + _problems(listing, self._tensors, names):
-            count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
+        refuse(folder, problems + _problems(listing, self._tensors, names))
 
     @property
     def storage(self) -> Self:
@@ -166,29 +164,6 @@ class HFCheckpoint:
     def kind(self, name: str) -> str:
         """The dtype of a tensor, by its safetensors name."""
         return self._tensors[name].kind
-
-    def leaves(
-        self,
-        template: Template,
-        sources: Sources,
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """The leaves of one block, one at a time; each shard is read separately."""
-        return self.block(template, wanted_leaves(template, shardings, None), [sources])
-
-    def stacks(
-        self,
-        template: Template,
-        tables: Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """The leaves of several blocks of one kind, stacked along a new first axis.
-
-        Args:
-          tables: the sources of each block.
-          shardings: the shardings of the stacked arrays.
-        """
-        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
 
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]

@@ -4,13 +4,10 @@ in progress.
 Written by `convert.py`, read by `hf.read_config` and `store.py`. Knows neither JAX nor models.
 """
 
-import os
-import zlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.model import Int4, MatrixPart
@@ -22,8 +19,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 CONVERSION = "conversion.json"
 """File that exists while a conversion is in progress."""
-CALIBRATION = "calibration.json"
-"""What a calibration did, layer by layer."""
 BLOCKS = "blocks"
 """Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
 
@@ -41,12 +36,6 @@ class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def int4(self) -> tuple[int, ...]:
         """The shape, if this is an INT4 array; empty: it is none."""
         return self.shape if self.dtype == "int4" else ()
-
-
-class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The arrays of a block that was written completely."""
-
-    leaves: dict[str, StoredLeaf]
 
 
 class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -127,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def read_record[Record](path: Path, kind: type[Record]) -> Record:
-    """A record that `write_record` wrote.
+    """A record that `records.write_record` wrote.
 
     Raises:
       CheckpointError: it cannot be read, or is something else.
@@ -138,38 +127,3 @@ def read_record[Record](path: Path, kind: type[Record]) -> Record:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-
-
-def write_record(path: Path, record: Any) -> None:
-    """Writes a record atomically."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-_ROW = 4096
-_ROWS_AT_ONCE = 32
-
-
-def checksum(values: np.ndarray) -> str:
-    """A checksum of an array's bytes that takes a fifth of the time of `zlib.crc32`.
-
-    The bytes are read as little-endian 64-bit words in rows of 4096, zero-padded. The result is the
-    CRC-32 of the column sums followed by that of the row sums (both modulo 2^64), in hexadecimal.
-    It detects any changed word and any two swapped words.
-    """
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    columns = np.zeros(_ROW, np.uint64)
-    of_rows = 0
-    step = _ROWS_AT_ONCE * _ROW * 8
-    for start in range(0, data.size, step):
-        part = data[start : start + step]
-        if part.size % (_ROW * 8):
-            part = np.concatenate([part, np.zeros(-part.size % (_ROW * 8), np.uint8)])
-        rows = part.view("<u8").reshape(-1, _ROW)
-        columns += rows.sum(axis=0, dtype=np.uint64)
-        of_rows = zlib.crc32(rows.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes(), of_rows)
-    return f"{zlib.crc32(columns.astype('<u8').tobytes()):08x}{of_rows:08x}"

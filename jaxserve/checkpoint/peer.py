@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
+    Blocks,
     Leaf,
+    block_key,
     block_of,
     make_array,
     make_leaves,
-    wanted_leaves,
 )
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -91,8 +91,8 @@ def open_weights(
     return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
 
 
-class PeerCheckpoint:
-    """Leaves from running workers, with the interface of `HFCheckpoint`.
+class PeerCheckpoint(Blocks):
+    """Leaves from running workers.
 
     Args:
       peers: host:port of each, in order of preference; a name may stand for several addresses.
@@ -102,7 +102,6 @@ class PeerCheckpoint:
       storage: opens the folder; called when the first array is needed from there.
 
     Attributes:
-      on_read: called with the number of bytes of every read, from any thread.
       arrays: leaves taken so far, by where they came from (`storage`, or an address).
     """
 
@@ -114,12 +113,12 @@ class PeerCheckpoint:
         names: CheckpointNames,
         storage: Callable[[], Checkpoint],
     ):
-        self.on_read: Callable[[int], None] = lambda size: None
+        super().__init__()
         self.arrays: dict[str, int] = {}
         self._names, self._hello, self._token = list(peers), hello, token
         self._open = storage
         self._storage: Checkpoint | None = None
-        self._blocks = {_key(block.sources): block.name for block in blocks_of(names)}
+        self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
         self._peers: list[WeightsPeer] = []
         self._again = self._used = 0.0
         self._look()
@@ -138,23 +137,12 @@ class PeerCheckpoint:
             self._peers.pop().close()
         self._again = 0.0
 
-    def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[Sharding]
-    ) -> Iterator[jax.Array]:
-        """The leaves of one block, one at a time."""
-        return self._block(template, wanted_leaves(template, shardings, None), [sources])
-
-    def stacks(
-        self, template: Template, tables: Sequence[Sources], shardings: Sequence[Sharding]
-    ) -> Iterator[jax.Array]:
-        """The leaves of several blocks of one kind, stacked along a new first axis."""
-        return self._block(template, wanted_leaves(template, shardings, len(tables)), tables)
-
-    def _block(
+    def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
+        """Some or all leaves of one block, or of several stacked ones."""
         self._look()
-        blocks = [self._blocks[_key(sources)] for sources in tables]
+        blocks = [self._blocks[block_key(sources)] for sources in tables]
 
         def plain(name: str, leaf: Leaf) -> jax.Array:
             (array,) = self._take(template, blocks, tables, {name: leaf})
@@ -283,11 +271,6 @@ def _resolved(name: str) -> list[str]:
         logger.info("weights: %s: %s", name, error)
         return []
     return sorted({join_address(str(info[4][0]), port) for info in found})
-
-
-def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """A hashable key that identifies a block by its sources."""
-    return tuple((leaf, source.names) for leaf, source in sources.items())
 
 
 def _base(name: str) -> str:

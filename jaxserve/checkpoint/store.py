@@ -20,13 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
+    Blocks,
     Leaf,
+    block_key,
     block_of,
     fill,
     make_array,
     make_leaves,
     quantised_here,
-    wanted_leaves,
+    refuse,
     zeroed,
 )
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -80,15 +82,12 @@ def _read(
     return target
 
 
-class StoreCheckpoint:
-    """A converted checkpoint, with the interface of `HFCheckpoint`.
+class StoreCheckpoint(Blocks):
+    """A converted checkpoint.
 
     Args:
       folder: written by `convert.py`, or its URL.
       names: what the architecture expects.
-
-    Attributes:
-      on_read: called with the number of bytes of every read, from any thread.
 
     Raises:
       CheckpointError: there is no manifest; or blocks, leaves or arrays are missing, unexpected, or
@@ -97,15 +96,13 @@ class StoreCheckpoint:
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
         here = local_folder(folder)
-        self.on_read: Callable[[int], None] = lambda size: None
+        super().__init__()
         manifest = read_manifest(here)
         if manifest is None:
             raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
         self._arrays, problems = open_blocks(here, manifest, names)
-        if problems:
-            count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
-        self._blocks = {_key(block.sources): block.name for block in blocks_of(names)}
+        refuse(folder, problems)
+        self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
 
     @property
     def storage(self) -> Self:
@@ -117,30 +114,13 @@ class StoreCheckpoint:
         """Bytes of the arrays."""
         return sum(a.nbytes for block in self._arrays.values() for a in block.values())
 
-    def leaves(
-        self,
-        template: Template,
-        sources: Sources,
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """The leaves of the block that has these sources in the original folder, one at a time."""
-        return self.block(template, wanted_leaves(template, shardings, None), [sources])
-
-    def stacks(
-        self,
-        template: Template,
-        tables: Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """The leaves of several blocks, stacked along a new first axis."""
-        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
-
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
         """Some or all leaves of one block, or of several stacked ones."""
         blocks = [
-            _with_parts(self._arrays[self._blocks[_key(sources)]], template) for sources in tables
+            _with_parts(self._arrays[self._blocks[block_key(sources)]], template)
+            for sources in tables
         ]
         return make_leaves(
             leaves,
@@ -267,11 +247,6 @@ def _base(leaf: str) -> str:
     """The matrix of a leaf that is a part of one; any other as it is."""
     base, _, part = leaf.rpartition(".")
     return base if part in QUANTISED_PARTS else leaf
-
-
-def _key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """A hashable key that identifies a block by its sources."""
-    return tuple((leaf, source.names) for leaf, source in sources.items())
 
 
 def _stored_block(values: ReadableArray, scales: ReadableArray) -> tuple[int, int]:

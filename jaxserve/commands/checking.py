@@ -12,7 +12,8 @@ from jaxserve.config.shipped import device_kind
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import describe_roles
 from jaxserve.mesh import Role
-from jaxserve.roles.capacity import check_capacity, describe, memory_of
+from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.kernel_coverage import kernel_gaps
 
 

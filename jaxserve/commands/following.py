@@ -9,7 +9,8 @@ from types import FrameType
 from jaxserve.commands.priority import take_serving_priority
 from jaxserve.commands.worker_part import WorkerPart, pages_part
 from jaxserve.config.deployment import Deployment
-from jaxserve.fleet import bootstrap, worker
+from jaxserve.engine.build_runtime import builder_of
+from jaxserve.fleet import bootstrap, following
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.timeline import Recorder
@@ -64,9 +65,10 @@ def follow(
                 for face in faces.values():
                     face.watch(peers)
 
-            worker.follow(
+            following.follow(
                 deployment,
                 follower,
+                build=builder_of(deployment),
                 recorder=recorder,
                 on_ready=on_ready,
                 pages=pages_part(deployment, part),

@@ -22,9 +22,10 @@ from jaxserve.commands.life import (
 )
 from jaxserve.commands.worker_part import WorkerPart, pages_end, worker_port
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.build_runtime import builder_of
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet import attention_runtime, bootstrap, worker
+from jaxserve.fleet import attention_runtime, bootstrap, leading
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.open import open_engine
@@ -119,7 +120,8 @@ class Serving(Life):
             return engine
         if leader is None:
             return open_engine(self._deployment, token=self._process.token, **options)
-        return worker.lead(self._deployment, leader, **options)
+        build = builder_of(self._deployment)
+        return leading.lead(self._deployment, leader, build=build, **options)
 
     def _prepare(self, engine: Engine) -> None:
         """Gives an engine that is not started yet its ends of links to other workers."""
@@ -146,6 +148,6 @@ class Serving(Life):
             return
         spans = [self._recorder.ended(LAST_ANSWERS_SECONDS)]
         if leader is not None:
-            spans += worker.collect_spans(leader, LAST_ANSWERS_SECONDS)
+            spans += leading.collect_spans(leader, LAST_ANSWERS_SECONDS)
         summary = timeline_view.write(self._timeline, merge(spans))
         logger.info("timeline in %s: %s", self._timeline, timeline_view.describe(summary))

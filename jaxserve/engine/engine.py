@@ -20,7 +20,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.garbage import thaw
-from jaxserve.engine.hand_off import PREFILL_PARAMS, HandOffs, OnHeld
+from jaxserve.engine.hand_offs import PREFILL_PARAMS, HandOffs, OnHeld, Post
 from jaxserve.engine.load import DomainLoad, EngineLoad
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.placement import choose_domain
@@ -105,8 +105,8 @@ class Engine:
         self._failure: EngineFailedError | None = None
         self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
-        self.hand_offs = HandOffs(self._loop, self._post)
-        """Links to prefill workers or decode domains, set up before the start."""
+        self.hand_offs = HandOffs()
+        """Links to prefill workers or decode domains, if it has some (`hand_off_with`)."""
         self._results = ResultReader()
         self._stepper = Stepper(
             self._loop,
@@ -218,6 +218,16 @@ class Engine:
         _running.add(self)
         self._thread.start()
 
+    def hand_off_with[Links: HandOffs](self, make: Callable[[Loop, Post], Links]) -> Links:
+        """Gives it the ends of links that `make` makes, in place of none; before the start.
+
+        Args:
+          make: of the loop, used on the engine's thread alone, and what posts to that thread.
+        """
+        made = make(self._loop, self._post)
+        self.hand_offs = self._stepper.hand_offs = made
+        return made
+
     def submit(
         self,
         prompt: Sequence[SupportsIndex],
@@ -293,11 +303,13 @@ class Engine:
           OverloadedError: too many prompts wait.
           DrainingError, EngineFailedError: nothing new is taken.
         """
-        if self.hand_offs.prefill is None:
+        if not self.hand_offs.prefills:
             raise InvalidRequestError("prefill", "this engine has no pages server")
         params = msgspec.structs.replace(PREFILL_PARAMS, cache_salt=cache_salt, priority=priority)
         request = self._checks.request(prompt, params, request_id or uuid.uuid4().hex, deadline)
-        held = self.hand_offs.whole_pages(request.prompt)
+        size = self.deployment.cache.page_size
+        # Of whole pages: the last token is always fed elsewhere.
+        held = list(request.prompt[: (len(request.prompt) - 1) // size * size])
         request = msgspec.structs.replace(request, prompt=held, hold=True)
         with self._wake:
             self._raise_unless_ready()

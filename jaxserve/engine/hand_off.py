@@ -10,17 +10,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.engine.fetches import FetchOrder
+from jaxserve.engine.hand_offs import HandOffs, OnHeld, PageAction, Post
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
 from jaxserve.engine.load import PagesLoad
 from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPages, Loop
 from jaxserve.engine.loop import Fetch as FetchAction
-from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError
+from jaxserve.engine.request import Request, TokenOutput
+from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_ends import ExportError, FetchesPages, FetchJob, Piece, SendsPages
 from jaxserve.link.pages_frames import Fetch
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
     from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
-
-Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
-"""Runs a callable on the engine's thread, which delivers the outputs that it returns."""
-
-OnHeld = Callable[[PagesSource | JaxserveError], None]
-"""Takes where the pages of a prompt are held, or why they are not; called once."""
-
-PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class PrefillEnd(NamedTuple):
@@ -62,8 +55,8 @@ class Export(NamedTuple):
     reply: "Future[Piece]"
 
 
-class HandOffs:
-    """Of one engine.
+class LinkedHandOffs(HandOffs):
+    """Of an engine with a pages server or pages clients.
 
     Args:
       loop: the engine's; used on its thread alone.
@@ -90,6 +83,11 @@ class HandOffs:
     def fetch_with(self, domains: Sequence[DecodeEnd], policy: FetchPolicy) -> None:
         """Lets the domains fetch pages of prefill workers."""
         self.domains, self._loop.fetch_policy = domains, policy
+
+    @property
+    def prefills(self) -> bool:  # type: ignore[override]
+        """Whether prompts are held here."""
+        return self.prefill is not None
 
     @property
     def held(self) -> int:
@@ -121,11 +119,6 @@ class HandOffs:
             wait_seconds=sum(each.wait_seconds for each in fetched),
         )
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self._loop.schedulers[0].page_size
-
     # ---------------------------------------------------------------- requests, from any thread
     def keep(self, request: Request) -> None:
         """A request with a source was submitted: its lease is kept until its first output.
@@ -134,10 +127,8 @@ class HandOffs:
         domain, so the first domain's client renews and releases those of all.
         """
         source = request.source
-        if source is None or not source.tokens:
-            return
-        if not self.domains:
-            raise InvalidRequestError("source", "this engine has no link to prefill workers")
+        if source is None or not source.tokens or not self.domains:
+            return super().keep(request)
         tokens = len(request.prompt) + len(request.emitted)
         if source.tokens > tokens:
             raise InvalidRequestError(
@@ -163,11 +154,6 @@ class HandOffs:
             client, source = self._sources.pop(request_id, (None, None))
         if client is not None and source is not None:
             client.leave(source)
-
-    def whole_pages(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens of a prompt whose entries are held: the last one is always fed elsewhere."""
-        size = self.page_size
-        return list(prompt[: (len(prompt) - 1) // size * size])
 
     def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
         """What becomes of a prompt's outputs: its last one says whether it is held."""
@@ -238,9 +224,7 @@ class HandOffs:
         self._post(release)
 
     # ----------------------------------------------------- the loop's actions, engine's thread
-    def orders(
-        self, action: FetchAction | DropFetch | ImportPages | ExportPages
-    ) -> list[ReadPages | WritePages]:
+    def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
         """What other processes have to do with an action, before this one carries it out."""
         match action:
             case ImportPages(domain, _, run, _, piece) if self._spread(domain):
@@ -255,7 +239,7 @@ class HandOffs:
         end = self.prefill or self.domains[domain]
         return end.access.transfer.spread
 
-    def carry_out(self, action: FetchAction | DropFetch | ImportPages | ExportPages) -> None:
+    def carry_out(self, action: PageAction) -> None:
         """Carries out an action of the loop about pages; never waits."""
         match action:
             case FetchAction(domain, order):

@@ -13,12 +13,11 @@ What they return is to be delivered. `next` gives the action.
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from jaxserve.engine.fetches import FetchOrder
-from jaxserve.engine.holds import Holds
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, TokenOutput
@@ -26,6 +25,9 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.step_plan import StepPlan
+
+if TYPE_CHECKING:  # only prefill workers hold prompts
+    from jaxserve.engine.holds import Holds
 
 
 class ScheduledStep(NamedTuple):

@@ -1,24 +1,20 @@
-"""An engine around a runtime whose programs are loaded and compiled, and its first steps.
+"""A runtime whose programs are loaded and compiled, and its first steps.
 
-Which workers the runtime has is not known here: `build.py` makes one of a whole deployment,
-`fleet/attention_runtime.py` that of an attention worker alone.
+Which workers it has is not known here: `cell_runtime.py` and `colocated_runtime.py` make one of a
+whole deployment, `fleet/attention_runtime.py` that of an attention worker alone. A process that
+leads puts an engine around it (`make_engine.py`).
 """
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.engine import Engine, Explain
 from jaxserve.engine.garbage import freeze
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.stepper import Broadcast, Driver
 from jaxserve.observe.probe import Probe
-from jaxserve.observe.watch import Collect, Watch
 from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPlan, plan_of_rows
@@ -41,57 +37,8 @@ class Runtime(NamedTuple):
     none, or they are another runtime's."""
 
 
-def make_engine(
-    runtime: Runtime,
-    *,
-    broadcast: Broadcast | None = None,
-    explain: Explain | None = None,
-    collect: Collect | None = None,
-    counts: ReadCounts | None = None,
-    experts: MovesExperts | None = None,
-    eos_token_ids: frozenset[int],
-) -> Engine:
-    """An engine around a runtime.
-
-    Args:
-      experts: moves those of another runtime; None: they are this one's, if there are any.
-    """
-    deployment, limits = runtime.deployment, runtime.deployment.scheduler
-    tokens = sorted({bucket.tokens for bucket in runtime.buckets})
-    domains = deployment.runtime_domains
-    schedulers = [
-        Scheduler(
-            groups=deployment.attention.dp,
-            lanes=deployment.lanes,
-            slots=limits.slots,
-            pages=deployment.cache.pages,
-            page_size=deployment.cache.page_size,
-            max_length=limits.max_length,
-            token_budget=tokens[-1],
-            token_buckets=tokens,
-            page_buckets=limits.page_buckets,
-            max_waiting=limits.max_waiting,
-            prefill_tokens=limits.prefill_tokens,
-            prefix_cache=deployment.cache.prefix,
-            side_by_side=deployment.mode == "afd",
-            drafts=deployment.drafts,
-            modules=deployment.modules,
-            automatic_drafts=deployment.speculative.automatic,
-        )
-        for _ in range(domains)
-    ]
-    return Engine(
-        deployment,
-        schedulers,
-        cast(Driver, runtime.driver),  # The leader plays the attention role.
-        vocab=runtime.config.vocab,
-        eos_token_ids=eos_token_ids,
-        broadcast=broadcast,
-        explain=explain,
-        info=_info(runtime),
-        watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
-        experts=experts or runtime.make_balancer(counts),
-    )
+BuildRuntime = Callable[..., Runtime]
+"""Makes the runtime of a deployment: `cell_runtime`, `colocated_runtime`."""
 
 
 def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
@@ -137,19 +84,3 @@ def warm_up(runtime: Runtime) -> None:
     probe.take(0.0)
     probe.close()
     freeze()
-
-
-def _info(runtime: Runtime) -> dict[str, Any]:
-    deployment = runtime.deployment
-    return {
-        "model": Path(deployment.model).name,
-        "mode": deployment.mode,
-        "dtype": deployment.dtype,
-        "layers": runtime.config.layers,
-        "vocab_size": runtime.config.vocab,
-        "max_length": deployment.scheduler.max_length,
-        "attention": f"dp {deployment.attention.dp} x tp {deployment.attention.tp}",
-        "ffn": f"ep {deployment.ffn.ep} x tp {deployment.ffn.tp}",
-        "lanes": deployment.lanes,
-        "domains": deployment.runtime_domains,
-    }

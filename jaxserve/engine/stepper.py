@@ -1,7 +1,7 @@
 """Carries out what the loop decides next, on the engine's thread.
 
 It tells the followers the plans of a boundary, has the driver enqueue stages until a lane has left
-its step, waits for results with a deadline, and hands what concerns pages to `hand_off.py`.
+its step, waits for results with a deadline, and hands what concerns pages to `hand_offs.py`.
 
 A step that fails on the devices takes the KV cache along, which it was given (donated). Then all
 steps are taken back, the driver gets empty pages, and the requests are computed anew from prompt
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from jax.errors import JaxRuntimeError
 
 from jaxserve.engine.garbage import IdleCollection
-from jaxserve.engine.hand_off import HandOffs
+from jaxserve.engine.hand_offs import HandOffs
 from jaxserve.engine.loop import (
     Await,
     DropFetch,
@@ -76,7 +76,7 @@ class Stepper:
     Args:
       loop: decides them.
       driver: enqueues the steps.
-      hand_offs: read and write pages.
+      hand_offs: reads and writes pages; may be replaced before the first step.
       results: of the steps.
       step_seconds: how long a step may take.
       failure: why the engine failed; a wait for a result ends with it.
@@ -98,7 +98,7 @@ class Stepper:
         watch: Watch | None,
         experts: MovesExperts | None,
     ):
-        self._loop, self._driver, self._hand_offs = loop, driver, hand_offs
+        self._loop, self._driver, self.hand_offs = loop, driver, hand_offs
         self._results = results
         self._step_seconds, self._failure = step_seconds, failure
         self._broadcast, self._watch, self._experts = broadcast, watch, experts
@@ -139,8 +139,8 @@ class Stepper:
             case Await():
                 return self._complete()
             case Fetch() | DropFetch() | ImportPages() | ExportPages() as action:
-                self._tell(self._hand_offs.orders(action))
-                self._hand_offs.carry_out(action)
+                self._tell(self.hand_offs.orders(action))
+                self.hand_offs.carry_out(action)
             case Idle() as idle:
                 self._tidy_up()
                 return idle

@@ -1,6 +1,7 @@
 """Addresses of hosts: what others can reach, and where to listen so that they do.
 
-Called by `arguments.py`, `bootstrap.py` and the bench. Knows nothing of deployments or JAX.
+Called by `arguments.py`, `bootstrap.py`, `devices.py` and the bench. Knows nothing of deployments
+or JAX.
 """
 
 import ipaddress

@@ -11,7 +11,8 @@ from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runtime import Runtime, make_engine, warm_up
+from jaxserve.engine.make_engine import make_engine
+from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.contract import Contract

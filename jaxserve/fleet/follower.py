@@ -1,6 +1,6 @@
 """A follower's end of the control plane: step plans in, heartbeats out.
 
-Created by `bootstrap.joined` on every process but 0; `worker.follow` iterates `boundaries()` and
+Created by `bootstrap.joined` on every process but 0; `following.follow` iterates `boundaries()` and
 reports what the devices have completed. A thread of this module sends the heartbeats and watches
 the leader, so a driver that is stuck in a device call is still seen, and still ends when the leader
 is gone. Knows nothing of requests or device arrays.

@@ -1,6 +1,6 @@
 """Which accelerator JAX will find on this host, told without starting a JAX backend.
 
-Called by `bootstrap.py`, which has to know before JAX starts whether devices are simulated on the
+Called by `devices.py`, which has to know before JAX starts whether devices are simulated on the
 CPU. An installed plugin is not hardware: the tests need libtpu for compilation alone, and JAX then
 spends seconds on looking for a TPU that is not there. Knows nothing of deployments.
 """

@@ -1,6 +1,6 @@
 """What each process of a deployment owns, and what it says of itself when it joins.
 
-Pure arithmetic and digests for `bootstrap.py` (devices) and the two ends of the control plane
+Pure arithmetic and digests for `devices.py` and the two ends of the control plane
 (`identity`). Knows nothing of JAX, sockets or command lines.
 """
 

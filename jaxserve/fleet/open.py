@@ -27,7 +27,7 @@ def open_engine(deployment: Deployment, *, token: str = "", **options: Any) -> "
     from jaxserve.checkpoint.peer import open_weights
     from jaxserve.engine.build import build_engine
     from jaxserve.fleet.arguments import ProcessArguments
-    from jaxserve.fleet.bootstrap import initialise
+    from jaxserve.fleet.devices import initialise
 
     opened, thread = threading.Event(), threading.current_thread()
     _opening[thread] = opened

@@ -7,14 +7,14 @@ differ.
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.hand_off import DecodeEnd, PrefillEnd
+from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs, PrefillEnd
 from jaxserve.engine.holds import HoldLimits
 from jaxserve.engine.loop import FetchPolicy
 from jaxserve.errors import ConfigError
@@ -26,10 +26,12 @@ from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_connection import Landing
 from jaxserve.link.pages_server import PagesServer
 from jaxserve.model.quant.rows import WireFormat
-from jaxserve.roles.cell import Cell
-from jaxserve.roles.colocated import ColocatedWorker
 from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+
+if TYPE_CHECKING:
+    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.colocated import ColocatedWorker
 
 HELD_SHARE = 0.75
 """Part of a prefill worker's pages that running and held prompts may take together."""
@@ -67,18 +69,18 @@ def serve_pages(
         lease_seconds=deployment.pages.lease_seconds,
         quadratic_tokens=deployment.prefill.quadratic_tokens,
     )
-    transfer = access.transfer
+    transfer, hand_offs = access.transfer, engine.hand_off_with(LinkedHandOffs)
     server = PagesServer(
         address,
         pages_hello(deployment, transfer, "prefill"),
         token,
-        engine.hand_offs,
+        hand_offs,
         cache_format=transfer.programs.format,
         token_bytes=transfer.programs.token_bytes,
         checksums=deployment.pages.checksums,
         deadlines=deadlines,
     )
-    engine.hand_offs.serve(PrefillEnd(server, access, limits))
+    hand_offs.serve(PrefillEnd(server, access, limits))
     server.start()
     server.address = deployment.pages.address or server.address
     return server
@@ -125,12 +127,12 @@ def fetch_pages(
         )
         clients.append(client)
         ends.append(DecodeEnd(client, access))
-    engine.hand_offs.fetch_with(ends, policy)
+    engine.hand_off_with(LinkedHandOffs).fetch_with(ends, policy)
     return clients
 
 
 def follow_pages(
-    driver: Cell | ColocatedWorker,
+    driver: "Cell | ColocatedWorker",
     deployment: Deployment,
     role: WorkerRole,
     pieces: tuple[int, ...],

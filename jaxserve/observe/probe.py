@@ -15,6 +15,8 @@ from jaxserve.roles.worker import Observer
 
 CAPACITY = 1 << 14
 """Most spans of one measurement: 61 layers, 4 stages, 3 lanes and 4 steps make 2928."""
+TAKE_SECONDS = 5.0
+"""Deadline in seconds for collecting a measurement from all processes."""
 
 
 class Watched(Protocol):

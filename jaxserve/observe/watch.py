@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.observe.probe import Measured
+from jaxserve.observe.probe import TAKE_SECONDS, Measured
 from jaxserve.observe.timeline import (
     AnyStage,
     Span,
@@ -39,8 +39,6 @@ CLOSE_SECONDS, CLOSE_FACTOR = 3.0, 4.0
 STEPS = 4
 """Measured steps of each lane: the first overlaps with unmeasured steps before it, the last with
 those after it."""
-TAKE_SECONDS = 5.0
-"""Deadline in seconds for collecting a measurement from all processes."""
 
 
 class Probes(Protocol):

@@ -1,11 +1,10 @@
-"""What a model and a deployment weigh, from their templates: parameters, and bytes on every device.
+"""What a deployment weighs: bytes on every device, from the templates of its model.
 
 Nothing is allocated and no device is needed, so a deployment of a thousand devices is checked on a
 laptop. Called before anything is loaded (`engine/build.py`, `fleet/role_runtime.py`) and by
-`serve --check`; reads no files.
+`serve --check` (`capacity_report.py`); reads no files.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import msgspec
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxserve.config.deployment import Deployment, SchedulerLimits
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.errors import ConfigError
@@ -21,7 +20,7 @@ from jaxserve.link.message import MessageFormat
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Role, Rules
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.traffic import describe_exchange, exchange_mesh, exchange_of
+from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
 from jaxserve.model.module import Template
 from jaxserve.roles.activations import (
     FFNWidths,
@@ -35,64 +34,6 @@ from pallas_kernels.quantize import array_bytes
 
 GB = 10**9
 FP32 = 4
-
-
-class Parameters(NamedTuple):
-    """Numbers of parameters of a text model; scales and zero points are none."""
-
-    total: int
-    """Without multi-token prediction; a tied head counts once."""
-    activated: int
-    """That one token meets: all but the embedding, of which it reads a row, and the experts that
-    are not its own."""
-    prediction: int
-    """The multi-token-prediction modules, without the embedding and head that they share."""
-
-
-def count_parameters(config: ModelConfig) -> Parameters:
-    """The model's numbers of parameters, whatever the formats of its files and deployments."""
-    templates = _whole(config)
-    embedding, head = _size(templates.embedding), _size(templates.head)
-    if config.tied_head:
-        head -= config.d_model * config.vocab
-    total, activated = embedding + head, head + (embedding if config.tied_head else 0)
-    for layer in range(config.layers):
-        kind = config.kind(layer)
-        for template in (templates.attention[kind], templates.ffn[kind.ffn]):
-            total += _size(template)
-            activated += _activated(template, config)
-    return Parameters(total, activated, config.mtp_layers * _prediction(config))
-
-
-def _prediction(config: ModelConfig) -> int:
-    """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
-    if not config.mtp_layers:
-        return 0
-    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)), modules=0)
-    templates = _whole(layer)
-    blocks = (*templates.attention.values(), *templates.ffn.values(), templates.prediction)
-    return sum(map(_size, blocks))
-
-
-def _whole(config: ModelConfig) -> ModelTemplates:
-    """The templates on one device a role, where nothing is padded, and without scales."""
-    plain = msgspec.structs.replace(config, stored="plain")
-    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
-    return ModelTemplates(plain, one, AbstractSubmeshes(one))
-
-
-def _size(template: Template) -> int:
-    return sum(math.prod(leaf.shape) for leaf in template.leaves)
-
-
-def _activated(template: Template, config: ModelConfig) -> int:
-    leaves = zip(template.leaves, template.dimensions, strict=True)
-    return sum(
-        math.prod(leaf.shape)
-        * (config.top_k if names[0] == "slots" else 1)
-        // (config.experts if names[0] == "slots" else 1)
-        for leaf, names in leaves
-    )
 
 
 class RoleBytes(NamedTuple):
@@ -322,18 +263,18 @@ def check_capacity(
 
 
 def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, available: int) -> str:
-    parts = [f"weights {_gb(part.weights)}"]
+    parts = [f"weights {gb_text(part.weights)}"]
     if part.role == "attention":
-        parts.append(f"KV pages {_gb(part.cache)}")
-    parts.append(f"activations {_gb(part.activations)}")
+        parts.append(f"KV pages {gb_text(part.cache)}")
+    parts.append(f"activations {gb_text(part.activations)}")
     if part.moving:
-        parts.append(f"room for moving experts {_gb(part.moving)}")
+        parts.append(f"room for moving experts {gb_text(part.moving)}")
     key = f"{part.role}.memory_gb"
     said = key if getattr(deployment, part.role).memory_gb else f"reported; {key} overrules"
     advice = "; ".join(_what_fits(config, deployment, part, available))
     return (
-        f"{' + '.join(parts)} = {_gb(part.total)} GB of {_gb(available)} GB ({said}) on each of "
-        f"the {part.devices} {part.role} device{'s' if part.devices > 1 else ''} "
+        f"{' + '.join(parts)} = {gb_text(part.total)} GB of {gb_text(available)} GB ({said}) on "
+        f"each of the {part.devices} {part.role} device{'s' if part.devices > 1 else ''} "
         f"({shape_of(deployment, part.role)}); "
         + (f"what would fit: {advice}" if advice else "no change of one key makes it fit")
     )
@@ -399,52 +340,6 @@ def shape_of(deployment: Deployment, role: Role) -> str:
     return f"ffn.ep {deployment.ffn.ep}{shared} x ffn.tp {deployment.ffn.tp}"
 
 
-def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
-    """Parameters and the bytes of every role's devices, as a table for people.
-
-    Raises:
-      ConfigError: the model cannot be cut as the deployment asks.
-    """
-    count = count_parameters(config)
-    lines = [
-        f"parameters   {_billions(count.total)}, of which a token meets "
-        f"{_billions(count.activated)}"
-    ]
-    if count.prediction:
-        lines.append(f"             and {_billions(count.prediction)} of multi-token prediction")
-    sequences = deployment.scheduler.slots * deployment.lanes
-    tokens = deployment.cache.pages * deployment.cache.page_size
-    lines.append(
-        f"KV cache     {tokens:,} tokens a DP group, of up to {sequences} sequences at a time; "
-        f"{deployment.attention.dp * tokens:,} in all"
-    )
-    for place, said in enumerate(describe_exchange(config, deployment)):
-        lines.append(f"{'' if place else 'exchange':11}  {said}")
-    parts = role_bytes(config, deployment)
-    lines += _table(parts, memory)
-    lines += [
-        f"{part.role}.memory_gb is not set: whether it fits is not known here"
-        for part in parts
-        if memory[part.role] is None
-    ]
-    return "\n".join(lines)
-
-
-def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:
-    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "moving", "sum", "of"]]
-    for part in parts:
-        numbers = (part.weights, part.cache, part.activations, part.moving, part.total)
-        available = memory[part.role]
-        known = "?" if available is None else _gb(available)
-        rows.append([part.role, str(part.devices), *map(_gb, numbers), known])
-    name, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return ["  ".join([row[0].ljust(name), *map(str.rjust, row[1:], others)]) for row in rows]
-
-
-def _billions(count: int) -> str:
-    short = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
-    return f"{short} ({count:,})"
-
-
-def _gb(size: int) -> str:
+def gb_text(size: int) -> str:
+    """Bytes in GB, without the unit."""
     return f"{size / GB:.{2 if size >= GB else 4}f}"

@@ -7,6 +7,7 @@ sequence of rounds, each of which leaves a placement that serves: one that is cu
 last of them.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -29,7 +30,7 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_moves import Counts, Proposal, ReadCounts
+from jaxserve.roles.expert_moves import Counts, MovesExperts, Proposal, ReadCounts
 from jaxserve.roles.expert_policy import Options, balances, imbalance, propose
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
@@ -90,6 +91,14 @@ def make_balancer(
 
     has_read = (lambda: True) if slots is None else slots.has_read
     return ExpertBalancer(facts, deployment.experts, read, has_read=has_read)
+
+
+def balancer_of(
+    templates: ModelTemplates, deployment: Deployment, slots: ExpertSlots | None
+) -> Callable[[ReadCounts | None], MovesExperts | None]:
+    """`make_balancer` for a runtime's own experts, but for who reads the counts of others."""
+    facts = expert_facts(templates, deployment.experts)
+    return functools.partial(make_balancer, facts, deployment, slots)
 
 
 class ExpertBalancer:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime, warm_up
 from tests.jaxserve import layouts
 

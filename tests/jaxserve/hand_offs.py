@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config.deployment import Deployment, load_deployment
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine, warm_up
+from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.channel import Deadlines

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.build_runtime import builder_of
 from jaxserve.engine.engine import Engine
-from jaxserve.fleet import bootstrap, worker
+from jaxserve.fleet import bootstrap, following, leading
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.expert_balancer import ExpertBalancer
@@ -37,11 +38,11 @@ def main() -> None:
         if isinstance(peers, Leader):
             lead(deployment, peers, options)
         else:
-            worker.follow(deployment, peers)
+            following.follow(deployment, peers, build=builder_of(deployment))
 
 
 def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
-    engine = worker.lead(deployment, leader)
+    engine = leading.lead(deployment, leader, build=builder_of(deployment))
     engine.pipeline()  # Asking has it measured.
     if options.moving:
         move(engine)

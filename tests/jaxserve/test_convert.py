@@ -11,12 +11,13 @@ import pytest
 
 from jaxserve import convert
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.checkpoint.manifest import BLOCKS, CALIBRATION, read_manifest
+from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
+from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.store import open_blocks
 from jaxserve.config.model import Int4
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL

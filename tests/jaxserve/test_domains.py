@@ -5,8 +5,8 @@ Over `pull`: `fleet/test_domains.py`.
 
 import pytest
 
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import COLOCATED, GREEDY, PROMPTS, Collector
 

@@ -6,8 +6,8 @@ marker `matrix`. A difference that `layouts.TIE` allows is reported as a propert
 
 import pytest
 
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 

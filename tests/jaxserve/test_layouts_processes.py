@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxserve.engine.runtime import make_engine
+from jaxserve.engine.make_engine import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Case, Reference
 

@@ -27,7 +27,7 @@ from tests.jaxserve.text.letters import ids_of, raw_letters
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """What `LLM` builds instead of a real engine."""
     engine = FakeEngine(ids_of("one two three"))
-    monkeypatch.setattr("jaxserve.fleet.bootstrap.initialise", lambda *_: None)
+    monkeypatch.setattr("jaxserve.fleet.devices.initialise", lambda *_: None)
     monkeypatch.setattr("jaxserve.engine.build.build_engine", lambda *_, **__: engine)
     yield engine
     engine.close()

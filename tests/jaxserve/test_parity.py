@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.config.deployment import load_deployment
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import Runtime, make_engine, warm_up
+from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.llm import LLM
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences

@@ -8,7 +8,8 @@ import dataclasses
 
 import pytest
 
-from jaxserve.engine.runtime import Runtime, make_engine, warm_up
+from jaxserve.engine.make_engine import make_engine
+from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server

@@ -451,7 +451,7 @@ def test_a_process_that_follows_answers_probes(
 
     monkeypatch.setattr(following, "probe_faces", faces)
     monkeypatch.setattr(following.bootstrap, "joined", joined)
-    monkeypatch.setattr(following.worker, "follow", follow)
+    monkeypatch.setattr(following.following, "follow", follow)
     ports = {"server.follower_grpc_port": 0, "server.follower_http_port": 0}
     arguments = ProcessArguments(process_id=1, processes=2)
     options = argparse.Namespace(timeline=None, insecure_bind=False)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import Runtime, make_engine, warm_up
+from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.roles.capacity import deployment_buckets

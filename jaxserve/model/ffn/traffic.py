@@ -167,35 +167,3 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
     row = deployment_row_bytes(config, deployment)
     reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
     return choose(mesh, row, reached, shared=config.shared_d_ff > 0)
-
-
-def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
-    """The exchange and its bytes, for people; empty if there is nothing to exchange."""
-    mesh = exchange_mesh(deployment)
-    if not config.experts or mesh.ranks == 1:
-        return []
-    row = deployment_row_bytes(config, deployment)
-    met = ranks_met(mesh, config.experts, config.top_k)
-    kind = exchange_of(config, deployment)
-    moved: dict[ExchangeKind, Moved] = {
-        "gather": gather_moves(mesh, row),
-        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.shared_d_ff > 0),
-    }
-    (other,) = moved.keys() - {kind}
-    numbers = {
-        name: f"{way.there / 1e3:.1f} KB there, {way.back / 1e3:.1f} KB back"
-        for name, way in moved.items()
-    }
-    lines = [
-        f"{kind}: {numbers[kind]}; {other}: {numbers[other]}",
-        "what a device receives a layer, for each of its own rows, which have experts on "
-        f"{met:.2f} of {mesh.ranks} ranks",
-    ]
-    if mesh.shared:
-        parts = config.shared_d_ff / config.expert_d_ff / mesh.shared
-        lines.append(
-            f"{mesh.ranks} ranks = {mesh.routed} with routed experts, which multiply "
-            f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "
-            f"shared expert: {parts:.3f}"
-        )
-    return lines

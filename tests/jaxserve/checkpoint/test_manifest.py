@@ -16,11 +16,10 @@ from jaxserve.checkpoint.manifest import (
     Conversion,
     Manifest,
     StoredLeaf,
-    checksum,
     read_manifest,
     read_record,
-    write_record,
 )
+from jaxserve.checkpoint.records import checksum, write_record
 from jaxserve.errors import CheckpointError
 
 CONVERSION_RECORD = Conversion(FORMAT, "abc", "int8", "bfloat16")

@@ -11,7 +11,7 @@ from jaxserve.commands import host
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Link
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError
-from jaxserve.fleet import bootstrap
+from jaxserve.fleet import devices
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.llm import LLM
@@ -56,18 +56,22 @@ def test_only_the_first_of_a_host_answers_probes() -> None:
 
 def test_each_has_its_devices(monkeypatch) -> None:
     deployment = Deployment(model="m", attention=AttentionRole(dp=2), ffn=FFNRole(ep=4, tp=2))
-    monkeypatch.setattr(bootstrap, "choose_platform", lambda: "cuda")
+    monkeypatch.setattr(devices, "choose_platform", lambda: "cuda")
 
-    def devices(process: int, number: int | None) -> tuple[int, ...] | None:
+    def of_process(process: int, number: int | None) -> tuple[int, ...] | None:
         arguments = ProcessArguments(process_id=process, processes=4, host_process=number)
-        return bootstrap._own_devices(arguments, deployment)
+        return devices._own_devices(arguments, deployment)
 
     # Two processes with an attention device each, two with four ffn devices.
-    assert [devices(n, n) for n in range(4)] == [(0,), (1,), (2, 3, 4, 5), (6, 7, 8, 9)]
-    assert [devices(2, 0), devices(3, 1), devices(3, None)] == [(0, 1, 2, 3), (4, 5, 6, 7), None]
-    monkeypatch.setattr(bootstrap, "choose_platform", lambda: "tpu")
+    assert [of_process(n, n) for n in range(4)] == [(0,), (1,), (2, 3, 4, 5), (6, 7, 8, 9)]
+    assert [of_process(2, 0), of_process(3, 1), of_process(3, None)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        None,
+    ]
+    monkeypatch.setattr(devices, "choose_platform", lambda: "tpu")
     with pytest.raises(ConfigError, match="on TPUs a host has one process"):
-        devices(0, 0)
+        of_process(0, 0)
 
 
 def test_roles_with_runtimes_of_their_own_have_one_process() -> None:

@@ -6,7 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.engine.build import build_engine, build_runtime, reported_memory
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.engine.open_model import reported_memory
 from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import Submeshes
@@ -49,7 +51,7 @@ class TestErrorsBeforeAnythingIsLoaded:
 
     @pytest.mark.parametrize("limit", [None, 10**6, 10**9])
     def test_the_memory_that_devices_report(self, tiny_model, limit, monkeypatch):
-        monkeypatch.setattr("jaxserve.engine.build.memory_limit", lambda device: limit)
+        monkeypatch.setattr("jaxserve.engine.open_model.memory_limit", lambda device: limit)
         deployment = layouts.deployment(tiny_model, {})
         expected = ConfigError if limit == 10**6 else AssertionError
         with pytest.raises(

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine, warm_up
+from jaxserve.engine.runtime import warm_up
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention

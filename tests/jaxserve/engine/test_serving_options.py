@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import make_engine
 from jaxserve.errors import InvalidRequestError
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet import bootstrap
+from jaxserve.fleet import bootstrap, devices
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--jax-heartbeat", type=int, default=100)
     parser.add_argument("--own-devices", type=int, help="of this process, whatever its share is")
     options = parser.parse_args()
-    bootstrap._JAX_HEARTBEAT_SECONDS = options.jax_heartbeat
+    devices._JAX_HEARTBEAT_SECONDS = options.jax_heartbeat
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     arguments = from_arguments(options)
     extra = [] if arguments.is_leader else options.follower_set
@@ -45,7 +45,7 @@ def main() -> None:
     if not options.jax:
         bootstrap.initialise = lambda *_: None
     if options.own_devices:
-        bootstrap._set_cpu_devices = lambda *_, **__: jax_config(
+        devices._set_cpu_devices = lambda *_, **__: jax_config(
             "num_cpu_devices", options.own_devices
         )
     failed = threading.Event()

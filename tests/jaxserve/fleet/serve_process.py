@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jaxserve import serve
 from jaxserve.config.deployment import Deployment
-from jaxserve.fleet import worker
+from jaxserve.fleet import following, leading
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from tests.jaxserve.fleet.process import exchange
@@ -51,5 +51,5 @@ def follow(
 
 
 if __name__ == "__main__":
-    worker.lead, worker.follow = lead, follow
+    leading.lead, following.follow = lead, follow
     sys.exit(serve.main())

@@ -18,8 +18,9 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.shrink import shrunk
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import Runtime, make_engine, warm_up
+from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts

@@ -107,11 +107,11 @@ sys.modules["libtpu"] = libtpu
 import jax
 from pathlib import Path
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
-from jaxserve.fleet import bootstrap, hardware
+from jaxserve.fleet import devices, hardware
 from jaxserve.fleet.arguments import ProcessArguments
 hardware._has_tpu = hardware._has_nvidia_gpu = lambda root, environment: False
 deployment = Deployment(model=".", attention=AttentionRole(dp=3), ffn=FFNRole(ep=2))
-bootstrap.initialise(ProcessArguments(), deployment)
+devices.initialise(ProcessArguments(), deployment)
 print(json.dumps([jax.config.jax_platforms, jax.device_count()]))
 """
     assert python(code, JAX_PLATFORMS=None) == ["cpu", 5]

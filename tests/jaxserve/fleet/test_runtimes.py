@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxserve.engine.runtime import make_engine
+from jaxserve.engine.make_engine import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import REPOSITORY, Launched
 from tests.jaxserve.layouts import Reference

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.model import Int4, LayerKind
-from jaxserve.engine.build import build_runtime
+from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows

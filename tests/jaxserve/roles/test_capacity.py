@@ -15,15 +15,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.capacity import (
-    Parameters,
-    RoleBytes,
-    check_capacity,
-    count_parameters,
-    describe,
-    memory_of,
-    role_bytes,
-)
+from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of, role_bytes
+from jaxserve.roles.capacity_report import Parameters, count_parameters, describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.weights import zeroed
 from tests.jaxserve import layouts

@@ -14,7 +14,6 @@ from jaxserve.model.ffn.traffic import (
     RowBytes,
     alltoall_moves,
     choose,
-    describe_exchange,
     exchange_mesh,
     exchange_of,
     gather_moves,
@@ -22,6 +21,7 @@ from jaxserve.model.ffn.traffic import (
     reach,
     row_bytes,
 )
+from jaxserve.roles.capacity_report import describe_exchange
 from tests.jaxserve.roles.test_capacity import load
 
 DEEPSEEK = RowBytes(packed=7168 + 128, result=2 * 7168)

@@ -1,0 +1,69 @@
+"""What every runtime of a whole deployment begins with: its model, its meshes, and that it fits."""
+
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.checkpoint.store import open_folder
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.mesh import Role, Submeshes, memory_limit
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.program_cache import use_compilation_cache
+from jaxserve.roles.weights import LeafSource, OpenSource
+from pallas_kernels.coverage import refuse_fallbacks
+
+
+class OpenModel(NamedTuple):
+    """A model on this process's devices, before anything large is read."""
+
+    config: ModelConfig
+    names: CheckpointNames
+    meshes: Submeshes
+    templates: ModelTemplates
+    source: LeafSource
+
+
+def open_model(
+    deployment: Deployment,
+    *,
+    config: ModelConfig | None = None,
+    names: CheckpointNames | None = None,
+    open_source: OpenSource = open_folder,
+) -> OpenModel:
+    """Reads what the model is, and checks that the deployment of it fits here.
+
+    `config` and `names` replace what the model folder says, and `open_source` may replace its
+    weights (benches with random ones).
+
+    Raises:
+      ConfigError, CheckpointError: before anything large is allocated.
+    """
+    use_compilation_cache()
+    refuse_fallbacks(deployment.strict_kernels)
+    if config is None or names is None:
+        config, names = read_config(
+            deployment.model, deployment.ignored_model_keys, deployment.modules
+        )
+    meshes = Submeshes(deployment)
+    check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
+    templates = ModelTemplates(config, deployment, meshes)
+    return OpenModel(config, names, meshes, templates, open_source(deployment, names))
+
+
+def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
+    """Bytes that JAX may use of a device, the least of this process's devices of a role; None
+    where there are none, or where they do not say (CPU)."""
+    reported: dict[Role, int | None] = {}
+    meshes_of: dict[Role, tuple[jax.sharding.Mesh, ...]] = {
+        "attention": meshes.domains,
+        "ffn": (meshes.ffn,),
+    }
+    for role, several in meshes_of.items():
+        sizes = [memory_limit(device) for mesh in several for device in mesh.local_devices]
+        known = [size for size in sizes if size is not None]
+        reported[role] = min(known, default=None)
+    return reported

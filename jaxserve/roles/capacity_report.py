@@ -1,0 +1,161 @@
+"""A model's parameters, and what a deployment of it weighs, as a table: for `serve --check`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment, SchedulerLimits
+from jaxserve.config.model import ModelConfig
+from jaxserve.mesh import AbstractSubmeshes, Role
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.traffic import (
+    ExchangeKind,
+    Moved,
+    alltoall_moves,
+    deployment_row_bytes,
+    exchange_mesh,
+    exchange_of,
+    gather_moves,
+    ranks_met,
+)
+from jaxserve.model.module import Template
+from jaxserve.roles.capacity import RoleBytes, gb_text, role_bytes
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters of a text model; scales and zero points are none."""
+
+    total: int
+    """Without multi-token prediction; a tied head counts once."""
+    activated: int
+    """That one token meets: all but the embedding, of which it reads a row, and the experts that
+    are not its own."""
+    prediction: int
+    """The multi-token-prediction modules, without the embedding and head that they share."""
+
+
+def count_parameters(config: ModelConfig) -> Parameters:
+    """The model's numbers of parameters, whatever the formats of its files and deployments."""
+    templates = _whole(config)
+    embedding, head = _size(templates.embedding), _size(templates.head)
+    if config.tied_head:
+        head -= config.d_model * config.vocab
+    total, activated = embedding + head, head + (embedding if config.tied_head else 0)
+    for layer in range(config.layers):
+        kind = config.kind(layer)
+        for template in (templates.attention[kind], templates.ffn[kind.ffn]):
+            total += _size(template)
+            activated += _activated(template, config)
+    return Parameters(total, activated, config.mtp_layers * _prediction(config))
+
+
+def _prediction(config: ModelConfig) -> int:
+    """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
+    if not config.mtp_layers:
+        return 0
+    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)), modules=0)
+    templates = _whole(layer)
+    blocks = (*templates.attention.values(), *templates.ffn.values(), templates.prediction)
+    return sum(map(_size, blocks))
+
+
+def _whole(config: ModelConfig) -> ModelTemplates:
+    """The templates on one device a role, where nothing is padded, and without scales."""
+    plain = msgspec.structs.replace(config, stored="plain")
+    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
+    return ModelTemplates(plain, one, AbstractSubmeshes(one))
+
+
+def _size(template: Template) -> int:
+    return sum(math.prod(leaf.shape) for leaf in template.leaves)
+
+
+def _activated(template: Template, config: ModelConfig) -> int:
+    leaves = zip(template.leaves, template.dimensions, strict=True)
+    return sum(
+        math.prod(leaf.shape)
+        * (config.top_k if names[0] == "slots" else 1)
+        // (config.experts if names[0] == "slots" else 1)
+        for leaf, names in leaves
+    )
+
+
+def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
+    """Parameters and the bytes of every role's devices, as a table for people.
+
+    Raises:
+      ConfigError: the model cannot be cut as the deployment asks.
+    """
+    count = count_parameters(config)
+    lines = [
+        f"parameters   {_billions(count.total)}, of which a token meets "
+        f"{_billions(count.activated)}"
+    ]
+    if count.prediction:
+        lines.append(f"             and {_billions(count.prediction)} of multi-token prediction")
+    sequences = deployment.scheduler.slots * deployment.lanes
+    tokens = deployment.cache.pages * deployment.cache.page_size
+    lines.append(
+        f"KV cache     {tokens:,} tokens a DP group, of up to {sequences} sequences at a time; "
+        f"{deployment.attention.dp * tokens:,} in all"
+    )
+    for place, said in enumerate(describe_exchange(config, deployment)):
+        lines.append(f"{'' if place else 'exchange':11}  {said}")
+    parts = role_bytes(config, deployment)
+    lines += _table(parts, memory)
+    lines += [
+        f"{part.role}.memory_gb is not set: whether it fits is not known here"
+        for part in parts
+        if memory[part.role] is None
+    ]
+    return "\n".join(lines)
+
+
+def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:
+    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "moving", "sum", "of"]]
+    for part in parts:
+        numbers = (part.weights, part.cache, part.activations, part.moving, part.total)
+        available = memory[part.role]
+        known = "?" if available is None else gb_text(available)
+        rows.append([part.role, str(part.devices), *map(gb_text, numbers), known])
+    name, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(name), *map(str.rjust, row[1:], others)]) for row in rows]
+
+
+def _billions(count: int) -> str:
+    short = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+    return f"{short} ({count:,})"
+
+
+def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
+    """The exchange and its bytes, for people; empty if there is nothing to exchange."""
+    mesh = exchange_mesh(deployment)
+    if not config.experts or mesh.ranks == 1:
+        return []
+    row = deployment_row_bytes(config, deployment)
+    met = ranks_met(mesh, config.experts, config.top_k)
+    kind = exchange_of(config, deployment)
+    moved: dict[ExchangeKind, Moved] = {
+        "gather": gather_moves(mesh, row),
+        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.shared_d_ff > 0),
+    }
+    (other,) = moved.keys() - {kind}
+    numbers = {
+        name: f"{way.there / 1e3:.1f} KB there, {way.back / 1e3:.1f} KB back"
+        for name, way in moved.items()
+    }
+    lines = [
+        f"{kind}: {numbers[kind]}; {other}: {numbers[other]}",
+        "what a device receives a layer, for each of its own rows, which have experts on "
+        f"{met:.2f} of {mesh.ranks} ranks",
+    ]
+    if mesh.shared:
+        parts = config.shared_d_ff / config.expert_d_ff / mesh.shared
+        lines.append(
+            f"{mesh.ranks} ranks = {mesh.routed} with routed experts, which multiply "
+            f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "
+            f"shared expert: {parts:.3f}"
+        )
+    return lines
