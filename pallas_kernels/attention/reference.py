@@ -20,7 +20,7 @@ GATHERED_BYTES = 8 * 2**20
 """Most bytes of FP32 keys and values gathered from the pages at one time."""
 
 BLOCK_TOKENS = 128
-"""Positions that longer contexts are read in: as many blocks as the longest sequence there has."""
+"""Positions that contexts are read in: as many blocks as the longest sequence there has."""
 
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
@@ -85,35 +85,30 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time.
 
-    Where tables have room for more than `BLOCK_TOKENS` positions, these are taken block by block,
-    up to the last one that a token sees: the time is proportional to the sequences, not to the
-    tables.
+    Without a window positions are taken block by block of `BLOCK_TOKENS`, up to the last one that a
+    token sees: the time is proportional to the sequences, not to the tables, and a table's width
+    changes no bit.
     """
     tokens, q_heads, head_dim = queries.shape
     kv_heads, page_size = cache.k_pages.shape[1:3]
     grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
-    context = page_table.shape[1] * page_size
     width = head_dim if cache.v_pages is None else head_dim + cache.v_width
-    if context > BLOCK_TOKENS and not window:
+    if not window:
         output, lse = _attend_to_blocks(grouped, cache, pages_of_token, position, scale, width)
         return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
-    first = jnp.zeros_like(position)
-    if window:
-        # The pages in which the visible positions of a token may lie.
-        count = min(page_table.shape[1], (window + page_size - 2) // page_size + 1)
-        first_page = jnp.maximum(position - window + 1, 0) // page_size
-        first_page = jnp.minimum(first_page, page_table.shape[1] - count)
-        columns = first_page[:, None] + jnp.arange(count, dtype=jnp.int32)
-        pages_of_token = jnp.take_along_axis(pages_of_token, columns, axis=1)
-        context, first = count * page_size, first_page * page_size
+    # The pages in which the visible positions of a token may lie.
+    count = min(page_table.shape[1], (window + page_size - 2) // page_size + 1)
+    first_page = jnp.maximum(position - window + 1, 0) // page_size
+    first_page = jnp.minimum(first_page, page_table.shape[1] - count)
+    columns = first_page[:, None] + jnp.arange(count, dtype=jnp.int32)
+    pages_of_token = jnp.take_along_axis(pages_of_token, columns, axis=1)
+    context, first = count * page_size, first_page * page_size
 
     def attend_one(token: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         query, pages, first, last = token
         place = first + jnp.arange(context, dtype=jnp.int32)
-        visible = place <= last
-        if window:
-            visible &= place > last - window
+        visible = (place <= last) & (place > last - window)
         return _attend_one(query, cache, pages, visible, scale)
 
     inputs = (grouped, pages_of_token, first, position)

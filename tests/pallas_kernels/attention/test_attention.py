@@ -241,9 +241,9 @@ class TestPagedAttention:
     def test_blocks_of_tokens_change_nothing(self, monkeypatch):
         shape = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "padding": 2}
         case = paged_case(np.random.default_rng(0), [11, 5], [7, 4], **shape)
-        # Four pages of 16 FP32 numbers a row: room for three tokens, so that 13 tokens are four
+        # 128 positions of 16 FP32 numbers a row: room for three tokens, so that 13 tokens are four
         # blocks and a remainder; then room for none.
-        for room in (3 * 4 * PAGE * 16 * 4, 1):
+        for room in (3 * 128 * 16 * 4, 1):
             monkeypatch.setattr(reference, "GATHERED_BYTES", room)
             output = write_and_attend.__wrapped__(*case[:-1])
             np.testing.assert_allclose(output, case[-1], rtol=1e-4, atol=1e-5)
