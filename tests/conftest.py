@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 
@@ -38,6 +39,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LONGEST = (
     "jaxserve/test_layouts.py",
+    "jaxserve/engine/test_hand_off.py",
     "jaxserve/test_layouts_processes.py",
     "pallas_kernels/grouped_matmul/test_mosaic_gpu.py",
     "jaxserve/engine/test_serving.py",
@@ -51,6 +53,8 @@ LONGEST = (
     "jaxserve/test_families_layouts.py",
     "jaxserve/fleet/test_processes.py",
     "pallas_kernels/test_bench.py",
+    "pallas_kernels/test_tune.py",
+    "test_readme.py",
 )
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""
@@ -85,6 +89,24 @@ def pytest_sessionstart() -> None:
     from jaxserve.roles.program_cache import keep_entries_whole
 
     keep_entries_whole()
+    _share_entries_among_devices()
+
+
+def _share_entries_among_devices() -> None:
+    """What was compiled for one simulated device is read for another one: a domain's programs are
+    the next one's. JAX leaves the devices out of an entry's key on GPUs alone, but loads every
+    program for those that it is to run on."""
+    from jax._src import cache_key
+
+    hashed = getattr(cache_key, "_hash_serialized_compile_options", None)
+    if hashed is not None:
+
+        def without_devices(
+            digest: Any, options: Any, strip_device_assignment: bool = True
+        ) -> None:
+            hashed(digest, options, strip_device_assignment=True)
+
+        cache_key._hash_serialized_compile_options = without_devices
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
