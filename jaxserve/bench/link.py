@@ -31,7 +31,7 @@ from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
-from jaxserve.link.copy import fast_copy, fast_shards
+from jaxserve.link.copy import fast_copy, fast_first, fast_shards
 from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
@@ -166,7 +166,7 @@ def compare(rounds: int) -> dict[str, Any]:
 def time_calls(rounds: int) -> dict[str, dict[int, float]]:
     """Microseconds of calls in a row, by the devices of one side."""
     devices, spec = np.array(jax.devices()), PartitionSpec("x")
-    make_copy, (shards_of, make_assemble) = fast_copy(), fast_shards()
+    make_copy, first_of, (shards_of, make_assemble) = fast_copy(), fast_first(), fast_shards()
     found: dict[str, dict[int, float]] = {}
     for count in CALLS:
         sides = np.split(devices[: 2 * count], 2)
@@ -188,8 +188,7 @@ def time_calls(rounds: int) -> dict[str, dict[int, float]]:
             assemble: Callable[..., Any] = assemble,
             padding: Sequence[jax.Array] = padding,
         ) -> jax.Array:
-            first = array._fully_replicated_shard()  # of any array: JAX's cheapest way to a shard
-            return assemble([*copy([first]), *padding[1:]])
+            return assemble([*copy([first_of(array)]), *padding[1:]])
 
         calls: dict[str, Callable[[Any], Any]] = {
             "a program that does nothing": nothing,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_put, fast_shards
+from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_first, fast_put, fast_shards
 from jaxserve.link.ends import Arrays, piece_sharding
 from jaxserve.link.route import Route
 from jaxserve.link.transport import Direction, Transport
@@ -49,7 +49,7 @@ class DevicePutTransport(Transport):
     ):
         super().__init__(direction, route, attention, ffn, piece, dtype)
         here = jax.process_index()
-        make_copy = fast_copy()
+        make_copy, self._first = fast_copy(), fast_first()
         self._shards, make_assemble = fast_shards()
         self._assemble = make_assemble(self.received_shape, dtype, self.destination_sharding)
         source, destination = list(self.source.devices.flat), list(self.destination.devices.flat)
@@ -102,24 +102,26 @@ class DevicePutTransport(Transport):
         for array, pieces, join, copy in self._legs:
             moved = arrays[array]
             if join is not None:
-                shards = self._shards(moved)
-                moved = join([shards[place] for place in pieces])
+                moved = join(self._take(moved, pieces))
             arrived += copy([moved])
         return arrived if self._fill is None else self._put_together(arrived)
 
     def _put_inside(self, leg: _Leg) -> Copy | None:
         """One call where all that this process's devices of the destination receive comes from
         inside it; None: JAX has none."""
-        make_put, (array, pieces, *_), shards_of = fast_put(), leg, self._shards
+        make_put, (array, pieces, *_), take = fast_put(), leg, self._take
         if make_put is None or len(pieces) < len(self.destination.local_devices):
             return None
         put = make_put(self.received_shape, self.dtype, self.destination_sharding)
 
-        def copy(arrays: Arrays) -> Arrays:
-            shards = shards_of(arrays[array])
-            return [put([shards[place] for place in pieces])]
+        return lambda arrays: [put(take(arrays[array], pieces))]
 
-        return copy
+    def _take(self, array: jax.Array, places: tuple[int, ...]) -> Arrays:
+        """These of this process's shards."""
+        if places == (0,):
+            return [self._first(array)]
+        shards = self._shards(array)
+        return [shards[place] for place in places]
 
     def _put_together(self, arrived: Arrays) -> Arrays:
         """The receiver's arrays, of the copies' shards and of padding."""

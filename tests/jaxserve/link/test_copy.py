@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxserve.link import copy as copy_module
-from jaxserve.link.copy import fast_copy, fast_put, fast_shards, public_copy
+from jaxserve.link.copy import fast_copy, fast_first, fast_put, fast_shards, public_copy
 
 
 class TestFastCopy:
@@ -140,3 +140,27 @@ class TestFastPut:
     def test_something_else_arrives(self, monkeypatch):
         monkeypatch.setattr(copy_module, "_private_put", lambda *of: lambda arrays: arrays[0] + 1)
         assert self.select() is None
+
+
+class TestFastFirst:
+    """`fast_first` without its memory of an earlier answer."""
+
+    select = staticmethod(fast_first.__wrapped__)
+
+    def takes_the_first(self, first_of):
+        mesh = Mesh(np.array(jax.devices()[3:6]), ("x",))
+        values = np.arange(12, dtype=np.int32).reshape(6, 2)
+        first = first_of(jax.device_put(values, NamedSharding(mesh, PartitionSpec("x"))))
+        assert first.devices() == {jax.devices()[3]}
+        np.testing.assert_array_equal(np.asarray(first), values[:2])
+
+    def test_private_where_it_is_as_expected(self):
+        assert self.select() is copy_module._private_first
+        self.takes_the_first(copy_module._private_first)
+
+    @pytest.mark.parametrize("changed", [lambda x: x.missing, lambda x: x, lambda x: x[1:]])
+    def test_public(self, changed, monkeypatch):
+        monkeypatch.setattr(copy_module, "_private_first", changed)
+        first_of = self.select()
+        assert first_of is not changed
+        self.takes_the_first(first_of)
