@@ -13,6 +13,8 @@ from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector
 from tests.reference.step3_numpy import Step3Numpy
 
+pytestmark = pytest.mark.unoptimised
+
 VOCAB = layouts.SIZES.vocab_size
 TOKENS = 20
 PROMPTS = layouts.PROMPTS
