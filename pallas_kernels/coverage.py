@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Literal, NamedTuple, get_args
 
 from pallas_kernels.target import HOPPER, Target, current_target
+from pallas_kernels.tuned import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,24 @@ class Fallback(NamedTuple):
         )
 
 
+class SlowKernel(NamedTuple):
+    """A call that a kernel covers, far more slowly than others."""
+
+    op: str
+    device_kind: str
+    reason: str
+    cost: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: slow on {self.device_kind} for {self.reason}; the kernel {self.cost}"
+
+
 _lock = threading.Lock()
-_said: set[Fallback] = set()
+_said: set[Fallback | SlowKernel] = set()
 _refused = False
-_collected: ContextVar[list[Fallback] | None] = ContextVar("pallas_kernels fallbacks", default=None)
+_collected: ContextVar[list[Fallback | SlowKernel] | None] = ContextVar(
+    "pallas_kernels fallbacks", default=None
+)
 
 
 def refuse_fallbacks(refuse: bool = True) -> None:
@@ -50,10 +65,10 @@ def refuse_fallbacks(refuse: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def collect_fallbacks() -> Iterator[list[Fallback]]:
+def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
     """Context in which fallbacks of what is traced here are collected and neither logged nor
     refused; each once."""
-    found: list[Fallback] = []
+    found: list[Fallback | SlowKernel] = []
     token = _collected.set(found)
     try:
         yield found
@@ -62,16 +77,21 @@ def collect_fallbacks() -> Iterator[list[Fallback]]:
 
 
 def kernel_target(
-    op: str, implementation: Implementation, gap: Callable[[Target], str], cost: str
+    op: str,
+    implementation: Implementation,
+    gap: Callable[[Target], str],
+    cost: str,
+    tiles: Fields | None = None,
 ) -> Target | None:
     """The target whose kernel a call runs; None: plain XLA.
 
     Args:
       gap: what of the call the kernels of a target do not cover; empty: nothing.
       cost: as of `Fallback`.
+      tiles: given for the kernel.
 
     Raises:
-      ValueError: the implementation is unknown.
+      ValueError: the implementation is unknown; or there are tiles and no kernel that they are for.
       NotImplementedError: there is no kernel, and plain XLA is not allowed.
     """
     if implementation not in get_args(Implementation):
@@ -79,6 +99,8 @@ def kernel_target(
             f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
         )
     if implementation == "reference":
+        if tiles:
+            raise ValueError(f"tiles of {op}: implementation is 'reference', which has none")
         return None
     target = current_target()
     if target.backend != "reference":
@@ -90,13 +112,18 @@ def kernel_target(
     fallback = Fallback(op, target.device_kind, reason, cost)
     if implementation == "kernel":
         raise NotImplementedError(str(fallback))
+    if tiles:
+        raise ValueError(
+            f"tiles of {op}: plain XLA, which has none, runs on {target.device_kind}; there is no "
+            f"kernel for {reason}"
+        )
     if target.backend != "reference" or target.device_kind != "cpu":
         fall_back(fallback)
     return None
 
 
-def fall_back(fallback: Fallback) -> None:
-    """Says that a call falls back.
+def fall_back(fallback: Fallback | SlowKernel) -> None:
+    """Says that a call falls back, or that its kernel is slow.
 
     Raises:
       NotImplementedError: after `refuse_fallbacks`.

@@ -56,11 +56,19 @@ def in_force[Tiles: tuple[Any, ...]](
     call: str,
     default: Tiles,
     choices: Mapping[str, tuple[Any, ...]],
+    given: Fields | None = None,
+    settable: tuple[str, ...] = (),
 ) -> Tiles:
-    """The tiles of a call, a NamedTuple: those of `use_tiles`, else the table's, else the default.
+    """The tiles of a call, a NamedTuple: those given, else those of `use_tiles`, else the table's,
+    else the default.
+
+    Args:
+      given: some of the fields, from a caller of the op.
+      settable: which these may be; empty: those of `choices`.
 
     Raises:
-      ValueError: the table names a field that the tiles have not.
+      ValueError: the table names a field that the tiles have not; or a given field is not one, or
+        no size.
     """
     entry = table(op).get(device_kind, {}).get(call, {})
     fields = _forced.get({}).get(call, entry.get("tiles", {}))
@@ -70,10 +78,38 @@ def in_force[Tiles: tuple[Any, ...]](
         raise ValueError(
             f"tiles of {op}, {device_kind}, {call}: no field {unknown[0]!r}; known: {list(known)}"
         )
+    may = {name: known[name] for name in settable or choices}
+    fields |= checked_fields(call.split()[0], given or {}, may)
     tiles = cast(Tiles, default._replace(**fields))  # type: ignore[attr-defined]
     with contextlib.suppress(LookupError):
         _record.get()[call] = Asked(op, known, known | fields, choices)
     return tiles
+
+
+def checked_fields(op: str, given: Fields, known: dict[str, Any]) -> dict[str, Any]:
+    """Fields from a caller, whose values are of the kind that they are to replace."""
+    found = {name: as_size(value) for name, value in given.items()}
+    for name, value in found.items():
+        if name not in known:
+            raise ValueError(f"tiles of {op}: no field {name!r}; known: {list(known)}")
+        many = isinstance(known[name], tuple)
+        sizes = value if isinstance(value, tuple) and many else (value,)
+        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            kind = "positive integers" if many else "a positive integer"
+            raise ValueError(f"tiles of {op}: {name} is {value!r}, needs {kind}")
+        if many and not isinstance(value, tuple):
+            raise ValueError(f"tiles of {op}: {name} is {value!r}, needs a tuple of integers")
+    return found
+
+
+def require(fits: bool, op: str, field: str, value: Any, limits: str) -> None:
+    """Refuses a tile size that a caller gave.
+
+    Raises:
+      ValueError: it does not fit.
+    """
+    if not fits:
+        raise ValueError(f"tiles of {op}: {field} is {value}, needs {limits}")
 
 
 def as_size(value: Any) -> Any:

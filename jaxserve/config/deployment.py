@@ -59,7 +59,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     multiply it faster, where it fits; else `bfloat16`."""
     strict_kernels: bool = False
     """Whether a worker on a TPU or a GPU refuses to start where a program has no kernel for the
-    model's sizes or formats, and plain XLA would run far more slowly; false: it logs a warning.
+    model's sizes or formats, and plain XLA would run far more slowly, or where pages are too small
+    for its kernel (under 64 tokens on a TPU); false: it logs a warning.
     `serve --check` says both where the roles name their `hardware`."""
     lanes: Annotated[int, Meta(ge=1, le=4)] = 1
     """Microbatches in flight at the same time."""

@@ -12,8 +12,9 @@ head's part of a page is contiguous, the unit that accelerators fetch, and the t
 which they tile, are never as short as a number of heads.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
@@ -22,7 +23,10 @@ from pallas_kernels.attention import reference
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.target import Target, current_target
+from pallas_kernels.transforms import run_op
+from pallas_kernels.tuned import Fields
 
+_Pages = tuple[Array, Array | None, Array | None, Array | None, Array | None]
 _COST = (
     "copies every page of a token's table to FP32 first, at least 5 times the bytes of a cache in "
     "16 bits and 9 times those in 8"
@@ -36,6 +40,8 @@ def write_rows(
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
+    *,
+    implementation: Implementation = "auto",
 ) -> tuple[Num[Array, "..."], ...]:
     """Write the rows of every token to the pages; padding tokens write nothing.
 
@@ -47,9 +53,12 @@ def write_rows(
         or latents.
       rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
+      implementation: "reference" is a scatter; "auto" exchanges whole pages where TPUs keep the
+        tokens of a page last. There is no kernel.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together.
+      ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.
+      NotImplementedError: it is differentiated; or the implementation is "kernel".
     """
     if not pages or len(pages) != len(rows):
         raise ValueError(f"{len(pages)} arrays of pages and {len(rows)} of rows")
@@ -61,17 +70,31 @@ def write_rows(
                 f"pages[0] has {pages[0].shape[:3]}"
             )
     _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
-    where = (page_table, sequence_of_token, position)
-    if current_target().backend != "mosaic_tpu":
-        return reference.write_rows(pages, rows, *where)
-    from pallas_kernels.attention import write_tpu
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
+        )
+    if implementation == "kernel":
+        raise NotImplementedError("write_rows: there is no kernel; XLA writes rows in place")
+    on_tpu = implementation == "auto" and current_target().backend == "mosaic_tpu"
 
-    return tuple(
-        write_tpu.write_rows(array, new, *where)
-        if write_tpu.is_swapped(array)
-        else reference.write_rows((array,), (new,), *where)[0]
-        for array, new in zip(pages, rows, strict=True)
-    )
+    def compute(
+        pages: tuple[Array, ...], rows: tuple[Array, ...], where: tuple[Array, Array, Array]
+    ) -> tuple[Array, ...]:
+        if not on_tpu:
+            return reference.write_rows(pages, rows, *where)
+        from pallas_kernels.attention import write_tpu
+
+        return tuple(
+            write_tpu.write_rows(array, new, *where)
+            if write_tpu.is_swapped(array)
+            else reference.write_rows((array,), (new,), *where)[0]
+            for array, new in zip(pages, rows, strict=True)
+        )
+
+    where = (page_table, sequence_of_token, position)
+    written: tuple[Array, ...] = run_op("write_rows", compute, tuple(pages), tuple(rows), where)
+    return written
 
 
 @overload
@@ -91,6 +114,7 @@ def paged_attention(
     rope_pages: Array | None = None,
     with_lse: Literal[False] = False,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> Array: ...
 
 
@@ -111,6 +135,7 @@ def paged_attention(
     rope_pages: Array | None = None,
     with_lse: Literal[True],
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -130,6 +155,7 @@ def paged_attention(
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None,
     with_lse: bool = False,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> (
     Float[Array, "tokens q_heads v_head_dim"]
     | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
@@ -156,14 +182,16 @@ def paged_attention(
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
       implementation: see `coverage.Implementation`.
+      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
       one row per token and query head, in the dtype of `queries`; with_lse: also the log-sum-exps.
 
     Raises:
-      ValueError: the shapes, dtypes or options do not fit together.
+      ValueError: the shapes, dtypes, options or tiles do not fit together.
       NotImplementedError: the kernels of this TPU do not support the pages' format or page size;
-        the message names an alternative. Elsewhere as `coverage.kernel_target`.
+        the message names an alternative. Elsewhere as `coverage.kernel_target`. Or it is
+        differentiated.
     """
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
@@ -189,35 +217,38 @@ def paged_attention(
     width = v_width if v_pages is None else v_pages.shape[3]
     where = (page_table, sequence_of_token, position)
     lse: Array | None
-    cache = reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
-    target = kernel_target(
-        "paged_attention", implementation, lambda target: _gap(target, queries, cache), _COST
-    )
-    if target is None:
-        output, lse = reference.paged_attention(queries, cache, *where, scale=scale, window=window)
-    elif target.backend == "mosaic_tpu":
-        from pallas_kernels.attention import mosaic_tpu
+    arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
+    cache = _cache(arrays, width)
+    gap = functools.partial(_gap, queries=queries, cache=cache)
+    target = kernel_target("paged_attention", implementation, gap, _COST, tiles)
 
-        output, lse = mosaic_tpu.paged_attention(
-            queries,
-            k_pages,
-            v_pages,
-            k_scales,
-            v_scales,
-            rope_pages,
-            *where,
-            scale=scale,
-            window=window,
-            v_width=width,
-            with_lse=with_lse,
-            target=target,
-        )
-    else:
+    def compute(
+        queries: Array, arrays: _Pages, where: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array | None]:
+        cache = _cache(arrays, width)
+        if target is None:
+            return reference.paged_attention(queries, cache, *where, scale=scale, window=window)
+        if target.backend == "mosaic_tpu":
+            from pallas_kernels.attention import mosaic_tpu
+
+            return mosaic_tpu.paged_attention(
+                queries,
+                *arrays,
+                *where,
+                scale=scale,
+                window=window,
+                v_width=width,
+                with_lse=with_lse,
+                target=target,
+                tiles=tiles,
+            )
         from pallas_kernels.attention import mosaic_gpu
 
-        output, lse = mosaic_gpu.paged_attention(
-            queries, cache, *where, scale=scale, window=window, target=target
+        return mosaic_gpu.paged_attention(
+            queries, cache, *where, scale=scale, window=window, target=target, tiles=tiles
         )
+
+    output, lse = run_op("paged_attention", compute, queries, arrays, where)
     return (output, lse) if lse is not None and with_lse else output
 
 
@@ -230,6 +261,7 @@ def chunk_attention(
     *,
     scale: float,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
     """Attend from every token to the batch's tokens of its own sequence up to and including itself.
 
@@ -240,14 +272,15 @@ def chunk_attention(
 
     Args:
       implementation: see `coverage.Implementation`.
+      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
       the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
       for padding tokens.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together.
-      NotImplementedError: as `coverage.kernel_target`.
+      ValueError: the shapes, dtypes or tiles do not fit together.
+      NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if array.ndim != 3 or not jnp.issubdtype(array.dtype, jnp.floating):
@@ -266,12 +299,18 @@ def chunk_attention(
         implementation,
         lambda target: "" if target.backend == "mosaic_tpu" else "prompts of latent attention",
         _CHUNK_COST,
+        tiles,
     )
-    if target is not None:
+
+    def compute(inputs: tuple[Array, Array, Array, Array, Array]) -> tuple[Array, Array]:
+        if target is None:
+            return reference.chunk_attention(*inputs, scale=scale)
         from pallas_kernels.attention import mosaic_tpu_chunk
 
-        return mosaic_tpu_chunk.chunk_attention(*inputs, scale=scale, target=target)
-    return reference.chunk_attention(*inputs, scale=scale)
+        return mosaic_tpu_chunk.chunk_attention(*inputs, scale=scale, target=target, tiles=tiles)
+
+    output, lse = run_op("chunk_attention", compute, inputs)
+    return output, lse
 
 
 def merge(
@@ -299,6 +338,13 @@ def merge(
                 f"outputs[0] has {outputs[0].shape}"
             )
     return reference.merge(outputs, lses)
+
+
+def _cache(arrays: _Pages, width: int) -> reference.Cache:
+    *pages_and_scales, rope_pages = arrays
+    k_pages, v_pages, k_scales, v_scales = pages_and_scales
+    assert k_pages is not None
+    return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
 
 
 def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:

@@ -14,11 +14,12 @@ from pallas_kernels.attention.mosaic_gpu_kernel import attend
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype, stages
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Work, range_begin
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.attention.tiles import gpu_blocks
+from pallas_kernels.attention.tiles import GpuTiles, gpu_blocks
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields, checked_fields, require
 
 MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
@@ -57,6 +58,7 @@ def paged_attention(
     scale: float,
     window: int,
     target: Target,
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """As `api.paged_attention` says, for what `gap` leaves."""
     tokens = queries.shape[0]
@@ -65,6 +67,8 @@ def paged_attention(
     # A batch with no more tokens than sequences is taken for one decode step.
     decode = tokens <= sequences
     plan = _plan(queries, cache, decode=decode, scale=scale, window=window, target=target)
+    if tiles:
+        plan = _cut_by(plan, cache, target, tiles)
     cache = cache._replace(k_pages=from_bits(cache.k_pages))
     if cache.v_pages is not None:
         cache = cache._replace(v_pages=from_bits(cache.v_pages))
@@ -138,6 +142,26 @@ def _plan(
         return both
     both = both._replace(one_buffer=cache.v_pages is not None)
     return both if stages(cache, both) else plan
+
+
+def _cut_by(plan: Sizes, cache: Cache, target: Target, given: Fields) -> Sizes:
+    """The plan with the tiles that a caller gave.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    op, default = "paged_attention", GpuTiles(gpu_blocks(target))
+    tiles = default._replace(**checked_fields(op, given, default._asdict()))
+    least, most = plan.lanes, max(plan.lanes, default.blocks)
+    limits = f"{least} (one for every {ROWS} rows) to {most}, of {target.device_kind}"
+    require(least <= tiles.blocks <= most, op, "blocks", tiles.blocks, limits)
+    if "stages" in given:
+        most = stages(cache, plan)
+        least = plan.least_stages
+        limits = f"{least} to {most}, which fill the shared memory"
+        require(least <= tiles.stages <= most, op, "stages", tiles.stages, limits)
+    ranges = max(1, tiles.blocks // plan.lanes) * (2 if plan.own_ranges else 1)
+    return plan._replace(ranges=ranges, most_stages=tiles.stages)
 
 
 def _units_of_items(

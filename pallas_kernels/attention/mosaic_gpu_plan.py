@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, copies
 from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.tiles import GpuTiles
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY
 
 ROWS = 64
@@ -38,6 +39,7 @@ class Sizes(NamedTuple):
       v_width: of the values; without pages of values they are the first elements of the keys.
       heads: rows of a unit for each of its tokens.
       p_in_registers: False for interpret mode, which knows wgmma only on shared memory.
+      most_stages: of the ring.
     """
 
     warpgroups: int
@@ -51,6 +53,7 @@ class Sizes(NamedTuple):
     v_width: int
     heads: int
     p_in_registers: bool
+    most_stages: int = GpuTiles._field_defaults["stages"]
 
     @property
     def has_copier(self) -> bool:
@@ -91,7 +94,7 @@ def compute_dtype(pages_dtype: Any) -> Any:
 
 
 def stages(cache: Cache, plan: Sizes) -> int:
-    """Steps of a walker that fit into shared memory, `MOST_STAGES` at the most."""
+    """Steps of a walker that fit into shared memory, `most_stages` at the most."""
     dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
     width = head_dim + (0 if cache.v_pages is None else plan.v_width)
     rows = plan.walkers * plan.row_groups * ROWS
@@ -103,7 +106,7 @@ def stages(cache: Cache, plan: Sizes) -> int:
         room -= rows * BLOCK * 2
     if plan.split_values:
         room -= ALIGNMENT
-    for depth in range(MOST_STAGES, 0, -1):
+    for depth in range(min(MOST_STAGES, plan.most_stages), 0, -1):
         slots = depth * plan.walkers
         scales = -(-slots * BLOCK * 4 // ALIGNMENT) * ALIGNMENT if dtype.itemsize == 1 else 0
         scales *= 1 if cache.v_pages is None else 2

@@ -30,16 +30,21 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
-from pallas_kernels.attention.tiles import tpu_tiles
+from pallas_kernels.attention.tiles import TpuTiles, tpu_tiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
+from pallas_kernels.coverage import SlowKernel, fall_back
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields, require
 
 VMEM_BYTES = 56 * 2**20
 """What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
 
 INTERPRETER = pltpu.InterpretParams(detect_races=True)
 """Interpreter parameters for tests on a CPU; copies happen when they are waited for."""
+
+LEAST_PAGE = 64
+"""Tokens of a page below which its copies are too small to keep the memory busy."""
 
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
@@ -61,10 +66,12 @@ def paged_attention(
     v_width: int,
     with_lse: bool,
     target: Target,
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
     """`api.paged_attention` on a TPU.
 
     Raises:
+      ValueError: the tiles do not fit.
       NotImplementedError: a format, page size or page table that this generation or kernel cannot
         take; the message says what to use instead.
     """
@@ -84,9 +91,11 @@ def paged_attention(
     # As many tokens as sequences: decode, whose items have one token each.
     single = tokens <= sequences
     heads, widths = (q_heads, kv_heads), (head_dim, v_width)
-    tiles = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single)
-    tile = max(1, tiles.tile_rows // group)
-    item_tokens = max(tile, tiles.item_rows // (kv_heads * group) // tile * tile)
+    sizes = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single, given=tiles)
+    if tiles:
+        _check_tiles(sizes, group, kv_heads, page_size, single)
+    tile = max(1, sizes.tile_rows // group)
+    item_tokens = max(tile, sizes.item_rows // (kv_heads * group) // tile * tile)
     plan = Sizes(
         kv_heads=kv_heads,
         group=group,
@@ -94,7 +103,7 @@ def paged_attention(
         rope_dim=0 if rope_pages is None else rope_pages.shape[3],
         v_width=v_width,
         page_size=page_size,
-        pages_per_block=min(max(1, tiles.block_tokens // page_size), pages_per_sequence),
+        pages_per_block=min(max(1, sizes.block_tokens // page_size), pages_per_sequence),
         pages_per_sequence=pages_per_sequence,
         pool=pool,
         tile=1 if single else tile,
@@ -120,6 +129,8 @@ def paged_attention(
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
+    if tiles:
+        _check_memory(plan, grouped, stored, scales)
     call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
     output, *lse = call(*items, grouped, *stored, *scales)
     # What the kernel does not write may hold anything.
@@ -132,7 +143,8 @@ def paged_attention(
 
 
 def _check_format(pages: Array, target: Target) -> None:
-    """Reject what the device cannot read, or only after XLA has copied the whole pool."""
+    """Reject what the device cannot read, or only after XLA has copied the whole pool; say what it
+    reads slowly."""
     eight_bits = pages.dtype.itemsize == 1
     if eight_bits and pages.dtype != jnp.int8 and "7" not in target.device_kind:
         raise NotImplementedError(
@@ -146,6 +158,61 @@ def _check_format(pages: Array, target: Target) -> None:
         raise NotImplementedError(
             f"pages of {page_size} tokens, {pages.dtype}, width {width}: on a TPU use a page_size "
             f"that is a multiple of {rows} (and 128 or 256 for speed)"
+        )
+    if page_size < LEAST_PAGE:
+        size = pages.dtype.itemsize * math.prod(pages.shape[1:])
+        cost = f"starts {128 / page_size:g} times the copies of pages of 128, {size} bytes each"
+        reason = f"pages of {page_size} tokens"
+        fall_back(SlowKernel("paged_attention", target.device_kind, reason, cost))
+
+
+def _check_tiles(sizes: TpuTiles, group: int, kv_heads: int, page_size: int, single: bool) -> None:
+    """Reject tiles of a caller that are no whole pages or heads.
+
+    Raises:
+      ValueError: naming the field and what would do.
+    """
+    op = "paged_attention"
+    fits = sizes.block_tokens % page_size == 0
+    limits = f"a multiple of page_size {page_size}"
+    require(fits, op, "block_tokens", sizes.block_tokens, limits)
+    if not single:
+        fits, heads = sizes.tile_rows % group == 0, f"{group} rows of a token and KV head"
+        require(fits, op, "tile_rows", sizes.tile_rows, f"a multiple of the {heads}")
+        most = kv_heads * sizes.tile_rows
+        limits = f"a multiple of {most}, {kv_heads} KV heads of tile_rows {sizes.tile_rows}"
+        require(sizes.item_rows % most == 0, op, "item_rows", sizes.item_rows, limits)
+
+
+def _check_memory(plan: Sizes, queries: Array, pages: list[Array], scales: list[Array]) -> None:
+    """Reject tiles of a caller whose buffers exceed the vector memory.
+
+    Raises:
+      ValueError: naming the fields and the bytes.
+    """
+
+    def padded(rows: int, width: int, dtype: Any) -> int:
+        packed = 32 // jnp.dtype(dtype).itemsize
+        rows, width = -(-rows // packed) * packed, -(-width // LANES) * LANES
+        return rows * width * jnp.dtype(dtype).itemsize
+
+    heads, rows = plan.kv_heads, plan.tile * plan.group
+    block = sum(
+        padded(plan.block, array.size // math.prod(array.shape[:2]) // plan.page_size, array.dtype)
+        for array in pages
+    )
+    fetched = BUFFERS * heads * block
+    fetched += BUFFERS * len(scales) * plan.pages_per_block * padded(heads, plan.page_size, "f4")
+    token = padded(plan.group, plan.head_dim, queries.dtype)
+    token = BUFFERS * token + 2 * padded(plan.group, plan.v_width, queries.dtype)
+    items = heads * plan.item_tokens * token
+    state = padded(rows, plan.block, "f4") + padded(rows, plan.v_width, "f4")
+    items += plan.item_tokens // plan.tile * heads * (state + 3 * padded(rows, 1, "f4"))
+    if fetched + items > VMEM_BYTES:
+        raise ValueError(
+            f"tiles of paged_attention: block_tokens {plan.block} takes {fetched} bytes of VMEM "
+            f"and item_rows {plan.item_tokens * plan.group * heads} takes {items}, together at "
+            f"most {VMEM_BYTES} fit"
         )
 
 

@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.attention.tiles import CHUNK_TILE, INTERPRETED_CHUNK_TILE
+from pallas_kernels.attention.tiles import INTERPRETED_CHUNK_TILE, ChunkTiles
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields, checked_fields, require
 
 LANES = 128
 LOWEST = -1e30
@@ -57,14 +58,19 @@ def chunk_attention(
     *,
     scale: float,
     target: Target,
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
-    """`api.chunk_attention` on a TPU."""
+    """`api.chunk_attention` on a TPU.
+
+    Raises:
+      ValueError: the tiles do not fit.
+    """
     tokens, heads, width = queries.shape
     v_width = values.shape[2]
     if 0 in queries.shape or v_width == 0:
         return jnp.zeros(values.shape, queries.dtype), jnp.full((tokens, heads), -jnp.inf)
     unit = INTERPRETED_CHUNK_TILE if target.interpret else LANES
-    largest = INTERPRETED_CHUNK_TILE if target.interpret else CHUNK_TILE
+    largest = _largest_tile(width, v_width, unit, target, tiles or {})
     tile = min(largest, -(-tokens // unit) * unit)
     missing = -tokens % tile
     position = jnp.pad(position, (0, missing), constant_values=-1)
@@ -92,13 +98,13 @@ def chunk_attention(
         return 0, of_keys(*indices)[1]
 
     total = tokens + missing
-    tiles = total // tile
+    count = total // tile
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale * math.log2(math.e)),
         name="chunk_attention",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
-            grid=(heads, tiles, tiles),
+            grid=(heads, count, count),
             in_specs=[
                 pl.BlockSpec((tile, 1), lambda head, q, k, *_: (q, 0)),
                 pl.BlockSpec((tile, 1), lambda head, q, k, *_: (q, 0)),
@@ -125,6 +131,25 @@ def chunk_attention(
         interpret=INTERPRETER if target.interpret else False,
     )(*pairs, sequence[:, None], position[:, None], sequence[None], position[None], *operands)
     return jnp.swapaxes(out, 0, 1)[:tokens], lse[:, 0, :tokens].T
+
+
+def _largest_tile(width: int, v_width: int, unit: int, target: Target, given: Fields) -> int:
+    """Tokens of a tile at most.
+
+    Raises:
+      ValueError: it was given, and does not fit.
+    """
+    default = ChunkTiles(INTERPRETED_CHUNK_TILE) if target.interpret else ChunkTiles()
+    tile = default._replace(**checked_fields("chunk_attention", given, default._asdict())).tile
+    # Of a token: operands and results, two each, and sums, in FP32; of a pair its score, twice.
+    lanes = -(-width // LANES) * 2 + -(-v_width // LANES) * 2 + 4
+    token = 2 * lanes * LANES * 4 + (-(-v_width // LANES) + 2) * LANES * 4
+    most = max(
+        size for size in range(unit, 4096, unit) if size * (token + 2 * 4 * size) <= VMEM_BYTES
+    )
+    limits = f"a multiple of {unit} up to {most}, for which {VMEM_BYTES} bytes of VMEM suffice"
+    require(tile % unit == 0 and tile <= most, "chunk_attention", "tile", tile, limits)
+    return tile
 
 
 def tile_pairs(

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields
 
 
 class TpuTiles(NamedTuple):
@@ -52,6 +53,7 @@ def tpu_tiles(
     dtype: DTypeLike,
     *,
     decode: bool,
+    given: Fields | None = None,
 ) -> TpuTiles:
     """The tiles for a kind of device, as JAX names it, and for a call.
 
@@ -60,6 +62,7 @@ def tpu_tiles(
       widths: of keys and of values.
       dtype: of the pages.
       decode: every sequence has one token.
+      given: fields that a caller of the op sets.
     """
     name = jnp.dtype(dtype).name.replace("float8_e4m3fn", "fp8").replace("uint8", "fp8")
     kind = "decode" if decode else "chunk"
@@ -70,13 +73,34 @@ def tpu_tiles(
     if decode:
         choices = {"block_tokens": choices["block_tokens"]}
     return tuned.in_force(
-        "attention", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices
+        "attention", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices, given
     )
 
 
-CHUNK_TILE = 512
-"""Queries, and keys, of a tile of `chunk_attention` on TPUs; a multiple of 128."""
+class ChunkTiles(NamedTuple):
+    """Tiles of `chunk_attention` on TPUs.
+
+    Attributes:
+      tile: queries, and keys, of a tile at most; a multiple of 128.
+    """
+
+    tile: int = 512
+
+
 INTERPRETED_CHUNK_TILE = 8
+
+
+class GpuTiles(NamedTuple):
+    """How the Hopper kernel cuts its work.
+
+    Attributes:
+      blocks: of threads, among which the pages of a batch are divided.
+      stages: buffers of the ring of pages, at most.
+    """
+
+    blocks: int
+    stages: int = 8
+
 
 GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
 """By a part of the device kind; what the others (H100 SXM, H200, H800, GH200) have is 132."""

@@ -27,7 +27,8 @@ of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, wh
 refused (`pallas_kernels/coverage.py`).
 """
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,9 +39,12 @@ from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.quantize import QuantArray, check_quant_array
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target
+from pallas_kernels.transforms import run_op
+from pallas_kernels.tuned import Fields
 
 RowFormat = Literal["fp8", "int8", "float"]
 
+_Weights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
 _COST = "multiplies 8 rows at a time, one block after the other"
 
 
@@ -51,6 +55,7 @@ def grouped_matmul(
     *,
     row_format: RowFormat | None = None,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
@@ -58,27 +63,34 @@ def grouped_matmul(
       row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
         "float": rows are not quantised; None: as the format of the weights requires.
       implementation: see `coverage.Implementation`.
+      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
       the products in the dtype of `rows`, accumulated in FP32.
 
     Raises:
-      ValueError: the shapes, dtypes or formats do not fit together.
-      NotImplementedError: the backend has no such `row_format`; or as `coverage.kernel_target`.
+      ValueError: the shapes, dtypes, formats or tiles do not fit together.
+      NotImplementedError: the backend has no such `row_format`; it is differentiated; or as
+        `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
     _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
     _check_row_format(row_format, weights=weights)
-    target = _target("grouped_matmul", implementation, rows, (weights,), row_format)
-    if target is None:
-        return reference.grouped_matmul(rows, weights, group_sizes, row_format)
-    if target.backend == "mosaic_tpu":
-        from pallas_kernels.grouped_matmul import mosaic_tpu
+    target = _target("grouped_matmul", implementation, rows, (weights,), row_format, tiles)
 
-        return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
-    from pallas_kernels.grouped_matmul import mosaic_gpu
+    def compute(rows: Array, weights: Array | QuantArray, group_sizes: Array | np.ndarray) -> Array:
+        if target is None:
+            return reference.grouped_matmul(rows, weights, group_sizes, row_format)
+        if target.backend == "mosaic_tpu":
+            from pallas_kernels.grouped_matmul import mosaic_tpu
 
-    return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format)
+            return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target, row_format, tiles)
+        from pallas_kernels.grouped_matmul import mosaic_gpu
+
+        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format, tiles)
+
+    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights)
+    return product
 
 
 def grouped_swiglu(
@@ -93,6 +105,7 @@ def grouped_swiglu(
     narrow: QuantArray | None = None,
     zero_padding: bool = True,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
@@ -113,13 +126,15 @@ def grouped_swiglu(
       zero_padding: False: results past the groups' rows may be anything, and cost no memory
         traffic.
       implementation: see `coverage.Implementation`.
+      tiles: as of `grouped_matmul`, for both products.
 
     Returns:
       the outputs in the dtype of `rows`, one for each row of the groups.
 
     Raises:
-      ValueError: the shapes, dtypes or formats do not fit together.
-      NotImplementedError: the backend has no such `row_format`; or as `coverage.kernel_target`.
+      ValueError: the shapes, dtypes, formats or tiles do not fit together.
+      NotImplementedError: the backend has no such `row_format`; it is differentiated; or as
+        `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
     groups, d_model = group_sizes.shape[0], rows.shape[1]
@@ -133,21 +148,38 @@ def grouped_swiglu(
     if source is not None and (source.ndim != 1 or source.dtype != jnp.int32):
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     weights = gate_weights, up_weights, down_weights
-    arrays = (rows, *weights, group_sizes)
-    target = _target("grouped_swiglu", implementation, rows, weights, row_format)
-    if target is None:
-        return reference.grouped_swiglu(*arrays, row_format, source)
-    if target.backend == "mosaic_tpu":
-        from pallas_kernels.grouped_matmul import mosaic_tpu
+    target = _target("grouped_swiglu", implementation, rows, weights, row_format, tiles)
 
-        return mosaic_tpu.grouped_swiglu(
-            *arrays, target, row_format, source, zero_padding=zero_padding
-        )
-    from pallas_kernels.grouped_matmul import mosaic_gpu
+    def compute(
+        rows: Array,
+        weights: _Weights,
+        source: Array | None,
+        narrow: QuantArray | None,
+        group_sizes: Array | np.ndarray,
+    ) -> Array:
+        arrays = (rows, *weights, group_sizes)
+        if target is None:
+            return reference.grouped_swiglu(*arrays, row_format, source)
+        options: dict[str, Any] = {"zero_padding": zero_padding, "tiles": tiles}
+        if target.backend == "mosaic_tpu":
+            from pallas_kernels.grouped_matmul import mosaic_tpu
 
-    return mosaic_gpu.grouped_swiglu(
-        *arrays, target, row_format, source, narrow, zero_padding=zero_padding
-    )
+            return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, **options)
+        from pallas_kernels.grouped_matmul import mosaic_gpu
+
+        return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
+
+    out: Array = _run("grouped_swiglu", compute, group_sizes, rows, weights, source, narrow)
+    return out
+
+
+def _run(
+    op: str, compute: Callable[..., Array], group_sizes: Array | np.ndarray, *arrays: Any
+) -> Any:
+    """`compute(*arrays, group_sizes)`; sizes in NumPy stay constants."""
+    if isinstance(group_sizes, np.ndarray):
+        return run_op(op, lambda *arrays: compute(*arrays, group_sizes), *arrays)
+    return run_op(op, compute, *arrays, group_sizes)
 
 
 def fastest_row_format(
@@ -176,6 +208,7 @@ def _target(
     rows: Array,
     weights: tuple[Array | QuantArray, ...],
     row_format: RowFormat | None,
+    tiles: Fields | None,
 ) -> Target | None:
     """The target whose kernel runs; None: plain XLA."""
 
@@ -186,7 +219,7 @@ def _target(
 
         return mosaic_gpu.gap(rows.dtype, weights, row_format)
 
-    return kernel_target(op, implementation, gap, _COST)
+    return kernel_target(op, implementation, gap, _COST, tiles)
 
 
 def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:

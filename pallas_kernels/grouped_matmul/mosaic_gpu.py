@@ -35,15 +35,19 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum
-from pallas_kernels.grouped_matmul.tiles import Kind, hopper_tiles
+from pallas_kernels.grouped_matmul.tiles import HopperTiles, Kind, hopper_tiles
 from pallas_kernels.known import when_known
 from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields, require
 
 SHARED_MEMORY = 231_424
 """Bytes of a CTA's 232,448 that buffers may take; the rest is for barriers."""
+
+OP = "grouped products"
+"""What errors call both ops."""
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 
@@ -71,13 +75,16 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: str | None = None,
+    tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group; for what `gap` leaves."""
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
     operand, _ = _whole_blocks(rows, row_format)
     as_floats = row_format == "float"
-    found = _product(operand, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats)
+    found = _product(
+        operand, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
+    )
     return found[0][: rows.shape[0]]
 
 
@@ -93,6 +100,7 @@ def grouped_swiglu(
     narrow: QuantArray | None = None,
     *,
     zero_padding: bool = True,
+    tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down;
     for what `gap` leaves."""
@@ -105,7 +113,11 @@ def grouped_swiglu(
     operand, later = _whole_blocks(rows, row_format, picked, narrow)
     hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
     product = functools.partial(
-        _product, group_sizes=group_sizes, target=target, as_floats=row_format == "float"
+        _product,
+        group_sizes=group_sizes,
+        target=target,
+        as_floats=row_format == "float",
+        given=tiles,
     )
     gate_and_up = (gate_weights, up_weights)
     hidden = product(
@@ -212,6 +224,7 @@ def _product(
     as_floats: bool = False,
     picked: Picked | None = None,
     zero_padding: bool = True,
+    given: Fields | None = None,
 ) -> tuple[Array, ...]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format.
 
@@ -219,6 +232,7 @@ def _product(
       as_floats: floats stay floats, even for INT8 weights.
       picked: which of the rows, which are no `_Rows` then; None: all.
       zero_padding: rows of padding become zeros; else they are not written.
+      given: tiles that a caller of the op set.
 
     Returns:
       what `grouped_product` does.
@@ -226,7 +240,8 @@ def _product(
     all_rows = rows.values if isinstance(rows, _Rows) else rows
     count = (all_rows if picked is None else picked.source).shape[0]
     kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
-    tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantises(out_dtype))
+    quantised = quantises(out_dtype)
+    tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantised, given)
     operands = _operands(rows, weights, tiles, as_floats=as_floats, picked=picked)
     tile_list = when_known(list_tiles, group_sizes, count, tiles.rows, zero_padding)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
@@ -254,17 +269,27 @@ def pick_tiles(
     target: Target,
     kind: Kind,
     quantises: bool = False,
+    given: Fields | None = None,
 ) -> Tiles:
-    """The tiles for a call: its row tile holds a group of average size, if it may be that large."""
+    """The tiles for a call: its row tile holds a group of average size, if it may be that large.
+
+    Raises:
+      ValueError: tiles that a caller gave do not fit.
+    """
+    given = given or {}
     first = weights[0]
     d_out, d_in = first.shape[1:]
     # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
-    entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
+    find = functools.partial(hopper_tiles, target.device_kind, products=len(weights))
+    entry = find(kind, widths=(d_in, d_out), given=given)
     rows_first = kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first)
-    if rows_first:
+    if rows_first and "rows" not in given:
         kind = "many rows in blocks"
-        entry = hopper_tiles(target.device_kind, kind, len(weights), (d_in, d_out))
+        entry = find(kind, widths=(d_in, d_out), given=given)
+    else:
+        rows_first = False
+    _check_given(given, entry, find(kind, widths=(d_in, d_out)), quantises)
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
     inner = _inner(first)
     out = ROW_BLOCK if quantises else entry.out
@@ -277,9 +302,35 @@ def pick_tiles(
         row_bytes,
         quantises=quantises,
     )
+    if "most_stages" in given:
+        most = (SHARED_MEMORY - fixed) // stage
+        limits = f"2 to {most}, which fill the shared memory"
+        require(2 <= entry.most_stages <= most, OP, "most_stages", entry.most_stages, limits)
     if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
         return tiles._replace(stages=2)
     return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
+
+
+def _check_given(given: Fields, tiles: HopperTiles, default: HopperTiles, quantises: bool) -> None:
+    """Refuses tiles of a caller that are no multiples, or need more registers than there are.
+
+    Raises:
+      ValueError: naming the field and its limits.
+    """
+    if "out" in given:
+        unit = 64 * tiles.consumers
+        most = default.rows[-1] * default.out // tiles.rows[0]
+        fits = tiles.out % unit == 0 and tiles.out <= most
+        limits = f"a multiple of {unit} up to {most}, with rows {tiles.rows[0]}"
+        if quantises:
+            fits, limits = tiles.out == ROW_BLOCK, f"{ROW_BLOCK}, the columns that share a scale"
+        require(fits, OP, "out", tiles.out, limits)
+    if "rows" in given:
+        most = default.rows[-1] * default.out // tiles.out
+        fits = tiles.rows == tuple(sorted(set(tiles.rows))) and tiles.rows[-1] <= most
+        fits &= all(size % 16 == 0 for size in tiles.rows)
+        limits = f"ascending multiples of 16 up to {most}, with out {tiles.out}"
+        require(fits, OP, "rows", tiles.rows, limits)
 
 
 def _has_whole_parts(weights: WeightArray) -> bool:

@@ -44,6 +44,7 @@ from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 
@@ -56,11 +57,12 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: RowFormat | None = None,
+    tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
     factor, as_floats = _factor(rows, row_format, target), row_format == "float"
     return _grouped_products(
-        factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats
+        factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
     )
 
 
@@ -75,6 +77,7 @@ def grouped_swiglu(
     source: Int32[Array, " picked"] | None = None,
     *,
     zero_padding: bool = True,
+    tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
     factor, as_floats = _factor(rows, row_format, target), row_format == "float"
@@ -84,6 +87,7 @@ def grouped_swiglu(
         target=target,
         as_floats=as_floats,
         zero_padding=False,
+        given=tiles,
     )
     hidden: Any
     if _same_format(gate_weights, up_weights):
@@ -164,6 +168,7 @@ def _grouped_products(
     as_floats: bool = False,
     source: Array | None = None,
     zero_padding: bool = True,
+    given: Fields | None = None,
 ) -> Any:
     """Rows times one weight, or SwiGLU of two of the same format.
 
@@ -174,6 +179,7 @@ def _grouped_products(
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
       source: which of the rows; None: all.
       zero_padding: tiles of padding alone become zeros; else they are not written.
+      given: tiles that a caller of the op set.
     """
     row_scales: tuple[Array, ...] = ()
     rows: Array
@@ -207,7 +213,8 @@ def _grouped_products(
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, block_in) if in_blocks else block_in
     format = _format(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
-    tiles, steps = tpu_tiles(target.device_kind, len(weights), (d_in, d_out), format)
+    widths = d_in, d_out
+    tiles, steps = tpu_tiles(target.device_kind, len(weights), widths, format, given)
     plan = plan_call(
         tiles,
         steps,
@@ -216,6 +223,7 @@ def _grouped_products(
         d_out,
         column_bytes,
         jnp.dtype(out_dtype).itemsize,
+        given,
     )
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows, zero_padding)
     inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales), zeros)

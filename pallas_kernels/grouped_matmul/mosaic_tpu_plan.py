@@ -12,8 +12,11 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.grouped_matmul.tiles import TpuTiles
 from pallas_kernels.quantize import QuantArray
+from pallas_kernels.tuned import Fields, require
 
 LANES = 128
+OP = "grouped products"
+"""What errors call both ops."""
 
 
 class Visits(NamedTuple):
@@ -126,6 +129,7 @@ def plan_call(
     d_out: int,
     column_bytes: int,
     out_bytes: int,
+    given: Fields | None = None,
 ) -> Sizes:
     """Sizes for a call.
 
@@ -135,12 +139,16 @@ def plan_call(
       row_bytes: bytes of one element of a row.
       column_bytes: bytes of one column of the weights, gate and up together.
       out_bytes: bytes of one element of the output.
+      given: the tiles that a caller of the op set.
 
     Raises:
+      ValueError: given tiles do not fit.
       NotImplementedError: the columns cannot be cut into tiles that fit.
     """
     count, d_in = rows
     alignment = 32 if row_bytes == 1 else 16  # rows in a register, packed
+    if given:
+        _check_given(tiles, steps, alignment, d_in * row_bytes, given)
     most = min(tiles.tile_rows, tiles.rows_bytes // (d_in * row_bytes))
     tile_rows = _round_up(min(max(most, steps[-1]), count), alignment)
     steps = tuple(step for step in steps if step <= tile_rows) or (tile_rows,)
@@ -148,6 +156,10 @@ def plan_call(
     tile_columns = d_out
     if d_out % LANES == 0:
         units = d_out // LANES
+        if given:
+            least, room = LANES * column_bytes, tiles.vmem_bytes // 2
+            fits, limits = least <= tiles.weights_bytes <= room, f"{least} to {room}"
+            require(fits, OP, "weights_bytes", tiles.weights_bytes, limits)
         most = max(tiles.weights_bytes // (LANES * column_bytes), 1)
         tile_columns = LANES * max(n for n in range(1, most + 1) if units % n == 0)
     used = 2 * (tile_rows * d_in * row_bytes + tile_columns * column_bytes)
@@ -159,6 +171,34 @@ def plan_call(
         )
     pieces = _pieces(tile_columns, tiles.step_columns)
     return Sizes(alignment, tile_rows, steps, tile_columns, pieces, tiles.vmem_bytes)
+
+
+def _check_given(
+    tiles: TpuTiles, steps: tuple[int, ...], alignment: int, row: int, given: Fields
+) -> None:
+    """Refuses tiles of a caller; `row` is the bytes of a row.
+
+    Raises:
+      ValueError: naming the field and its limits.
+    """
+    count = tiles.tile_rows
+    most = tiles.rows_bytes // row // alignment * alignment
+    limits = f"a multiple of {alignment} up to {most}, for rows of {row} bytes"
+    require(
+        "tile_rows" not in given or (count % alignment == 0 and count <= most),
+        OP,
+        "tile_rows",
+        count,
+        limits,
+    )
+    for field in {"steps", "fp8_steps", "block_steps"} & set(given):
+        sizes = getattr(tiles, field)
+        fits = all(size % alignment == 0 and size <= count for size in sizes)
+        fits &= sizes == tuple(sorted(set(sizes), reverse=True))
+        limits = f"descending multiples of {alignment} up to tile_rows {count}"
+        require(fits, OP, field, sizes, limits)
+    columns = tiles.step_columns
+    require(columns % LANES == 0, OP, "step_columns", columns, f"a multiple of {LANES}")
 
 
 def _pieces(tile_columns: int, step_columns: int) -> tuple[Pieces, ...]:

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
+from pallas_kernels.tuned import Fields
 
 
 class Order(NamedTuple):
@@ -125,6 +127,8 @@ def routed_swiglu(
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
+    implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
     """Run every token through the SwiGLU networks that it chose and sum the results, weighted by
     the gates.
@@ -134,14 +138,14 @@ def routed_swiglu(
         window contribute nothing.
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
-      row_format, narrow: see `grouped_swiglu`.
+      row_format, narrow, implementation, tiles: see `grouped_swiglu`.
 
     Returns:
       the sums, and the number of tokens of each network of the window.
 
     Raises:
-      ValueError: the shapes, dtypes or formats do not fit together.
-      NotImplementedError: the backend has no such `row_format`.
+      ValueError: the shapes, dtypes, formats or tiles do not fit together.
+      NotImplementedError: as `grouped_swiglu`.
     """
     if choices.ndim != 2 or choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
         raise ValueError(
@@ -165,5 +169,7 @@ def routed_swiglu(
         source=order.source,
         narrow=narrow,
         zero_padding=False,
+        implementation=implementation,
+        tiles=tiles,
     )
     return combine(rows, gates, order), order.sizes

@@ -7,6 +7,7 @@ device in neither gets the `DEFAULT` of its backend.
 from typing import Any, Literal, NamedTuple
 
 from pallas_kernels import tuned
+from pallas_kernels.tuned import Fields
 
 MIB = 2**20
 
@@ -58,9 +59,16 @@ TPU_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """What a search tries."""
 
+TPU_SETTABLE = ("tile_rows", "steps", *TPU_STEPS.values(), "step_columns", "weights_bytes")
+"""What callers of the ops may set; of the steps each product takes its format's."""
+
 
 def tpu_tiles(
-    device_kind: str, products: int, widths: tuple[int, int], format: str
+    device_kind: str,
+    products: int,
+    widths: tuple[int, int],
+    format: str,
+    given: Fields | None = None,
 ) -> tuple[TpuTiles, tuple[int, ...]]:
     """The tiles for a kind of device, as JAX names it, and for a call; and its steps.
 
@@ -69,13 +77,20 @@ def tpu_tiles(
       widths: of a row of the input and of the output.
       format: of the weights: a dtype, "fp8" (which is also INT8 that is converted), or one of them
         and "blocks".
+      given: fields that a caller of the op sets.
     """
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
     call = f"{kernel} {widths[0]}->{widths[1]} {format}"
     steps = next((field for part, field in TPU_STEPS.items() if part in format), "steps")
     choices = {steps if field == "steps" else field: some for field, some in TPU_CHOICES.items()}
     tiles = tuned.in_force(
-        "grouped_matmul", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices
+        "grouped_matmul",
+        device_kind,
+        call,
+        TPU.get(device_kind, TPU_DEFAULT),
+        choices,
+        given,
+        TPU_SETTABLE,
     )
     return tiles, getattr(tiles, steps)
 
@@ -148,7 +163,11 @@ HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def hopper_tiles(
-    device_kind: str, kind: Kind, products: int, widths: tuple[int, int]
+    device_kind: str,
+    kind: Kind,
+    products: int,
+    widths: tuple[int, int],
+    given: Fields | None = None,
 ) -> HopperTiles:
     """The tiles for a kind of device, as JAX names it, and for a call.
 
@@ -156,6 +175,7 @@ def hopper_tiles(
       kind: of operands.
       products: 2: gate and up in one pass.
       widths: of a row of the input and of the output.
+      given: fields that a caller of the op sets.
     """
     tables = (table for name, table in HOPPER.items() if device_kind.startswith(name))
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
@@ -164,4 +184,4 @@ def hopper_tiles(
     choices = dict(HOPPER_CHOICES)
     if kind == "many rows in blocks":
         del choices["rows"]
-    return tuned.in_force("grouped_matmul", device_kind, call, default, choices)
+    return tuned.in_force("grouped_matmul", device_kind, call, default, choices, given)

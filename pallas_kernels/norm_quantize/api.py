@@ -14,7 +14,10 @@ from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.quantize import Format
 from pallas_kernels.target import Target, current_target
+from pallas_kernels.transforms import run_op
+from pallas_kernels.tuned import Fields
 
+OP = "rms_norm_quantize"
 _COST = "reads the rows twice, in three launches"
 
 
@@ -25,6 +28,7 @@ def rms_norm_quantize(
     format: Format,
     *,
     implementation: Implementation = "auto",
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
     """RMSNorm of every row as in `rms_norm`, quantised as in `quantize_rows`.
 
@@ -34,13 +38,14 @@ def rms_norm_quantize(
 
     Args:
       implementation: see `coverage.Implementation`.
+      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
       the normed rows in x's dtype (for a router), their 8-bit values, and their FP32 scales.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together, or the format is unknown.
-      NotImplementedError: as `coverage.kernel_target`.
+      ValueError: the shapes, dtypes or tiles do not fit together, or the format is unknown.
+      NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
     if x.ndim != 2 or x.shape[1] == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{x.shape}, needs floats [tokens, d] with d > 0")
@@ -50,16 +55,19 @@ def rms_norm_quantize(
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
-    if implementation == "auto" and current_target().backend == "mosaic_tpu":
-        return reference.rms_norm_quantize(x, weight, epsilon, format)
-    target = kernel_target(
-        "rms_norm_quantize", implementation, lambda target: _gap(target, x), _COST
-    )
-    if target is None:
-        return reference.rms_norm_quantize(x, weight, epsilon, format)
-    from pallas_kernels.norm_quantize import mosaic_gpu
+    if implementation == "auto" and not tiles and current_target().backend == "mosaic_tpu":
+        implementation = "reference"
+    target = kernel_target(OP, implementation, lambda target: _gap(target, x), _COST, tiles)
 
-    return mosaic_gpu.rms_norm_quantize(x, weight, epsilon, format, target)
+    def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:
+        if target is None:
+            return reference.rms_norm_quantize(x, weight, epsilon, format)
+        from pallas_kernels.norm_quantize import mosaic_gpu
+
+        return mosaic_gpu.rms_norm_quantize(x, weight, epsilon, format, target, tiles)
+
+    normed, values, scales = run_op(OP, compute, x, weight)
+    return normed, values, scales
 
 
 def _gap(target: Target, x: Array) -> str:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Num
 from pallas_kernels.mosaic_gpu import quantise, store
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields, checked_fields, require
 
 WARPGROUP = 128
 """Threads of a block; d is a multiple."""
@@ -43,13 +44,24 @@ def rms_norm_quantize(
     epsilon: float,
     format: Literal["fp8", "int8"],
     target: Target,
+    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """One pass over x; for what `gap` leaves."""
-    tokens = x.shape[0]
+    """One pass over x; for what `gap` leaves. `tiles` has one field, `vector`: the neighbours that
+    a thread has.
+
+    Raises:
+      ValueError: the tiles do not fit.
+    """
+    tokens, d = x.shape
+    sizes = [size for size in VECTORS if d % (WARPGROUP * size) == 0]
+    default = {"vector": sizes[0]}
+    vector = (default | checked_fields("rms_norm_quantize", tiles or {}, default))["vector"]
+    limits = f"one of {sizes}, of which {WARPGROUP} divide rows of {d}"
+    require(vector in sizes, "rms_norm_quantize", "vector", vector, limits)
     if tokens == 0:
         return reference.rms_norm_quantize(x, weight, epsilon, format)
     kernel = plgpu.kernel(
-        functools.partial(_body, epsilon=epsilon),
+        functools.partial(_body, epsilon=epsilon, vector=vector),
         kernel_name="rms_norm_quantize",
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -73,10 +85,10 @@ def _body(
     scales: Any,  # [tokens]
     *,
     epsilon: float,
+    vector: int,
 ) -> None:
     """One row."""
     row, d = lax.axis_index("row"), x.shape[1]
-    vector = next(size for size in VECTORS if d % (WARPGROUP * size) == 0)
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
     wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)
     inverse = lax.rsqrt(jnp.sum(wide * wide) / d + epsilon)

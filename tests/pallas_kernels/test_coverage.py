@@ -91,6 +91,14 @@ def test_a_tpu_refuses_by_itself():
         attend(V6E, page_size=8)
 
 
+def test_a_kernel_that_small_pages_slow_down_is_said_too():
+    said = (
+        "paged_attention: slow on TPU v6 lite for pages of 16 tokens; the kernel starts 8 times "
+        "the copies of pages of 128, 4096 bytes each"
+    )
+    assert attend(V6E, page_size=16) == [said]
+
+
 def traced(call, *arrays, target=H200):
     with use_target(target), coverage.collect_fallbacks() as found:
         jax.eval_shape(functools.partial(call), *arrays)  # traced anew: JAX knows no target

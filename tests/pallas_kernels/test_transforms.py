@@ -1,0 +1,93 @@
+"""Gradients and vmap of the ops: alike on every platform, or refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import chunk_attention, merge, paged_attention, write_rows
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import dense_swiglu
+from pallas_kernels.grouped_matmul.routed import routed_swiglu
+from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
+from pallas_kernels.quantize import dequantize_rows, quantize_rows
+from pallas_kernels.target import Target, use_target
+
+CPU, H200, V7X = (
+    Target("reference", "cpu"),
+    Target("mosaic_gpu", "NVIDIA H200", interpret=True),
+    Target("mosaic_tpu", "TPU7x", interpret=True),
+)
+PLACES = jnp.asarray([0, 1], jnp.int32), jnp.asarray([1, 9], jnp.int32)
+TABLE = jnp.asarray([[0, 1], [2, 3]], jnp.int32)
+SIZES = jnp.asarray([3, 1], jnp.int32)
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+PAGES = normal(4, 1, 8, 128)
+HEADS, WEIGHTS, NORM = normal(2, 4, 128), normal(2, 128, 128), normal(128)
+OPS = {
+    "paged_attention": lambda rows: paged_attention(
+        rows.reshape(2, 4, 128), PAGES, PAGES, TABLE, *PLACES, scale=0.1
+    ),
+    "chunk_attention": lambda rows: chunk_attention(
+        rows.reshape(2, 4, 128), HEADS, HEADS, *PLACES, scale=0.1
+    )[0],
+    "write_rows": lambda rows: write_rows((PAGES,), (rows[:2, None],), TABLE, *PLACES)[0],
+    "grouped_matmul": lambda rows: grouped_matmul(rows[:4], WEIGHTS, SIZES),
+    "grouped_swiglu": lambda rows: grouped_swiglu(rows[:4], WEIGHTS, WEIGHTS, WEIGHTS, SIZES),
+    "rms_norm_quantize": lambda rows: rms_norm_quantize(rows, NORM, 1e-5, "int8")[0],
+}
+"""Each with a kernel on some platform; all take [8, 128]."""
+
+
+@pytest.mark.parametrize("target", [CPU, H200, V7X], ids=lambda target: target.device_kind)
+@pytest.mark.parametrize("op", OPS)
+def test_a_gradient_is_refused_by_name(op, target):
+    with use_target(target), pytest.raises(NotImplementedError, match=f"^{op} has no gradient"):
+        jax.eval_shape(jax.grad(lambda rows: jnp.sum(OPS[op](rows))), normal(8, 128))
+
+
+def test_other_products_refuse_it_too():
+    choices, gates = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+
+    def routed(rows):
+        return jnp.sum(routed_swiglu(rows, choices, gates, WEIGHTS, WEIGHTS, WEIGHTS)[0])
+
+    with pytest.raises(NotImplementedError, match=r"^grouped_swiglu has no gradient"):
+        jax.eval_shape(jax.grad(routed), normal(8, 128))
+
+
+def test_plain_ops_have_gradients():
+    rows = normal(8, 128)
+
+    def plain(rows):
+        normed = rms_norm(rows, NORM, 1e-5)
+        again = dequantize_rows(*quantize_rows(jax.lax.stop_gradient(rows), "int8"), jnp.float32)
+        dense = dense_swiglu(normed, WEIGHTS[0], WEIGHTS[0], WEIGHTS[0])
+        return jnp.sum(merge([dense[:, None], again[:, None]], [rows[:, :1], rows[:, 1:2]]))
+
+    assert jax.eval_shape(jax.grad(plain), rows).shape == (8, 128)
+
+
+@pytest.mark.parametrize("op", ["write_rows", "grouped_matmul"])
+def test_vmap_is_one_call_after_the_other(op):
+    several = normal(2, 8, 128)
+    found, wanted = jax.jit(
+        lambda several: (jax.vmap(OPS[op])(several), jnp.stack([OPS[op](rows) for rows in several]))
+    )(several)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_vmap_of_a_kernel():
+    several = normal(2, 8, 128)
+    call = OPS["paged_attention"]
+    with use_target(V7X):
+        found = jax.jit(jax.vmap(functools.partial(call)))(several)
+    wanted = jax.jit(lambda several: jnp.stack([call(rows) for rows in several]))(several)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
