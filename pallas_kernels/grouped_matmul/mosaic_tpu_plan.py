@@ -7,6 +7,7 @@ Called by `mosaic_tpu.py`. Knows nothing of the kernel's computation. `plan_visi
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32, Int32
 
@@ -47,42 +48,59 @@ def plan_visits(
     group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int, zero_padding: bool = True
 ) -> tuple[Visits, Int32[Array, ""]]:
     """The visits for `rows` rows in tiles of `tile_rows`, and their number; without
-    `zero_padding` none of tiles that only hold padding."""
-    # Step 1: the tiles that each group spans, and so its number of visits. Tiles that only hold
-    # padding are those of one more group.
-    tiles = pl.cdiv(rows, tile_rows)
-    streamed = min(group_sizes.shape[0], rows)
-    ends = jnp.cumsum(group_sizes)
-    total = ends[-1]
-    has_rows = group_sizes > 0
-    starts = jnp.append(ends - group_sizes, total)
-    ends = jnp.append(ends, total)
-    first_tile = jnp.append(starts[:-1] // tile_rows, pl.cdiv(total, tile_rows))
-    last_tile = jnp.append((ends[:-1] - 1) // tile_rows, tiles - 1)
-    count = jnp.where(jnp.append(has_rows, True), last_tile - first_tile + 1, 0)
-    visit_end = jnp.cumsum(count)
+    `zero_padding` none of tiles that only hold padding.
 
-    # Step 2: the group and the tile of every visit. There are at most as many visits as tiles and
+    Sums of comparisons throughout: XLA fuses them into a few instructions, where running sums,
+    gathers and scatters of so few numbers are one or several each, and this runs in every layer.
+    """
+    groups = group_sizes.shape[0]
+    tiles = pl.cdiv(rows, tile_rows)
+    streamed = min(groups, rows)
+    # Tiles that only hold padding are those of one more group.
+    index = jnp.arange(groups + 1, dtype=jnp.int32)
+    is_padding = index == groups
+    sizes = jnp.pad(group_sizes, (0, 1))
+    has_rows = sizes > 0
+
+    def running_sum(values: Array) -> Array:
+        up_to = index[None, :] <= index[:, None]
+        return jnp.sum(jnp.where(up_to, values[None, :], 0), axis=1, dtype=jnp.int32)
+
+    # Step 1: the tiles that each group spans, and so its number of visits.
+    ends = running_sum(sizes)
+    starts = ends - sizes
+    first_tile = lax.div(jnp.where(is_padding, starts + (tile_rows - 1), starts), tile_rows)
+    last_tile = jnp.where(is_padding, tiles - 1, lax.div(ends - 1, tile_rows))
+    count = jnp.where(has_rows | is_padding, last_tile - first_tile + 1, 0)
+    visit_end = running_sum(count)
+    visit_begin = visit_end - count
+    # Step 2: number the non-empty groups, whose weights are streamed in this order.
+    rank = jnp.maximum(running_sum(has_rows.astype(jnp.int32)) - 1, 0)
+    last_group = jnp.max(jnp.where(has_rows, index, 0))
+    place = jnp.arange(streamed, dtype=jnp.int32)[:, None]
+    stream = jnp.sum(jnp.where(has_rows & (rank == place), index, 0), axis=1, dtype=jnp.int32)
+
+    # Step 3: of every visit what its group has. There are at most as many visits as tiles and
     # non-empty groups together.
-    index = jnp.arange(tiles + streamed, dtype=jnp.int32)
-    group = jnp.sum(visit_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, group_sizes.shape[0])
-    tile = jnp.minimum(first_tile[group] + index - (visit_end - count)[group], tiles - 1)
-    # Step 3: number the non-empty groups, whose weights are streamed in this order.
-    rank = jnp.maximum(jnp.cumsum(has_rows, dtype=jnp.int32) - 1, 0)
-    rank = jnp.append(rank, rank[-1])[group]
-    stream = jnp.nonzero(has_rows, size=streamed, fill_value=0)[0].astype(jnp.int32)
+    visit = jnp.arange(tiles + streamed, dtype=jnp.int32)[:, None]
+    is_own = (visit_begin <= visit) & (visit < visit_end)  # [visits, groups + 1]
+
+    def of_visit(values: Array) -> Array:
+        return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
+
+    tile = jnp.minimum(of_visit(first_tile - visit_begin) + visit[:, 0], tiles - 1)
+    total = jnp.sum(group_sizes, dtype=jnp.int32)
     visits = Visits(
         tile=tile,
-        rows_tile=jnp.minimum(tile, jnp.maximum(total - 1, 0) // tile_rows),
-        group=stream[rank],
-        rank=rank,
-        start=jnp.clip(starts[group] - tile * tile_rows, 0, tile_rows),
-        end=jnp.clip(ends[group] - tile * tile_rows, 0, tile_rows),
+        rows_tile=jnp.minimum(tile, lax.div(jnp.maximum(total - 1, 0), tile_rows)),
+        group=of_visit(jnp.where(is_padding, last_group, index)),
+        rank=of_visit(rank),
+        start=jnp.clip(of_visit(starts) - tile * tile_rows, 0, tile_rows),
+        end=jnp.clip(of_visit(ends) - tile * tile_rows, 0, tile_rows),
         stream=stream,
         groups=jnp.sum(has_rows, dtype=jnp.int32)[None],
     )
-    return visits, visit_end[-1] if zero_padding else visit_end[-2]
+    return visits, jnp.sum(count if zero_padding else count[:-1], dtype=jnp.int32)
 
 
 class Pieces(NamedTuple):
