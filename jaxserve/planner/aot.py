@@ -46,6 +46,7 @@ _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
 _ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
 _GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
+_OF_LAYERS = ("step", "enter", "attend", "ffn", "predict")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
@@ -87,8 +88,8 @@ class CompiledProgram(NamedTuple):
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
     copied: int = 0
-    """Bytes of arrays, none smaller than a layer's largest weight, that are written again as they
-    were, or in other bits (`copies.py`); in a loop, once."""
+    """Of programs with layers, bytes of arrays, none smaller than a layer's largest weight, that
+    are written again as they were, or in other bits (`copies.py`); in a loop, once."""
 
 
 class RoleMemory(NamedTuple):
@@ -259,6 +260,7 @@ def _compile(
     assert memory is not None  # of TPU executables there is one
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
     traffic = small_ops.traffic(text, pages)
+    has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,
         role,
@@ -275,7 +277,7 @@ def _compile(
         instructions=traffic.instructions,
         moved=traffic.bytes,
         exchanged=exchanged_bytes(text, program.mesh.size),
-        copied=sum(copy.bytes for copy in copies(text, least)),
+        copied=sum(copy.bytes for copy in copies(text, least)) if has_layers else 0,
     )
 
 
