@@ -17,7 +17,8 @@ pytestmark = pytest.mark.unoptimised
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = layouts.PROMPTS[:8]
-RECONFIGURATIONS = 50
+RECONFIGURATIONS = 25
+"""Of each layout; fifty in all."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "AFD, gather": {
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_the_same_through_fifty_reconfigurations(layout, tiny_model):
+def test_tokens_are_the_same_through_all_reconfigurations(layout, tiny_model):
     """And so is what other workers read of them meanwhile."""
     overrides = LAYOUTS[layout] | {"experts.move_gb_per_second": 1000.0}
     engine = build_engine(layouts.deployment(tiny_model, overrides))
