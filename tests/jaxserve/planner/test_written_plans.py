@@ -6,6 +6,7 @@ from jaxserve.config.deployment import load_deployment
 from jaxserve.plan import main
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.serve import main as serve
+from tests.jaxserve.planner.test_aot import compile_for
 
 MODELS = ["qwen3-30b-a3b", "qwen3-32b", "qwen3-235b-a22b", "step3", "deepseek-v3", "kimi-k2"]
 HARDWARE = [name for name in known_hardware() if load_hardware(name).platform in ("gpu", "tpu")]
@@ -64,9 +65,11 @@ def test_models_by_hardware_by_formats(tmp_path, capsys, model, hardware, mode, 
         ("qwen3-32b", "v6e", {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}),
     ],
 )
-def test_plans_for_tpus_compile(tmp_path, capsys, model, hardware, topologies):
+def test_plans_for_tpus_compile(tmp_path, model, hardware, topologies):
     path = tmp_path / "plan.yaml"
     assert written(path, model, hardware, "colocated", "auto")
     topology = f"{hardware}:{topologies[load_deployment(path).devices]}"
-    assert main(["compile", "--config", str(path), "--topology", topology]) == 0
-    assert "of weights or pages again" not in capsys.readouterr().out
+    # In a process of its own: what the tests' compile cache holds for TPUs cannot be read here.
+    code, found, errors = compile_for("--config", str(path), "--topology", topology, timeout=3500)
+    assert code == 0, errors
+    assert [program["copied"] for program in found["programs"]] == [0] * len(found["programs"])
