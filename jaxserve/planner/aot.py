@@ -6,6 +6,7 @@ the planner that imports JAX.
 """
 
 import concurrent.futures
+import functools
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.planner.copies import copies
+from jaxserve.planner.copies import Copy, copies
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
@@ -205,7 +206,8 @@ def compile_deployment(
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
         pages, least = deployment.cache.pages, _largest_weight(templates, meshes)
-        futures = [pool.submit(_compile, *each, pages, least) for each in programs]
+        find = functools.partial(copies, least=least, apart=functools.partial(_logits, config))
+        futures = [pool.submit(_compile, *each, pages, find) for each in programs]
         for future in concurrent.futures.as_completed(futures):
             done.append(future.result())
             report(done[-1])
@@ -245,8 +247,18 @@ def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
     )
 
 
+def _logits(config: ModelConfig, shape: tuple[int, ...]) -> bool:
+    """Whether an array is logits of some rows; the head's matrix is [width, vocabulary]."""
+    return len(shape) == 2 and shape[1] == config.vocab and shape[0] != config.d_model
+
+
 def _compile(
-    program: Program, role: Role, bucket: Bucket, layers: int, pages: int, least: int
+    program: Program,
+    role: Role,
+    bucket: Bucket,
+    layers: int,
+    pages: int,
+    find: Callable[[str], list[Copy]],
 ) -> CompiledProgram:
     start = time.perf_counter()
     try:
@@ -277,7 +289,7 @@ def _compile(
         instructions=traffic.instructions,
         moved=traffic.bytes,
         exchanged=exchanged_bytes(text, program.mesh.size),
-        copied=sum(copy.bytes for copy in copies(text, least)) if has_layers else 0,
+        copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )
 
 

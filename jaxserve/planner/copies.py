@@ -6,7 +6,7 @@ used is read and written in every step, and takes its size in memory once more.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
@@ -37,10 +37,18 @@ class _Instruction(NamedTuple):
     called: str
 
 
-def copies(text: str, least: int) -> list[Copy]:
+def copies(
+    text: str, least: int, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
+) -> list[Copy]:
     """Copies of at least so many bytes, in the order of the text. What is inside of a fusion does
-    not count, unless the fusion does nothing else; what is in a loop counts once."""
-    found = list(_instructions(text))
+    not count, unless the fusion does nothing else; what is in a loop counts once.
+
+    Args:
+      text: HLO of a compiled program.
+      least: bytes.
+      apart: whether arrays of a shape do not count: activations may be as large as weights.
+    """
+    found = list(_instructions(text, apart))
     ops: dict[str, set[str]] = {}
     for one in found:
         ops.setdefault(one.computation, set()).add(one.op)
@@ -57,7 +65,7 @@ def copies(text: str, least: int) -> list[Copy]:
     ]
 
 
-def _instructions(text: str) -> Iterator[_Instruction]:
+def _instructions(text: str, apart: Callable[[tuple[int, ...]], bool]) -> Iterator[_Instruction]:
     computation = ""
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
@@ -68,16 +76,16 @@ def _instructions(text: str) -> Iterator[_Instruction]:
                 computation,
                 match["name"],
                 match["op"],
-                _bytes(match["type"]),
+                _bytes(match["type"], apart),
                 called[1] if called else "",
             )
 
 
-def _bytes(type_text: str) -> int:
-    """Of the arrays of a type that lie in HBM."""
+def _bytes(type_text: str, apart: Callable[[tuple[int, ...]], bool]) -> int:
+    """Of the arrays of a type that lie in HBM and count."""
     total = 0
     for array in _ARRAY.finditer(type_text):
-        if "S(" not in (array["layout"] or ""):
-            sizes = [int(size) for size in array["shape"].split(",") if size]
+        sizes = tuple(int(size) for size in array["shape"].split(",") if size)
+        if "S(" not in (array["layout"] or "") and not apart(sizes):
             total += math.prod(sizes) * int(array["bits"]) // 8
     return total

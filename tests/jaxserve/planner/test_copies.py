@@ -69,3 +69,10 @@ def test_copies_of_weights():
         Copy("int4", 64 * 768 // 2),
     ]
     assert [copy.name for copy in copies(TEXT, 100_000)] == ["bitcast_convert_type.1"]
+
+
+def test_activations_do_not_count():
+    """As logits, which are larger than a layer's weights, where their layout changes."""
+    found = copies(TEXT, 24 * 1024, apart=lambda shape: shape == (4096, 8))
+    assert "turned" not in [copy.name for copy in found]
+    assert len(found) == 4
