@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, get_args
 
-from pallas_kernels.target import HOPPER, Target, current_target
+from pallas_kernels.hopper import HOPPER
+from pallas_kernels.target import Target, current_target
 from pallas_kernels.tuned import Fields
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,14 @@ def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
         _collected.reset(token)
 
 
+def check_implementation(implementation: Implementation) -> None:
+    """Raises ValueError where it is none."""
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
+        )
+
+
 def kernel_target(
     op: str,
     implementation: Implementation,
@@ -94,10 +103,7 @@ def kernel_target(
       ValueError: the implementation is unknown; or there are tiles and no kernel that they are for.
       NotImplementedError: there is no kernel, and plain XLA is not allowed.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
-        )
+    check_implementation(implementation)
     if implementation == "reference":
         if tiles:
             raise ValueError(f"tiles of {op}: implementation is 'reference', which has none")

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 
 import jax
 
-Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
+from pallas_kernels.hopper import HOPPER
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-"""Substrings of the names of GPUs that the kernels support (sm_90a)."""
+Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 
 
 class Target(NamedTuple):

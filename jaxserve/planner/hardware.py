@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from pallas_kernels.hopper import HOPPER
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -74,9 +75,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it is a GPU that has kernels (`pallas_kernels/target.py`)."""
-        kernels = ("H100", "H200", "H800", "H20", "GH200")
-        return any(name in kind for kind in self.device_kinds for name in kernels)
+        """Whether it is a GPU that has kernels."""
+        return any(name in kind for kind in self.device_kinds for name in HOPPER)
 
     def slice_of(self, devices: int) -> bool:
         """Whether so many JAX devices come together: TPUs are rented as slices of 1, 2, 4, 8, …

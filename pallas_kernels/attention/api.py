@@ -14,13 +14,13 @@ which they tile, are never as short as a number of heads.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
@@ -70,10 +70,7 @@ def write_rows(
                 f"pages[0] has {pages[0].shape[:3]}"
             )
     _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
-        )
+    check_implementation(implementation)
     if implementation == "kernel":
         raise NotImplementedError("write_rows: there is no kernel; XLA writes rows in place")
     on_tpu = implementation == "auto" and current_target().backend == "mosaic_tpu"
@@ -341,9 +338,7 @@ def merge(
 
 
 def _cache(arrays: _Pages, width: int) -> reference.Cache:
-    *pages_and_scales, rope_pages = arrays
-    k_pages, v_pages, k_scales, v_scales = pages_and_scales
-    assert k_pages is not None
+    k_pages, v_pages, k_scales, v_scales, rope_pages = arrays
     return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
 
 
