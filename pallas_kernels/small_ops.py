@@ -14,7 +14,6 @@ The ops between attention and the wire are compiled twice, as XLA fuses them and
 
 import argparse
 import functools
-import math
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from jaxtyping import Array
 
 from pallas_kernels import aot, gpu_resources
 from pallas_kernels.grouped_matmul.routed import combine, sort_choices
+from pallas_kernels.hlo import hbm_bytes
 from pallas_kernels.norm_quantize import reference, rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import Format, quantize_rows
 
@@ -159,7 +159,6 @@ def _size(tree: Any) -> int:
 _INSTRUCTION = re.compile(
     r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<operands>.*?)\)"
 )
-_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<layout>[^}]*)\}")
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
@@ -173,6 +172,10 @@ def traffic(program: str, in_place: int = 0) -> Traffic:
       in_place: length of the first axis of arrays that are left out, such as a pool of pages, of
         which an instruction touches few; 0: none is.
     """
+
+    def is_pool(shape: tuple[int, ...]) -> bool:
+        return bool(in_place) and shape[:1] == (in_place,)
+
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
     instructions = total = 0
@@ -181,25 +184,11 @@ def traffic(program: str, in_place: int = 0) -> Traffic:
         if op in _NOTHING or op.endswith("-done"):
             continue
         instructions += 1
-        total += _outside(match["type"], in_place)
+        total += hbm_bytes(match["type"], is_pool)
         if op != "copy-start":  # whose type has its operand in it
             operands = re.findall(r"%([\w.-]+)", match["operands"])
-            total += sum(_outside(types.get(operand, ""), in_place) for operand in operands)
+            total += sum(hbm_bytes(types.get(operand, ""), is_pool) for operand in operands)
     return Traffic(instructions, total)
-
-
-def _outside(type_text: str, in_place: int) -> int:
-    """Bytes of the arrays of a type that lie in HBM."""
-    total = 0
-    for array in _ARRAY.finditer(type_text):
-        if "S(" in array["layout"]:
-            continue
-        bits = 8 if array["dtype"] == "pred" else int(re.findall(r"\d+", array["dtype"])[0])
-        sizes = [int(size) for size in array["shape"].split(",") if size]
-        if in_place and sizes[:1] == [in_place]:
-            continue
-        total += math.prod(sizes) * bits // 8
-    return total
 
 
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:

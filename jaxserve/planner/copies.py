@@ -4,10 +4,11 @@ Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out
 used is read and written in every step, and takes its size in memory once more.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from pallas_kernels.hlo import hbm_bytes
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
 _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
@@ -16,7 +17,6 @@ _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
 )
-_ARRAY = re.compile(r"[a-z]+(?P<bits>\d+)\w*\[(?P<shape>[\d,]*)\](?P<layout>\{[^}]*\})?")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 
 
@@ -76,16 +76,6 @@ def _instructions(text: str, apart: Callable[[tuple[int, ...]], bool]) -> Iterat
                 computation,
                 match["name"],
                 match["op"],
-                _bytes(match["type"], apart),
+                hbm_bytes(match["type"], apart),
                 called[1] if called else "",
             )
-
-
-def _bytes(type_text: str, apart: Callable[[tuple[int, ...]], bool]) -> int:
-    """Of the arrays of a type that lie in HBM and count."""
-    total = 0
-    for array in _ARRAY.finditer(type_text):
-        sizes = tuple(int(size) for size in array["shape"].split(",") if size)
-        if "S(" not in (array["layout"] or "") and not apart(sizes):
-            total += math.prod(sizes) * int(array["bits"]) // 8
-    return total

@@ -1,0 +1,27 @@
+"""Arrays in the HLO text of compiled programs. Knows no JAX."""
+
+import math
+import re
+from collections.abc import Callable
+
+_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<layout>[^}]*)\}")
+
+
+def hbm_bytes(
+    type_text: str, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
+) -> int:
+    """Bytes of the arrays of a type that lie in HBM: a layout with a memory space, S(1), is on the
+    core.
+
+    Args:
+      type_text: as an instruction has it, of one array or a tuple of some.
+      apart: whether arrays of a shape do not count.
+    """
+    total = 0
+    for array in _ARRAY.finditer(type_text):
+        sizes = tuple(int(size) for size in array["shape"].split(",") if size)
+        if "S(" in array["layout"] or apart(sizes):
+            continue
+        bits = 8 if array["dtype"] == "pred" else int(re.findall(r"\d+", array["dtype"])[0])
+        total += math.prod(sizes) * bits // 8
+    return total
