@@ -35,7 +35,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum
-from pallas_kernels.grouped_matmul.tiles import HopperTiles, Kind, hopper_tiles
+from pallas_kernels.grouped_matmul.tiles import OP, HopperTiles, Kind, hopper_tiles
 from pallas_kernels.known import when_known
 from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
@@ -45,9 +45,6 @@ from pallas_kernels.tuned import Fields, require
 
 SHARED_MEMORY = 231_424
 """Bytes of a CTA's 232,448 that buffers may take; the rest is for barriers."""
-
-OP = "grouped products"
-"""What errors call both ops."""
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 

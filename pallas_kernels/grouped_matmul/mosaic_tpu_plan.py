@@ -11,13 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.grouped_matmul.tiles import TpuTiles
+from pallas_kernels.grouped_matmul.tile_list import running_sum
+from pallas_kernels.grouped_matmul.tiles import OP, TpuTiles
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.tuned import Fields, require
 
 LANES = 128
-OP = "grouped products"
-"""What errors call both ops."""
 
 
 class Visits(NamedTuple):
@@ -61,10 +60,6 @@ def plan_visits(
     is_padding = index == groups
     sizes = jnp.pad(group_sizes, (0, 1))
     has_rows = sizes > 0
-
-    def running_sum(values: Array) -> Array:
-        up_to = index[None, :] <= index[:, None]
-        return jnp.sum(jnp.where(up_to, values[None, :], 0), axis=1, dtype=jnp.int32)
 
     # Step 1: the tiles that each group spans, and so its number of visits.
     ends = running_sum(sizes)

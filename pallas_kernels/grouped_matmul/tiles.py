@@ -11,6 +11,9 @@ from pallas_kernels.tuned import Fields
 
 MIB = 2**20
 
+OP = "grouped products"
+"""What errors of given tiles call both ops."""
+
 
 class TpuTiles(NamedTuple):
     """How the TPU kernel cuts its work.
