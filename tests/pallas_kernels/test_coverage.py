@@ -14,16 +14,9 @@ from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.shapes import H200, V6E, shape
 
-H200, A100, V6E = (
-    Target("mosaic_gpu", "NVIDIA H200"),
-    Target("reference", "NVIDIA A100-SXM4-80GB"),
-    Target("mosaic_tpu", "TPU v6 lite"),
-)
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
+A100 = Target("reference", "NVIDIA A100-SXM4-80GB")
 
 
 def attend(target, head_dim=128, page_size=64, cache=jnp.bfloat16, **options):

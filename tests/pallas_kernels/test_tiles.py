@@ -10,16 +10,9 @@ from pallas_kernels.attention import chunk_attention, paged_attention
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.shapes import H200, V6E, shape
 
-CPU, H200, V6E = (
-    Target("reference", "cpu"),
-    Target("mosaic_gpu", "NVIDIA H200"),
-    Target("mosaic_tpu", "TPU v6 lite"),
-)
-
-
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
+CPU = Target("reference", "cpu")
 
 
 def integers(*sizes):
