@@ -85,7 +85,7 @@ class LinkedHandOffs(HandOffs):
         self.domains, self._loop.fetch_policy = domains, policy
 
     @property
-    def prefills(self) -> bool:  # type: ignore[override]
+    def prefills(self) -> bool:
         """Whether prompts are held here."""
         return self.prefill is not None
 

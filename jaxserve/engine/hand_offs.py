@@ -28,8 +28,10 @@ PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 class HandOffs:
     """Of an engine that holds no prompts for others and fetches no pages."""
 
-    prefills = False
-    """Whether prompts are held here."""
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts are held here."""
+        return False
 
     @property
     def held(self) -> int:

@@ -325,7 +325,7 @@ class Calculator(NamedTuple):
         if self.exchange != "auto":
             return self.exchange
         reached = ranks_met(mesh, group.experts, group.top_k) / mesh.ranks
-        return choose(mesh, self._row_bytes(group), reached, shared=group.shared_d_ff > 0)
+        return choose(mesh, self._row_bytes(group.top_k), reached, shared=group.shared_d_ff > 0)
 
     def own_rows(self, mesh: ExchangeMesh) -> float:
         """The part of all rows that the ffn devices that have most get from the link."""
@@ -335,10 +335,7 @@ class Calculator(NamedTuple):
         """Whether AFD's link brings every row to every island of the ffn devices."""
         return self.assumed.broadcast and mesh.split
 
-    def _row_bytes(self, group: FFNLayers) -> RowBytes:
-        return self._rows(group.top_k)
-
-    def _rows(self, top_k: int) -> RowBytes:
+    def _row_bytes(self, top_k: int) -> RowBytes:
         form = self.formats
         return row_bytes(self.model.d_model, top_k, form.dispatch, form.rows, form.combine)
 
@@ -363,7 +360,10 @@ class Calculator(NamedTuple):
         elif self._broadcast(mesh):
             reached = self.needed(group, mesh.ranks)
         rows = Rows(
-            tokens * self.own_rows(mesh), self._row_bytes(group), reached, group.shared_d_ff > 0
+            tokens * self.own_rows(mesh),
+            self._row_bytes(group.top_k),
+            reached,
+            group.shared_d_ff > 0,
         )
         brought = self._broadcast(mesh)
         moving = exchange_bytes_seconds(kind, hardware, mesh, rows, brought=brought)
@@ -399,11 +399,11 @@ class Calculator(NamedTuple):
         """Bytes of a row on its way to the ffn role, as the engine packs it."""
         moe = self.model.moe
         top_k = moe.top_k if moe else 0
-        return self._rows(top_k).packed
+        return self._row_bytes(top_k).packed
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
-        return self._rows(0).result
+        return self._row_bytes(0).result
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
