@@ -99,7 +99,7 @@ def paged_attention(
     parts = attend(
         rows, cache, page_table, work, plan, out_dtype=queries.dtype, interpret=interpret
     )
-    output, lse = combine(*parts, work.start, interpret=interpret)
+    output, lse = combine(*parts, work.start, ranges=plan.ranges, interpret=interpret)
     output = _items_of_units(output, plan, kv_heads, largest)
     lse = _items_of_units(lse[..., None], plan, kv_heads, largest)[..., 0]
     if items is None:

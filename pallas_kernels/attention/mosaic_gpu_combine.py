@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.attention.mosaic_gpu_plan import piece_of
 from pallas_kernels.attention.mosaic_gpu_walk import range_of
 from pallas_kernels.mosaic_gpu import store
 
@@ -26,10 +27,11 @@ BLIND = -1e30
 def combine(
     out: Float[Array, "units lanes rows v_width"],
     lse: Float32[Array, "units lanes rows"],
-    out_pieces: Float32[Array, "pieces lanes rows v_width"],
+    out_pieces: Float[Array, "pieces lanes rows v_width"],
     lse_pieces: Float32[Array, "pieces lanes rows"],
     start: Int32[Array, " units_and_end"],
     *,
+    ranges: int,
     interpret: Any,
 ) -> tuple[Float[Array, "units lanes rows v_width"], Float32[Array, "units lanes rows"]]:
     """Copy a unit that lies in one range; otherwise combine its pieces, weighted by their sums.
@@ -37,10 +39,11 @@ def combine(
     Args:
       out, lse, out_pieces, lse_pieces: see `mosaic_gpu_kernel.attend`.
       start: of every unit, its first step; at the end the number of all steps.
+      ranges: that the steps are cut into.
     """
     units, lanes, rows, v_width = out.shape
     kernel = plgpu.kernel(
-        functools.partial(_body, ranges=out_pieces.shape[0] // 2),
+        functools.partial(_body, ranges=ranges),
         kernel_name="paged_attention_combine",
         out_type=(
             jax.ShapeDtypeStruct(out.shape, out.dtype),
@@ -89,12 +92,14 @@ def _body(
 
     def add(range_: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         largest, sums, mixed = carry
-        piece = 2 * range_ + jnp.where(range_ == first, 1, 0)
+        piece = piece_of(
+            range_, unit, first=range_ == first, units=start.shape[0] - 1, ranges=ranges
+        )
         # A piece in which a row saw nothing has -inf; the difference of two of them is NaN.
         piece_lse = jnp.maximum(load_rows(lse_pieces, piece), BLIND)
         new_largest = jnp.maximum(largest, piece_lse)
         shrink, weight = jnp.exp(largest - new_largest), jnp.exp(piece_lse - new_largest)
-        values = load_tile(out_pieces, piece)
+        values = load_tile(out_pieces, piece).astype(jnp.float32)
         mixed = mixed * lax.broadcast_in_dim(shrink, mixed.shape, [0])
         mixed = mixed + values * lax.broadcast_in_dim(weight, mixed.shape, [0])
         return new_largest, sums * shrink + weight, mixed

@@ -27,7 +27,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention.mosaic_gpu_pages import Pages, Unit, along, iota, zero
-from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, arrays_of, scratch_types
+from pallas_kernels.attention.mosaic_gpu_plan import (
+    ROWS,
+    Sizes,
+    arrays_of,
+    piece_of,
+    pieces,
+    scratch_types,
+)
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk, Work
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.mosaic_gpu import store
@@ -60,22 +67,22 @@ def attend(
 
     Returns:
       for units that lie in one range, the output [units, lanes, rows, v_width] and the log of the
-      sum of the exponentials [units, lanes, rows], anything for the others; for those the FP32
-      pieces of both, [2 * ranges, lanes, rows, ...]: at 2 * c that of the unit in which range c
-      begins, if part of it is in the range before, at 2 * c + 1 that of the last one, if more of it
-      is in the next range.
+      sum of the exponentials [units, lanes, rows], anything for the others; for those the pieces of
+      both, [pieces, lanes, rows, ...], where `piece_of` says: outputs in the 16 bits that weights
+      and values are multiplied in, where the output itself has no more, and sums in FP32.
     """
     units, lanes, rows, _ = queries.shape
     arrays = arrays_of(cache)
-    pieces = 2 * plan.ranges
+    count = pieces(units, plan.ranges)
+    pieces_dtype = queries.dtype if jnp.dtype(out_dtype).itemsize == 2 else jnp.float32
     kernel = plgpu.kernel(
         functools.partial(_body, plan=plan, names=tuple(arrays)),
         kernel_name="paged_attention",
         out_type=(
             jax.ShapeDtypeStruct((units, lanes, rows, plan.v_width), out_dtype),
             jax.ShapeDtypeStruct((units, lanes, rows), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, lanes, rows, plan.v_width), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, lanes, rows), jnp.float32),
+            jax.ShapeDtypeStruct((count, lanes, rows, plan.v_width), pieces_dtype),
+            jax.ShapeDtypeStruct((count, lanes, rows), jnp.float32),
         ),
         scratch_types=scratch_types(cache, plan, queries.dtype),
         grid=(plan.ranges // plan.walkers, plan.lanes),
@@ -340,7 +347,13 @@ class _Warpgroup(Pages):
             def _() -> None:
                 store(sums.at[index, self.lane, self.rows], log_sum)
 
-        piece = 2 * walk.index + jnp.where(start < walk.begin, 0, 1)
+        piece = piece_of(
+            walk.index,
+            unit.index,
+            first=start >= walk.begin,
+            units=walk.units,
+            ranges=self.plan.ranges,
+        )
         # Either or: one after the other, and what is converted for one would be kept for the next.
         lax.cond(
             whole,

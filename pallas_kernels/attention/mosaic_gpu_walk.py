@@ -61,13 +61,18 @@ def copies(page_size: int) -> int:
 
 
 def range_begin(index: Any, total: Any, ranges: int) -> Any:
-    """The first step of a range."""
-    return index * total // ranges
+    """The first step of a range. Of more ranges than steps the last ones are empty."""
+    used = jnp.clip(total, 1, ranges)
+    return jnp.minimum(index, used) * total // used
 
 
 def range_of(step: Any, total: Any, ranges: int) -> Any:
-    """The range that a step is in: the last one that begins at it or before."""
-    return ((step + 1) * ranges - 1) // total
+    """The range that a step is in: the last one that begins at it or before.
+
+    None of those in between two steps of a unit is empty: each has a part of it.
+    """
+    used = jnp.clip(total, 1, ranges)
+    return ((step + 1) * used - 1) // jnp.maximum(total, 1)
 
 
 class Part(NamedTuple):

@@ -59,6 +59,17 @@ def test_what_ships_gives_what_it_should(sizes, chunks):
     np.testing.assert_allclose(lse, expected.lse, 1e-2, 4e-2)
 
 
+@pytest.mark.parametrize("ranges", [3, 8, 11])
+def test_partial_results(ranges, monkeypatch):
+    """Of as many ranges as there are units and steps in one, of more ranges than there are steps:
+    what nobody wrote is NaN here, and memory's last contents on a GPU."""
+    monkeypatch.setattr(mosaic_gpu, "gpu_blocks", lambda target: ranges)
+    expected = case(PLAIN, [(260, 1), PADDING, (70, 1)])
+    output, lse = run(expected)
+    np.testing.assert_allclose(np.asarray(output, np.float32), expected.output, 0.4, 4e-2)
+    np.testing.assert_allclose(lse, expected.lse, 1e-2, 4e-2)
+
+
 RELEASE = """\
     if not self.converts:
         plgpu.barrier_arrive(smem.released.at[slot])
