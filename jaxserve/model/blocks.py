@@ -146,7 +146,7 @@ class FFNBlock(Module):
         share = jnp.zeros(message.tokens.shape, jnp.float32)
         if self.dense is not None:
             with jax.named_scope("dense"):
-                share += self.dense(message.tokens).astype(share.dtype)
+                share += self.dense(message.tokens, message.encoded).astype(share.dtype)
         if self.experts is not None:
             assert message.experts is not None
             assert message.gates is not None

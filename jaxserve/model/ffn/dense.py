@@ -6,6 +6,7 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from jaxserve.model.module import Formats, Module, Rngs, matrix
+from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.dense import dense_swiglu
 
 
@@ -31,6 +32,13 @@ class DenseFFN(Module):
         self.up = matrix(rngs, formats, **hidden, d_model=d_model)
         self.down = matrix(rngs, formats, d_model=d_model, **hidden)
 
-    def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
-        """This device's share of the output, in the dtype of x."""
-        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...])
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], encoded: EncodedRows | None = None
+    ) -> Float[Array, "tokens d_model"]:
+        """This device's share of the output, in the dtype of x.
+
+        Args:
+          encoded: x as it came over the wire, if in 8 bits.
+        """
+        narrow = None if encoded is None else encoded.quantised()
+        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...], narrow)

@@ -32,7 +32,7 @@ from jaxserve.model.ffn.replicas import (
 )
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
-from jaxserve.model.quant.rows import WireFormat, pack_int8, unpack_int8
+from jaxserve.model.quant.rows import EncodedRows, WireFormat, pack_int8, unpack_int8
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
 
 
@@ -266,15 +266,16 @@ class AllToAllExchange(NamedTuple):
         self,
         packed: UInt[Array, "rows words"],
         own: Message,
-        expert: Callable[[Array], Array],
+        expert: Callable[[Array, EncodedRows | None], Array],
         packing: Packing,
     ) -> Float32[Array, "rows d_model"]:
         """The shared expert on this device's own rows, or its share if others have them, too."""
         tensor = self.axes.tensor
         if not self.axes.split or jax.lax.axis_size(tensor) == 1:
-            return expert(own.tokens).astype(jnp.float32)
+            return expert(own.tokens, own.encoded).astype(jnp.float32)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
-        share = expert(packing.unpack(of_rank).tokens)
+        everything = packing.unpack(of_rank)
+        share = expert(everything.tokens, everything.encoded)
         return self.results.summed_rows(share, (tensor,))
 
 

@@ -15,7 +15,6 @@ from jaxserve.model.module import Formats, Module, Rngs, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
-from pallas_kernels.quantize import QuantArray
 
 
 def slot_sizes(
@@ -101,8 +100,7 @@ class Experts(Module):
         if row_format is None:
             row_format = fastest_row_format(x, (gate, up, down))
             if row_format == "fp8" and encoded and encoded.values.dtype == jnp.float8_e4m3fn:
-                assert encoded.scales is not None
-                narrow = QuantArray(encoded.values, encoded.scales[:, None], (1, 0))
+                narrow = encoded.quantised()
         stacked = gate.shape[0] > self.local
         return routed_swiglu(
             x,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int8, Num
 
 from jaxserve.model.row_width import result_words
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
+from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
 
 WireFormat = Literal["float32", "bfloat16", "fp8", "int8"]
@@ -31,6 +32,11 @@ class EncodedRows(NamedTuple):
     """[tokens, d_model], in the format's storage dtype."""
     scales: Float[Array, " tokens"] | None
     """FP32, one per row; None for formats without scales."""
+
+    def quantised(self) -> QuantArray:
+        """Rows in 8 bits, as products take them."""
+        assert self.scales is not None
+        return QuantArray(self.values, self.scales[:, None], (1, 0))
 
 
 def has_scales(row_format: WireFormat) -> bool:

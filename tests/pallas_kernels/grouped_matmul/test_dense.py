@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul.dense import covers, dense_matmul, dense_swiglu
+from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import Weight
 
@@ -73,6 +74,24 @@ def test_without_kernels(format):
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 8e-3 * scale)
+
+
+@pytest.mark.parametrize(("target", "taken"), [("gpu", True), ("cpu", False)])
+def test_rows_that_came_in_8_bits(target, taken):
+    """On a GPU their values are multiplied, and the rows themselves are not looked at."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(ROWS, D_IN)).astype(jnp.float8_e4m3fn)
+    scales = 2.0 ** rng.integers(-6, 0, (ROWS, 1)).astype(np.float32)
+    narrow = QuantArray(jnp.asarray(values), jnp.asarray(scales), (1, 0))
+    rows = (values.astype(np.float32) * scales).astype(jnp.bfloat16)  # exactly
+    shapes = ((24, D_IN), (24, D_IN), (8, 24))
+    weights, arrays = zip(*(dense_weight(rng, *s, "fp8") for s in shapes), strict=True)
+    given = jnp.full_like(rows, jnp.nan) if taken else jnp.asarray(rows)
+    with use_target(TARGETS.get(target, Target("reference", "cpu"))):
+        found = dense_swiglu(given, *arrays, narrow)
+    _, expected = products_numpy(rows, *weights)
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.all(np.abs(np.asarray(found, np.float64) - expected) <= 8e-3 * scale)
 
 
 @pytest.mark.parametrize("target", TARGETS)
