@@ -166,7 +166,7 @@ def traffic(program: str, in_place: int = 0) -> Traffic:
     """What the entry computation of a compiled program (its text) moves.
 
     Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
-    where it is started.
+    where it is started. An array that an instruction takes twice, also as other bits, is read once.
 
     Args:
       in_place: length of the first axis of arrays that are left out, such as a pool of pages, of
@@ -178,16 +178,20 @@ def traffic(program: str, in_place: int = 0) -> Traffic:
 
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
+    sources: dict[str, str] = {}
     instructions = total = 0
     for match in filter(None, map(_INSTRUCTION.match, entry.splitlines())):
         op, types[match["name"]] = match["op"], match["type"]
+        operands = re.findall(r"%([\w.-]+)", match["operands"])
+        if op in ("bitcast", "reshape"):
+            sources[match["name"]] = sources.get(operands[0], operands[0])
         if op in _NOTHING or op.endswith("-done"):
             continue
         instructions += 1
         total += hbm_bytes(match["type"], is_pool)
         if op != "copy-start":  # whose type has its operand in it
-            operands = re.findall(r"%([\w.-]+)", match["operands"])
-            total += sum(hbm_bytes(types.get(operand, ""), is_pool) for operand in operands)
+            once = {sources.get(operand, operand): operand for operand in operands}
+            total += sum(hbm_bytes(types.get(operand, ""), is_pool) for operand in once.values())
     return Traffic(instructions, total)
 
 

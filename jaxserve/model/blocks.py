@@ -42,6 +42,7 @@ from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, WireFormat, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
 
 class AttentionBlock(Module):
@@ -142,16 +143,22 @@ class FFNBlock(Module):
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
     ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"] | None]:
         """The same, and the tokens that each of this device's slots got; None: it has none."""
-        load = None
-        share = jnp.zeros(message.tokens.shape, jnp.float32)
+        share, load = self.unsummed(message, rank, layer)
+        return share.total(), load
+
+    def unsummed(
+        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+    ) -> tuple[Unsummed, Int[Array, " local"] | None]:
+        """The same, with the results of a token's experts not yet added up."""
+        share, choices = None, None
         if self.dense is not None:
             with jax.named_scope("dense"):
-                share += self.dense(message.tokens, message.encoded).astype(share.dtype)
+                share = self.dense(message.tokens, message.encoded)
         if self.experts is not None:
             assert message.experts is not None
             assert message.gates is not None
             with jax.named_scope("experts"):
-                routed, load = self.experts.routed(
+                choices = self.experts.choices(
                     message.tokens,
                     message.experts,
                     message.gates,
@@ -159,8 +166,9 @@ class FFNBlock(Module):
                     layer,
                     message.encoded,
                 )
-                share += routed
-        return share, load
+        if share is None and choices is None:
+            share = jnp.zeros(message.tokens.shape, jnp.float32)
+        return Unsummed(share, choices), None if choices is None else choices.order.sizes
 
 
 class Embedding(Module):

@@ -38,6 +38,14 @@ class Order(NamedTuple):
     sizes: Int32[Array, " groups"]
 
 
+class Choices(NamedTuple):
+    """Results of networks, of which a token's are still to be added up: see `combine`."""
+
+    rows: Float[Array, "rows d"]
+    gates: Float[Array, "tokens top_k"]
+    order: Order
+
+
 def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     """Sorts choices by group; a choice outside 0..groups-1 belongs to no group."""
     here = (choices >= 0) & (choices < groups)
@@ -131,7 +139,42 @@ def routed_swiglu(
     tiles: Fields | None = None,
 ) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
     """Run every token through the SwiGLU networks that it chose and sum the results, weighted by
-    the gates.
+    the gates: `routed_choices`, added up.
+
+    Returns:
+      the sums, and the number of tokens of each network of the window.
+    """
+    found = routed_choices(
+        x,
+        choices,
+        gates,
+        gate_weights,
+        up_weights,
+        down_weights,
+        window=window,
+        row_format=row_format,
+        narrow=narrow,
+        implementation=implementation,
+        tiles=tiles,
+    )
+    return combine(*found), found.order.sizes
+
+
+def routed_choices(
+    x: Float[Array, "tokens d_model"],
+    choices: Int32[Array, "tokens top_k"],
+    gates: Float[Array, "tokens top_k"],
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    *,
+    window: tuple[Int[Array, ""] | int, int] | None = None,
+    row_format: RowFormat | None = None,
+    narrow: QuantArray | None = None,
+    implementation: Implementation = "auto",
+    tiles: Fields | None = None,
+) -> Choices:
+    """Run every token through the SwiGLU networks that it chose.
 
     Args:
       choices: [tokens, top_k] networks, counted from the first of the window; choices outside the
@@ -141,7 +184,7 @@ def routed_swiglu(
       row_format, narrow, implementation, tiles: see `grouped_swiglu`.
 
     Returns:
-      the sums, and the number of tokens of each network of the window.
+      the results, and with their order the number of tokens of each network of the window.
 
     Raises:
       ValueError: the shapes, dtypes, formats or tiles do not fit together.
@@ -172,4 +215,4 @@ def routed_swiglu(
         implementation=implementation,
         tiles=tiles,
     )
-    return combine(rows, gates, order), order.sizes
+    return Choices(rows, gates, order)

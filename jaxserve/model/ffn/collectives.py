@@ -4,12 +4,14 @@ Called by `exchange.py`, inside its `shard_map`. Knows arrays and mesh axes, not
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int8, Int32
 
-from jaxserve.model.quant.rows import pack_int8, unpack_int8
+from jaxserve.model.row_width import result_words
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
 
 
 def summed_rows(
@@ -49,22 +51,28 @@ def _summed_here(
     return rows
 
 
-def summed_int8_rows(
-    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
-) -> Float32[Array, "rows d_model"]:
+def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...]) -> Float32[Array, "rows d_model"]:
     """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
-    be carried on. With two axes the sums over the last one are rounded again; FP32 sums."""
-    sizes, d_model = [jax.lax.axis_size(axis) for axis in axes], shares.shape[1]
-    rows = shares.reshape(*sizes, -1, d_model)
-    for place, axis in reversed(list(enumerate(axes))):
-        if sizes[place] == 1:  # nothing travels
-            rows = jnp.squeeze(rows, place)
-            continue
-        packed = pack_int8(rows.reshape(-1, d_model)).reshape(*rows.shape[:-1], -1)
-        arrived = jax.lax.all_to_all(packed, axis, place, 0)
-        shares = unpack_int8(arrived.reshape(-1, packed.shape[-1]), d_model)
-        rows = jnp.sum(shares.reshape(*arrived.shape[:-1], d_model), axis=0)
-    return rows.astype(jnp.float32)
+    be carried on. With two axes, of which there are no more, the sums over the last one are rounded
+    again; FP32 sums."""
+    sizes = {axis: jax.lax.axis_size(axis) for axis in axes if jax.lax.axis_size(axis) > 1}
+    if not sizes:  # nothing travels
+        return shares.total()
+    (_, d_model), (*first, last) = shares.shape, sizes
+    words, outer = result_words(d_model), math.prod(sizes[axis] for axis in first)
+    # Blocks that go to the same device of the last axis are together, as an all-to-all takes them.
+    packed = shares.packed(words, (outer, sizes[last]))
+    for axis in reversed(first):
+        packed = sum_and_pack(_exchanged(packed, sizes[last], last), d_model)
+        last = axis
+    return sum_packed(_exchanged(packed, sizes[last], last), d_model)
+
+
+def _exchanged(
+    packed: Int8[Array, "all_rows words"], size: int, axis: str
+) -> Int8[Array, "devices rows words"]:
+    blocks = packed.reshape(size, -1, packed.shape[1])
+    return jax.lax.all_to_all(blocks, axis, 0, 0)
 
 
 def summed(

@@ -33,6 +33,7 @@ from jaxserve.model.ffn.replicas import (
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import EncodedRows, WireFormat, pack_int8, unpack_int8
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
 
 
@@ -110,12 +111,12 @@ class Results(NamedTuple):
     """Whether all others travel in INT8, with a scale a row."""
 
     def summed_rows(
-        self, shares: Float32[Array, "all_rows d_model"], axes: tuple[str, ...]
+        self, shares: Unsummed, axes: tuple[str, ...]
     ) -> Float32[Array, "rows d_model"]:
         """See `collectives`."""
         if self.int8:
             return summed_int8_rows(shares, axes)
-        return summed_rows(shares, axes, self.dtype)
+        return summed_rows(shares.total(), axes, self.dtype)
 
     def pack(self, results: Float32[Array, "rows d_model"]) -> Array:
         """Rows as they travel."""
@@ -180,7 +181,7 @@ class GatherExchange(NamedTuple):
                 shared = choose_shared_rank(message.experts, sizes) == rank
                 slots, gates = work_of_rank(slots, gates, shared, rank, sizes)
             message = message._replace(experts=slots, gates=gates)
-        share, load = block.with_load(message, rank, layer)
+        share, load = block.unsummed(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
         rows = self.results.summed_rows(self._in_place(share), axes.rows)
@@ -193,14 +194,15 @@ class GatherExchange(NamedTuple):
         blocks = rows.reshape(self.blocks.total, -1, rows.shape[1])
         return blocks[np.array(self.blocks.filled)].reshape(-1, rows.shape[1])
 
-    def _in_place(self, results: Float32[Array, "real d_model"]) -> Float32[Array, "rows d_model"]:
+    def _in_place(self, share: Unsummed) -> Unsummed:
         """The results where their rows were, zeros elsewhere."""
         if self.blocks.all_filled:
-            return results
-        total, filled = self.blocks
+            return share
+        results, (total, filled) = share.total(), self.blocks
         of_blocks = results.reshape(len(filled), -1, results.shape[1])
         blocks = jnp.zeros((total, *of_blocks.shape[1:]), results.dtype)
-        return blocks.at[np.array(filled)].set(of_blocks).reshape(-1, results.shape[1])
+        placed = blocks.at[np.array(filled)].set(of_blocks)
+        return Unsummed(placed.reshape(-1, results.shape[1]))
 
 
 class AllToAllExchange(NamedTuple):
@@ -276,7 +278,7 @@ class AllToAllExchange(NamedTuple):
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         everything = packing.unpack(of_rank)
         share = expert(everything.tokens, everything.encoded)
-        return self.results.summed_rows(share, (tensor,))
+        return self.results.summed_rows(Unsummed(share), (tensor,))
 
 
 class SendPlan(NamedTuple):

@@ -14,7 +14,7 @@ from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, Module, Rngs, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import fastest_row_format
-from pallas_kernels.grouped_matmul.routed import routed_swiglu
+from pallas_kernels.grouped_matmul.routed import Choices, combine, routed_choices
 
 
 def slot_sizes(
@@ -90,7 +90,20 @@ class Experts(Module):
         layer: Int[Array, ""] | int = 0,
         encoded: EncodedRows | None = None,
     ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"]]:
-        """The same, and how many tokens each of this device's slots of the layer got.
+        """The same, and how many tokens each of this device's slots of the layer got."""
+        found = self.choices(x, slots, gates, rank, layer, encoded)
+        return combine(*found), found.order.sizes
+
+    def choices(
+        self,
+        x: Float[Array, "tokens d_model"],
+        slots: Int[Array, "tokens top_k"],
+        gates: Float[Array, "tokens top_k"],
+        rank: Int[Array, ""] | int,
+        layer: Int[Array, ""] | int = 0,
+        encoded: EncodedRows | None = None,
+    ) -> Choices:
+        """The same before it is added up.
 
         Args:
           encoded: x as it came over the wire, if in 8 bits.
@@ -102,7 +115,7 @@ class Experts(Module):
             if row_format == "fp8" and encoded and encoded.values.dtype == jnp.float8_e4m3fn:
                 narrow = encoded.quantised()
         stacked = gate.shape[0] > self.local
-        return routed_swiglu(
+        return routed_choices(
             x,
             slots - rank * self.local,
             gates,

@@ -6,11 +6,11 @@ by the row's largest magnitude (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: IN
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8, Num
 
 from jaxserve.model.row_width import result_words
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed, unpack
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
@@ -77,15 +77,12 @@ def decode_rows(
 def pack_int8(x: Float[Array, "rows d_model"]) -> Int8[Array, "rows words"]:
     """Results in INT8, each row with the four bytes of its FP32 scale behind it, and zeros up to
     `result_words` (xDeepServe §4.7: experts' outputs on the wire)."""
-    values, scales = quantize_rows(x, "int8")
-    packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
-    return jnp.pad(packed, ((0, 0), (0, result_words(x.shape[1]) - packed.shape[1])))
+    return Unsummed(x).packed(result_words(x.shape[1]))
 
 
 def unpack_int8(packed: Int8[Array, "rows words"], d_model: int) -> Float32[Array, "rows d_model"]:
     """The inverse, but for the rounding."""
-    scales = jax.lax.bitcast_convert_type(packed[:, d_model : d_model + 4], jnp.float32)
-    return dequantize_rows(packed[:, :d_model], scales, jnp.float32)
+    return unpack(packed, d_model)
 
 
 def quantize_heads(

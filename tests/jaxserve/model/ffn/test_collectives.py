@@ -15,6 +15,7 @@ from jaxserve.model.ffn.collectives import (
     summed_int8_rows,
     summed_rows,
 )
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
 pytestmark = pytest.mark.unoptimised
 
@@ -31,7 +32,7 @@ def sum_of(dtype):
 
     def body(shares):
         if dtype == "int8":
-            return summed_int8_rows(shares[0], AXES)
+            return summed_int8_rows(Unsummed(shares[0]), AXES)
         return summed_rows(shares[0], AXES, jnp.dtype(dtype))
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=here, out_specs=here, check_vma=False))

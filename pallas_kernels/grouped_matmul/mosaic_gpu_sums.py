@@ -1,0 +1,157 @@
+"""Sums of rows, to and from packed INT8, on Hopper GPUs (Pallas, Mosaic GPU): a block a row.
+
+Called by `packed_sums.py`. A row stays in registers between the one time that its parts are read
+and the one time that it is written.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Int8
+
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
+from pallas_kernels.mosaic_gpu import quantise, store
+from pallas_kernels.target import Target
+
+WARPGROUP = 128
+"""Threads of a block; d is a multiple, and so many bytes are behind the values of a packed row."""
+MOST_COLUMNS = 8192
+"""Of a row that the registers of a block hold."""
+VECTORS = (8, 4, 2, 1)
+"""Neighbours that a thread may have, to choose from."""
+
+
+def gap(d: int, words: int) -> str:
+    """What of a call the kernels do not cover; empty: nothing."""
+    if d % WARPGROUP or d > MOST_COLUMNS or words != d + WARPGROUP:
+        return f"rows of {d} (multiples of {WARPGROUP} up to {MOST_COLUMNS})"
+    return ""
+
+
+def pack(
+    sums: Unsummed, words: int, major: tuple[int, int], target: Target
+) -> Int8[Array, "tokens words"]:
+    """See `Unsummed.packed`; for what `gap` leaves."""
+    arguments: list[Array] = []
+    if sums.base is not None:
+        arguments.append(sums.base)
+    if sums.choices is not None:
+        rows, gates, order = sums.choices
+        index = jnp.where(order.here, order.place, -1).reshape(-1)
+        arguments += [rows, index, gates.astype(jnp.float32).reshape(-1)]
+    tokens, _ = sums.shape
+    body = functools.partial(_pack, has_base=sums.base is not None, major=major)
+    return _run("pack_sums", body, (tokens, words), jnp.int8, target, *arguments)
+
+
+def add_up(
+    arrived: Int8[Array, "parts rows words"], d: int, target: Target
+) -> Float32[Array, "rows d"]:
+    """See `packed_sums.sum_packed`."""
+    shape = arrived.shape[1], d
+    return _run("sum_packed", _add_up, shape, jnp.float32, target, arrived, _as_floats(arrived))
+
+
+def add_up_and_pack(
+    arrived: Int8[Array, "parts rows words"], d: int, target: Target
+) -> Int8[Array, "rows words"]:
+    """See `packed_sums.sum_and_pack`."""
+    body = functools.partial(_add_up_and_pack, d=d)
+    shape = arrived.shape[1], arrived.shape[2]
+    return _run("sum_and_pack", body, shape, jnp.int8, target, arrived, _as_floats(arrived))
+
+
+def _as_floats(arrived: Array) -> Float32[Array, "all_rows numbers"]:
+    """The FP32 numbers that the bytes are, of which one of a row is its scale: the same memory."""
+    parts, rows, words = arrived.shape
+    return lax.bitcast_convert_type(arrived.reshape(parts * rows, words // 4, 4), jnp.float32)
+
+
+def _run(
+    name: str, body: Any, shape: tuple[int, int], dtype: Any, target: Target, *arguments: Array
+) -> Array:
+    found: Array = plgpu.kernel(
+        body,
+        kernel_name=name,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(shape[0],),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    )(*arguments)
+    return found
+
+
+def _layout(d: int) -> Any:
+    vector = next(size for size in VECTORS if d % (WARPGROUP * size) == 0)
+    return plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
+
+
+def _pack(*refs: Any, has_base: bool, major: tuple[int, int]) -> None:
+    """One row of: base [tokens, d] and rows [rows, d], index and gates [tokens * top_k], or one of
+    both; then the output [tokens, words]."""
+    *operands, output = refs
+    row, (outer, inner) = lax.axis_index("row"), major
+    block = output.shape[0] // (outer * inner)
+    number = lax.div(row, block)
+    outer_first = lax.rem(number, outer) * inner + lax.div(number, outer)
+    token = outer_first * block + lax.rem(row, block)
+    total: Any = None
+    if has_base:
+        base, *operands = operands
+        total = _wide(base.at[token])
+    if operands:
+        rows, index, gates = operands
+        top_k = index.shape[0] // output.shape[0]
+        chosen: Any = None
+        for choice in range(top_k):
+            place = index[token * top_k + choice]
+            wide = _wide(rows.at[jnp.maximum(place, 0)]) * gates[token * top_k + choice]
+            here = jnp.broadcast_to(place >= 0, wide.shape)
+            wide = jnp.where(here, wide, jnp.zeros_like(wide))
+            chosen = wide if chosen is None else chosen + wide
+        total = chosen if total is None else total + chosen
+    _store_packed(output, row, total)
+
+
+def _add_up(arrived: Any, scales: Any, output: Any) -> None:
+    """One row of [parts, rows, words] and its scales, to [rows, d]."""
+    row = lax.axis_index("row")
+    store(output.at[row], _sum(arrived, scales, row, output.shape[1]))
+
+
+def _add_up_and_pack(arrived: Any, scales: Any, output: Any, *, d: int) -> None:
+    """One row of [parts, rows, words] and its scales, to [rows, words]."""
+    row = lax.axis_index("row")
+    _store_packed(output, row, _sum(arrived, scales, row, d))
+
+
+def _sum(arrived: Any, scales: Any, row: jax.Array, d: int) -> jax.Array:
+    parts, rows, _ = arrived.shape
+    total: Any = None
+    for part in range(parts):
+        wide = _wide(arrived.at[part, row, pl.ds(0, d)]) * scales[part * rows + row, d // 4]
+        total = wide if total is None else total + wide
+    return total
+
+
+def _wide(row: Any) -> jax.Array:
+    layout = _layout(row.shape[0])
+    return plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def _store_packed(output: Any, row: jax.Array, total: jax.Array) -> None:
+    d = total.shape[0]
+    values, scale = quantise(total, jnp.int8)
+    store(output.at[row, pl.ds(0, d)], values)
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+    place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=layout)
+    bits = lax.bitcast_convert_type(jnp.broadcast_to(scale, place.shape), jnp.int32)
+    byte = (bits >> (8 * jnp.minimum(place, 3))) & 255
+    behind = jnp.where(place < 4, byte, jnp.zeros_like(byte))
+    store(output.at[row, pl.ds(d, WARPGROUP)], behind.astype(jnp.int8))

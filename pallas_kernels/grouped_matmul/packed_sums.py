@@ -1,0 +1,102 @@
+"""Sums of experts' results, packed in INT8 for other devices, and sums of what such devices sent.
+
+Called by who sends and receives them. A packed row is its values, the four bytes of its FP32 scale,
+and zeros. Hopper GPUs have kernels (`mosaic_gpu_sums.py`): a row's scale is known when its sum is,
+and XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int8
+
+from pallas_kernels.coverage import kernel_target
+from pallas_kernels.grouped_matmul.routed import Choices, combine
+from pallas_kernels.quantize import dequantize_rows, quantize_rows
+from pallas_kernels.target import Target, current_target
+
+_COST = "computes sums twice, or writes them in FP32"
+
+
+class Unsummed(NamedTuple):
+    """Rows that are sums: of one array's rows, of choices, or of both."""
+
+    base: Float[Array, "tokens d"] | None
+    choices: Choices | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[tokens, d] of the sums."""
+        if self.choices is None:
+            assert self.base is not None
+            return self.base.shape[0], self.base.shape[1]
+        return self.choices.gates.shape[0], self.choices.rows.shape[1]
+
+    def total(self) -> Float32[Array, "tokens d"]:
+        """The sums."""
+        base = None if self.base is None else self.base.astype(jnp.float32)
+        if self.choices is None:
+            assert base is not None
+            return base
+        found = combine(*self.choices)
+        return found if base is None else base + found
+
+    def packed(self, words: int, major: tuple[int, int] = (1, 1)) -> Int8[Array, "tokens words"]:
+        """The sums in INT8.
+
+        Args:
+          words: of a packed row.
+          major: (a, b): rows, which are a x b blocks, as b x a blocks.
+        """
+        tokens, d = self.shape
+        target = _target(d, words)
+        if target is not None and tokens:
+            from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+            return mosaic_gpu_sums.pack(self, words, major, target)
+        values, scales = quantize_rows(self.total(), "int8")
+        packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
+        packed = jnp.pad(packed, ((0, 0), (0, words - packed.shape[1])))
+        if 1 in major:
+            return packed
+        return jnp.swapaxes(packed.reshape(*major, -1, words), 0, 1).reshape(-1, words)
+
+
+def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Array, "rows d"]:
+    """The sums of parts, which came packed, in their order."""
+    parts, rows, words = arrived.shape
+    target = _target(d, words)
+    if target is not None and rows:
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+        return mosaic_gpu_sums.add_up(arrived, d, target)
+    shares = unpack(arrived.reshape(-1, words), d)
+    return jnp.sum(shares.reshape(parts, rows, d), axis=0)
+
+
+def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array, "rows words"]:
+    """The same, packed again."""
+    words = arrived.shape[2]
+    target = _target(d, words)
+    if target is not None and arrived.shape[1]:
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+        return mosaic_gpu_sums.add_up_and_pack(arrived, d, target)
+    return Unsummed(sum_packed(arrived, d)).packed(words)
+
+
+def unpack(packed: Int8[Array, "rows words"], d: int) -> Float32[Array, "rows d"]:
+    """Packed rows, but for the rounding."""
+    scales = jax.lax.bitcast_convert_type(packed[:, d : d + 4], jnp.float32)
+    return dequantize_rows(packed[:, :d], scales, jnp.float32)
+
+
+def _target(d: int, words: int) -> Target | None:
+    def gap(target: Target) -> str:
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+        return mosaic_gpu_sums.gap(d, words)
+
+    is_gpu = current_target().backend == "mosaic_gpu"
+    return kernel_target("pack_sums", "auto" if is_gpu else "reference", gap, _COST)

@@ -1,0 +1,100 @@
+"""Sums to and from packed INT8: the Hopper kernels, interpreted, and XLA, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul.packed_sums import (
+    Unsummed,
+    sum_and_pack,
+    sum_packed,
+    unpack,
+)
+from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
+from pallas_kernels.target import Target, use_target
+
+pytestmark = pytest.mark.unoptimised
+
+TARGETS = {
+    "gpu": Target("mosaic_gpu", "NVIDIA H200", interpret=True),
+    "xla": Target("reference", "cpu"),
+}
+TOKENS, TOP_K, GROUPS, D, WORDS = 8, 2, 3, 256, 384
+
+
+def packed_numpy(sums):
+    """Values, the bytes of the scales, zeros."""
+    scales = np.abs(sums).max(axis=1) * np.float32(1 / 127)
+    values = np.rint(sums * (1 / scales)[:, None]).astype(np.int8)
+    of_scales = scales.astype(np.float32)[:, None].view(np.int8)
+    return np.concatenate([values, of_scales, np.zeros((len(sums), 124), np.int8)], axis=1)
+
+
+def sums_of(packed):
+    return packed[:, :D] * packed[:, D : D + 4].copy().view(np.float32)
+
+
+def agree(found, expected):
+    """Sums that are rounded in another order may round to the next value."""
+    assert found.shape == expected.shape
+    assert np.abs(found[:, :D].astype(int) - expected[:, :D]).max() <= 1
+    assert np.mean(found[:, :D] != expected[:, :D]) < 0.01
+    scales, of_expected = (
+        array[:, D : D + 4].copy().view(np.float32) for array in (found, expected)
+    )
+    np.testing.assert_allclose(scales, of_expected, 1e-5)
+    assert not found[:, D + 4 :].any()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("has_base", "has_choices", "major"),
+    [(True, True, (2, 4)), (False, True, (1, 8)), (True, False, (1, 1))],
+)
+def test_sums_are_packed(target, has_base, has_choices, major):
+    """What a choice of no group has may be anything; blocks of rows change places."""
+    rng = np.random.default_rng(0)
+    choices = rng.integers(-1, GROUPS + 1, (TOKENS, TOP_K)).astype(np.int32)
+    order = sort_choices(jnp.asarray(choices), GROUPS)
+    rows = rng.normal(size=(TOKENS * TOP_K, D)).astype(jnp.bfloat16)
+    rows[int(np.sum(order.sizes)) :] = np.nan
+    here = np.asarray(order.here)
+    gates = np.where(here, rng.random(choices.shape), np.nan).astype(np.float32)
+    base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
+    expected = base.astype(np.float32) * has_base
+    for token, choice in np.argwhere(here & has_choices):
+        expected[token] += (
+            rows[order.place[token, choice]].astype(np.float32) * gates[token, choice]
+        )
+    sums = Unsummed(
+        jnp.asarray(base) if has_base else None,
+        Choices(jnp.asarray(rows), jnp.asarray(gates), order) if has_choices else None,
+    )
+    with use_target(TARGETS[target]):
+        found = np.asarray(sums.packed(WORDS, major))
+    np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
+    blocks = expected.reshape(*major, -1, D).swapaxes(0, 1).reshape(-1, D)
+    filled = np.abs(blocks).max(axis=1) > 0
+    agree(found[filled], packed_numpy(blocks[filled]))
+    # A row of zeros has the scale 1.
+    np.testing.assert_array_equal(sums_of(found)[~filled], 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_packed_is_added_up(target):
+    rng = np.random.default_rng(0)
+    parts = [packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in range(4)]
+    expected = np.sum([sums_of(part) for part in parts], axis=0)
+    with use_target(TARGETS[target]):
+        found = sum_packed(jnp.asarray(parts), D)
+        again = np.asarray(sum_and_pack(jnp.asarray(parts), D))
+    np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+    agree(again, packed_numpy(expected))
+    np.testing.assert_array_equal(unpack(jnp.asarray(parts[0]), D), sums_of(parts[0]))
+
+
+def test_rows_without_a_kernel():
+    """Other widths are XLA's, and so are no rows."""
+    with use_target(TARGETS["gpu"]._replace(interpret=False)):
+        assert Unsummed(jnp.ones((2, 5))).packed(9).shape == (2, 9)
+        assert Unsummed(jnp.ones((0, D))).packed(WORDS).shape == (0, WORDS)
