@@ -39,16 +39,36 @@ def test_version(capsys):
     assert capsys.readouterr().out == "jaxserve 0.1.0\n"
 
 
-def test_completion_scripts_are_accepted_by_the_shell(tmp_path):
+def test_completion_of_commands_options_names_and_files(tmp_path):
+    """In the shell itself."""
     script = tmp_path / "jaxserve.bash"
+    (tmp_path / "demonstration").mkdir()
+    (tmp_path / "decoded.yaml").touch()
     command = [sys.executable, "-m", "jaxserve", "completion", "bash"]
     with script.open("w") as file:
         subprocess.run(command, stdout=file, cwd=ROOT, check=True, timeout=120)
-    ask = f"source {script}; COMP_WORDS=(jaxserve plan cal); COMP_CWORD=2; _shtab_jaxserve; "
+    asked = {
+        "plan cal": ["calibrate"],
+        "serve --mod": ["--model"],
+        "serve --model de": ["demonstration"],
+        "serve --config de": [
+            *("deepseek-v3", "demo", "demo-fleet", "demo-fleet-afd", "decoded.yaml"),
+            "demonstration",
+        ],
+        "launch --hardware v6": ["v6e"],
+        "generate --set cache.page": ["cache.page_size=", "cache.pages="],
+        "convert dem": ["demonstration"],
+        "convert --weights int": ["int8", "int4"],
+    }
+    lines = [f"source {script}"]
+    for words in asked:
+        lines.append(f"COMP_WORDS=(jaxserve {words}); COMP_CWORD={len(words.split())}")
+        lines.append('_jaxserve_without_space; echo "${COMPREPLY[@]}"')
     run = subprocess.run(
-        ["bash", "-c", ask + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True, timeout=30
+        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=30
     )
-    assert run.stdout.split() == ["calibrate"]
+    found = [line.split() for line in run.stdout.splitlines()]
+    assert list(map(sorted, found)) == list(map(sorted, asked.values()))
 
 
 def test_a_deployment_by_name_is_the_one_that_comes_with_the_package(tmp_path, monkeypatch):
