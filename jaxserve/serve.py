@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             from jaxserve.commands.checking import check
 
-            return check(deployment, sizing.table() if sizing else "")
+            return check(deployment, sizing)
         if sizing is not None:
             sizing.log()
         check_timeline(options.timeline, deployment)

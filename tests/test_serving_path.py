@@ -40,7 +40,7 @@ LIMITS = {
     "attention": 13_700,
     "ffn": 11_750,
     "router": 5_150,
-    "serve": 27_100,
+    "serve": 27_200,
 }
 
 

@@ -11,31 +11,33 @@ from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import device_kind
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import describe_roles
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.kernel_coverage import kernel_gaps
 
 
-def check(deployment: Deployment, chosen: str = "") -> int:
+def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names.
 
     Args:
-      chosen: the keys that were not written, with reasons.
+      sizing: what chose the keys that were not written.
     """
     config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
+    reported = sizing.reported(config, deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
-        parts.append(title + describe(config, worker, memory_of(worker)))
-    if chosen:
+        parts.append(title + describe(config, worker, memory_of(worker, reported)))
+    if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
     try:
         for worker in workers.values():
-            check_capacity(config, worker, memory_of(worker))
+            check_capacity(config, worker, memory_of(worker, reported))
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1

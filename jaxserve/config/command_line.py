@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,11 +53,22 @@ def read_deployment(
     if not is_url(model):
         folder = Path(model).resolve()
         if not folder.is_dir():
-            raise ConfigError(f"--model {model}: no such folder")
+            raise ConfigError(f"--model {model}: no such folder{_of_the_hub(model)}")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"--model {model}: no config.json in it, as Hugging Face folders have"
+            )
     if config is None:
         return load_deployment(folder, overrides, choose=choose)
     overrides = [*overrides, f"model={json.dumps(str(folder))}"]
     return load_deployment(config, overrides, choose=choose)
+
+
+def _of_the_hub(model: str) -> str:
+    """How to get a model that is named as on the Hugging Face Hub."""
+    if not re.fullmatch(r"[\w-]+/[\w.-]+", model) or Path(model).parent.is_dir():
+        return ""
+    return f"; of the Hugging Face Hub: hf download {model} --local-dir DIR, then --model DIR"
 
 
 def check_timeline(folder: Path | None, deployment: Deployment) -> None:

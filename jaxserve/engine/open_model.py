@@ -12,6 +12,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Role, Submeshes, memory_limit
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.host_memory import free_host_memory, simulated_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.weights import LeafSource, OpenSource
 from pallas_kernels.coverage import refuse_fallbacks
@@ -49,21 +50,30 @@ def open_model(
             deployment.model, deployment.ignored_model_keys, deployment.modules
         )
     meshes = Submeshes(deployment)
-    check_capacity(config, deployment, memory_of(deployment, reported_memory(meshes)))
+    check_capacity(config, deployment, available_memory(config, deployment, meshes))
     templates = ModelTemplates(config, deployment, meshes)
     return OpenModel(config, names, meshes, templates, open_source(deployment, names))
 
 
-def reported_memory(meshes: Submeshes) -> dict[Role, int | None]:
-    """Bytes that JAX may use of a device, the least of this process's devices of a role; None
-    where there are none, or where they do not say (CPU)."""
-    reported: dict[Role, int | None] = {}
+def available_memory(
+    config: ModelConfig, deployment: Deployment, meshes: Submeshes
+) -> dict[Role, int | None]:
+    """Bytes that the deployment may use of a device, by role: what it says, else what devices
+    report, of simulated ones their share of the host's free memory."""
     meshes_of: dict[Role, tuple[jax.sharding.Mesh, ...]] = {
         "attention": meshes.domains,
         "ffn": (meshes.ffn,),
     }
-    for role, several in meshes_of.items():
-        sizes = [memory_limit(device) for mesh in several for device in mesh.local_devices]
-        known = [size for size in sizes if size is not None]
+    devices = {
+        role: {device for mesh in several for device in mesh.local_devices}
+        for role, several in meshes_of.items()
+    }
+    reported: dict[Role, int | None] = {}
+    for role, own in devices.items():
+        known = [size for device in own if (size := memory_limit(device)) is not None]
         reported[role] = min(known, default=None)
-    return reported
+    simulated = jax.default_backend() == "cpu"
+    if simulated and all(size is None for size in reported.values()):
+        counts = {role: len(own) for role, own in devices.items() if own}
+        reported |= simulated_memory(config, deployment, counts, free_host_memory())
+    return memory_of(deployment, reported)

@@ -20,6 +20,7 @@ from jaxserve.link.hello import Hello, make_hello
 from jaxserve.mesh import AbstractSubmeshes, Role, memory_limit, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.host_memory import free_host_memory, simulated_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from pallas_kernels.coverage import refuse_fallbacks
 
@@ -58,8 +59,13 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     refuse_fallbacks(deployment.strict_kernels)
     config, names = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     runtime = RoleRuntime.of(config, names, deployment, role)
-    reported = min(map(memory_limit, runtime.mesh.devices.flat), key=lambda size: size or 1 << 62)
-    check_capacity(config, deployment, memory_of(deployment, {role: reported}))
+    own = runtime.mesh.local_devices
+    reported: dict[Role, int | None] = {
+        role: min(map(memory_limit, own), key=lambda size: size or 1 << 62)
+    }
+    if own[0].platform == "cpu":
+        reported = simulated_memory(config, deployment, {role: len(own)}, free_host_memory())
+    check_capacity(config, deployment, memory_of(deployment, reported))
     return runtime
 
 

@@ -7,7 +7,6 @@ JAX backend is started: how many devices are simulated is decided later, by the 
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config.auto import AUTO_KEYS
@@ -15,9 +14,15 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from jaxserve.config.model import ModelConfig
+    from jaxserve.mesh import Role
     from jaxserve.roles.sizing import Choice, Machine
 
 logger = logging.getLogger(__name__)
+
+
+BY_DEVICES = frozenset(("attention.dp", "attention.tp", "cache.pages"))
+"""Keys whose values are those of the devices here."""
 
 
 class Sizing:
@@ -45,9 +50,25 @@ class Sizing:
             )
         except CheckpointError:
             return {}
-        machine = self._machine or this_machine()
-        self.found = choose_sizes(config, deployment, written, machine)
+        self._machine = self._machine or this_machine()
+        self.found = choose_sizes(config, deployment, written, self._machine)
         return {key: choice.value for key, choice in self.found.items()}
+
+    def reported(self, config: "ModelConfig", deployment: Deployment) -> "dict[Role, int | None]":
+        """Bytes of a device of each role, where sizes were chosen for the devices here."""
+        from jaxserve.roles.host_memory import simulated_memory
+        from jaxserve.roles.sizing import DEVICE_PART, HOST_PART
+
+        machine = self._machine
+        if not BY_DEVICES & self.found.keys() or machine is None or machine.memory is None:
+            return {}
+        if machine.platform != "cpu":
+            size = round(machine.memory / DEVICE_PART)
+            return {"attention": size, "ffn": size}
+        devices: dict[Role, int] = {"attention": deployment.attention.devices}
+        if deployment.mode == "afd":
+            devices["ffn"] = deployment.ffn.devices
+        return simulated_memory(config, deployment, devices, round(machine.memory / HOST_PART))
 
     @property
     def line(self) -> str:
@@ -88,6 +109,7 @@ def this_machine() -> "Machine":
 
     from jaxserve.fleet.hardware import choose_platform
     from jaxserve.mesh import memory_limit
+    from jaxserve.roles.host_memory import free_host_memory
     from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, Machine
 
     if choose_platform() == "cpu":
@@ -110,24 +132,6 @@ def _cpu_devices() -> int:
         return min(cores, jax.local_device_count())
     jax.config.update("jax_num_cpu_devices", now)
     return cores
-
-
-def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of the host's memory that nobody uses, of the container's where it has fewer."""
-    sizes = []
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                sizes.append(int(line.split()[1]) * 1024)
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        sizes.append(max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        pass
-    return min(sizes, default=None)
 
 
 def _short(value: Any) -> str:

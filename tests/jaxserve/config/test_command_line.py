@@ -9,6 +9,7 @@ from jaxserve.errors import ConfigError
 def test_a_command_names_a_file_a_folder_or_both(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     file = tmp_path / "deployment.yaml"
     file.write_text("model: elsewhere\nlanes: 2\n")
     assert read_deployment(str(file), None).model == str(tmp_path / "elsewhere")
@@ -18,3 +19,10 @@ def test_a_command_names_a_file_a_folder_or_both(tmp_path: Path) -> None:
     assert read_deployment(str(folder), None).model == str(folder)
     with pytest.raises(ConfigError, match=r"^--model .*nowhere: no such folder"):
         read_deployment(str(file), str(tmp_path / "nowhere"))
+
+
+def test_a_model_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"no such folder; .*: hf download Qwen/Qwen3-0\.6B "):
+        read_deployment(None, "Qwen/Qwen3-0.6B")
+    with pytest.raises(ConfigError, match=r"--model \.: no config\.json in it"):
+        read_deployment(None, ".")

@@ -8,10 +8,8 @@ import pytest
 
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.build_runtime import build_runtime
-from jaxserve.engine.open_model import reported_memory
 from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.mesh import Submeshes
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
@@ -59,15 +57,29 @@ class TestErrorsBeforeAnythingIsLoaded:
         ):
             build_runtime(deployment)
 
+    @pytest.mark.parametrize(
+        ("overrides", "free", "message"),
+        [
+            ({}, 10**6, r"0\.0018 GB of 0\.0003 GB \(reported.*1 attention device"),
+            ({"mode": "colocated"}, 10**6, r" of 0\.0010 GB \(reported.*1 attention device"),
+            ({}, 10**9, "too late"),
+            ({}, None, "too late"),
+            ({"attention.memory_gb": 1.0, "ffn.memory_gb": 1.0}, 10**6, "too late"),
+        ],
+    )
+    def test_the_memory_that_simulated_devices_share(
+        self, tiny_model, overrides, free, message, monkeypatch
+    ):
+        """Unless the deployment says what they may use."""
+        monkeypatch.setattr("jaxserve.engine.open_model.free_host_memory", lambda: free)
+        refused = ConfigError if message != "too late" else AssertionError
+        with pytest.raises(refused, match=message):
+            build_runtime(layouts.deployment(tiny_model, overrides))
+
     def test_a_model_that_is_too_short(self, tiny_model):
         longer = {"scheduler.max_length": 4096, "scheduler.page_buckets": [512], "cache.pages": 512}
         with pytest.raises(ConfigError, match="beyond the model's 2048 positions"):
             build_runtime(layouts.deployment(tiny_model, longer))
-
-
-def test_cpus_report_no_memory(tiny_model):
-    meshes = Submeshes(layouts.deployment(tiny_model, {}))
-    assert reported_memory(meshes) == {"attention": None, "ffn": None}
 
 
 class TestWarmUp:

@@ -1,0 +1,50 @@
+"""The memory of this host, which simulated devices share. Called before anything is loaded
+(`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes are chosen (`fleet/sizing.py`)."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+from jaxserve.mesh import Role
+from jaxserve.roles.capacity import role_bytes
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of the host's memory that nobody uses, of the container's where it has fewer."""
+    sizes = []
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                sizes.append(int(line.split()[1]) * 1024)
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        sizes.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        pass
+    return min(sizes, default=None)
+
+
+def simulated_memory(
+    config: ModelConfig, deployment: Deployment, devices: Mapping[Role, int], free: int | None
+) -> dict[Role, int | None]:
+    """What of `free` bytes is left for a simulated device of each role, once the others have what
+    they need: less than it weighs, if together they weigh more.
+
+    Args:
+      devices: how many of each role are here.
+    """
+    if free is None:
+        return dict.fromkeys(devices)
+    needed = {
+        part.role: part.total * devices.get(part.role, 0) for part in role_bytes(config, deployment)
+    }
+    left: dict[Role, int | None] = {}
+    for role, count in devices.items():
+        others = sum(size for other, size in needed.items() if other != role)
+        left[role] = max(0, free - others) // max(count, 1)
+    return left
