@@ -21,6 +21,10 @@ from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.estimate import sass
 from pallas_kernels.estimate.assumptions import LATENCIES, assumed
 from pallas_kernels.estimate.sass import Cost
+from pallas_kernels.grouped_matmul.mosaic_gpu import kind_of
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import pick_tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import CLUSTER
+from pallas_kernels.target import Target
 
 ATTENTION = tuple(
     f"{model} {form} decode"
@@ -29,20 +33,18 @@ ATTENTION = tuple(
 )
 GROUPED = (
     *(f"step3_2a2f {form} {tokens}" for form in ("bf16", "fp8") for tokens in (512, 16384)),
-    "step3_2a2f fp8_block_rows 512",
+    *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 16384)),
 )
-"""Not where rows come first: the inner loop of those kernels is not told from the one around."""
 TPU = ("step3 bf16", "step3 int8", "step3 fp8")
 WIDE = "deepseek-v3"
 """Where two warpgroups share their rows."""
 PLATFORMS = ("v6e", "v7x")
-OUT_TILE = 128
-"""Columns of a tile of a grouped product, of each of the weights."""
+H200 = Target("mosaic_gpu", "NVIDIA H200")
 
 
-def loops_of(text: str, trips: int = 1) -> list[Cost]:
+def loops_of(text: str, trips: int = 1, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
     """Of every innermost loop of a kernel with products, one turn. A loop inside it, which has
-    none, is taken `trips` times."""
+    none, is taken `trips` times; what begins with one of `through` is not passed by."""
     program = sass.parse(text)
     found: list[tuple[int, int]] = []
     costs = []
@@ -52,7 +54,7 @@ def loops_of(text: str, trips: int = 1) -> list[Cost]:
             continue
         if not any(program[at].columns for at in body):
             continue
-        over = {at for at in body if program[at].columns or program[at].op.startswith("UTMALDG")}
+        over = {at for at in body if program[at].columns or program[at].op.startswith(through)}
         found.append((first, last))
         way = sass.unrolled(program, sass.way(program, first, last, over), trips)
         costs.append(sass.cost(program, way, LATENCIES))
@@ -67,7 +69,9 @@ def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
     if not texts:
         raise RuntimeError(f"{case.name}: no machine code was dumped; is nvdisasm on the PATH?")
     trips = _conversions(case) if case.name.startswith(WIDE) else 1
-    return [loops_of(path.read_text(), trips) for path in texts]
+    # A grouped product adds up scaled sums behind a branch that is always taken.
+    through = ("UTMALDG", "FFMA") if case.name in GROUPED else ("UTMALDG",)
+    return [loops_of(path.read_text(), trips, through) for path in texts]
 
 
 def _conversions(case: gpu_resources.Case) -> int:
@@ -135,16 +139,28 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     weights = 2 if number == 0 else 1
     flops = 2 * rows.shape[0] * d_ff * d_model * weights
     both = costs[:1] * 2
-    turns = flops / sum(one.flops for one in both) / assumed("h200.multiprocessors")
     held = groups * d_ff * d_model * weights * jnp.dtype(gate.dtype).itemsize
-    in_bytes = 1 if case.name.split()[1].endswith("_rows") else 2
+    in_blocks = case.name.split()[1].endswith("_rows")
+    in_bytes = 1 if in_blocks else 2
     moved = rows.shape[0] * (d_model * in_bytes + d_ff * 2)
-    # Every tile of rows takes all weights of its group, and every one of columns all rows.
-    tile, d_in, d_out = costs[0].columns, d_model, d_ff * weights
-    if number == 1:
-        d_in, d_out = d_ff, d_model
-    reads = held * -(-rows.shape[0] // groups // tile)
-    reads += rows.shape[0] * d_in * in_bytes * -(-d_out // OUT_TILE)
+    operands = case.arguments[1:3] if number == 0 else case.arguments[3:4]
+    kind = kind_of(operands[0], in_blocks=in_blocks)
+    quantises = in_blocks and number == 0
+    tiles = pick_tiles(rows.shape[0], operands, groups, H200, kind, quantises)
+    _, d_out, d_in = operands[0].shape
+    # Of the blocks that are started; in a cluster each has its own tile, and loads half of what
+    # both share.
+    row_tiles = groups * -(-rows.shape[0] // groups // tiles.listed_rows)
+    places = row_tiles * -(-d_out // tiles.listed_out)
+    blocks = CLUSTER if tiles.shared else 1
+    turns = -(-places * blocks // int(assumed("h200.multiprocessors"))) * (d_in // tiles.inner)
+    parts = {
+        "rows": tiles.rows * d_in * in_bytes,
+        "weights": weights * tiles.out * d_in * jnp.dtype(gate.dtype).itemsize,
+    }
+    if tiles.shared:
+        parts[tiles.shared] /= CLUSTER
+    reads = places * blocks * sum(parts.values())
     return _kernel(both, turns, held + moved, reads, flops, 2.0 if in_bytes == 1 else 1.0)
 
 

@@ -25,33 +25,29 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
 from pallas_kernels.grouped_matmul.mosaic_gpu_pick import Picked, pick_rows
+from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
+    WeightArray,
+    inner_of,
+    is_per_channel,
+    pick_tiles,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
-    PART_COLUMNS,
     SPARE_SCALES,
     Epilogue,
     Operands,
     Tiles,
     quantises,
-    shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum
-from pallas_kernels.grouped_matmul.tiles import OP, HopperTiles, Kind, hopper_tiles
+from pallas_kernels.grouped_matmul.tiles import Kind
 from pallas_kernels.known import when_known
 from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
-from pallas_kernels.tuned import Fields, require
-
-SHARED_MEMORY = 231_424
-"""Bytes of a CTA's 232,448 that buffers may take; the rest is for barriers."""
+from pallas_kernels.tuned import Fields
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
-
-BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows in blocks")
-"""Kinds of operands whose rows are in 8 bits."""
-
-WeightArray = Array | QuantArray
 
 
 class _Rows(NamedTuple):
@@ -190,24 +186,12 @@ def _gap(weights: WeightArray, row_format: str | None) -> str:
         return f"weights [{d_out}, {d_in}] (multiples of {OUT_MULTIPLE})"
     if row_format in ("fp8", "int8") and d_in % ROW_BLOCK:
         return f"rows of {d_in} in blocks (multiples of {ROW_BLOCK})"
-    if not isinstance(weights, QuantArray) or _is_per_channel(weights):
+    if not isinstance(weights, QuantArray) or is_per_channel(weights):
         return ""
     block_out, block_in = weights.block
-    if block_out % OUT_MULTIPLE or block_in % _inner(weights):
+    if block_out % OUT_MULTIPLE or block_in % inner_of(weights):
         return f"scales of blocks of {block_out} x {block_in}"
     return ""
-
-
-def _is_per_channel(weights: QuantArray) -> bool:
-    """Whether scales can be applied to finished sums."""
-    block_in = weights.block[1]
-    return block_in == 0 or block_in >= weights.shape[2]
-
-
-def _inner(weights: WeightArray) -> int:
-    """Values of d_in a step: 128 bytes, what a row of a swizzled operand may span, or 64."""
-    is_wide = isinstance(weights, QuantArray) and weights.shape[2] % 128 == 0
-    return 128 if is_wide else 64
 
 
 def _product(
@@ -236,104 +220,27 @@ def _product(
     """
     all_rows = rows.values if isinstance(rows, _Rows) else rows
     count = (all_rows if picked is None else picked.source).shape[0]
-    kind = _kind(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
+    kind = kind_of(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     quantised = quantises(out_dtype)
     tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantised, given)
     operands = _operands(rows, weights, tiles, as_floats=as_floats, picked=picked)
-    tile_list = when_known(list_tiles, group_sizes, count, tiles.rows, zero_padding)
+    tile_list = when_known(list_tiles, group_sizes, count, tiles.listed_rows, zero_padding)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     return grouped_product(
         operands, tile_list, epilogue, out_dtype, tiles, processors(target), interpret
     )
 
 
-def _kind(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
+def kind_of(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
     """What `tiles.py` calls the operands."""
     if in_blocks:
         return "rows in blocks"
     if not isinstance(weights, QuantArray):
         return "16 bits"
-    per_channel = _is_per_channel(weights)
+    per_channel = is_per_channel(weights)
     if weights.dtype == jnp.int8 and not as_floats:
         return "int8" if per_channel else "int8 blocks"
     return "converted" if per_channel else "converted blocks"
-
-
-def pick_tiles(
-    rows: int,
-    weights: tuple[WeightArray, ...],
-    groups: int,
-    target: Target,
-    kind: Kind,
-    quantises: bool = False,
-    given: Fields | None = None,
-) -> Tiles:
-    """The tiles for a call: its row tile holds a group of average size, if it may be that large.
-
-    Raises:
-      ValueError: tiles that a caller gave do not fit.
-    """
-    given = given or {}
-    first = weights[0]
-    d_out, d_in = first.shape[1:]
-    # Groups begin anywhere in a block of rows, and no group is of average size.
-    wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
-    find = functools.partial(hopper_tiles, target.device_kind, products=len(weights))
-    entry = find(kind, widths=(d_in, d_out), given=given)
-    rows_first = kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first)
-    if rows_first and "rows" not in given:
-        kind = "many rows in blocks"
-        entry = find(kind, widths=(d_in, d_out), given=given)
-    else:
-        rows_first = False
-    _check_given(given, entry, find(kind, widths=(d_in, d_out)), quantises)
-    row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
-    inner = _inner(first)
-    out = ROW_BLOCK if quantises else entry.out
-    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
-    row_bytes = 1 if kind in BYTES else 2
-    fixed, stage = shared_memory(
-        tiles,
-        len(weights),
-        first.dtype.itemsize,
-        row_bytes,
-        quantises=quantises,
-    )
-    if "most_stages" in given:
-        most = (SHARED_MEMORY - fixed) // stage
-        limits = f"2 to {most}, which fill the shared memory"
-        require(2 <= entry.most_stages <= most, OP, "most_stages", entry.most_stages, limits)
-    if target.interpret:  # there, FP8 is converted in SMEM; and races show with few stages
-        return tiles._replace(stages=2)
-    return tiles._replace(stages=min(entry.most_stages, (SHARED_MEMORY - fixed) // stage))
-
-
-def _check_given(given: Fields, tiles: HopperTiles, default: HopperTiles, quantises: bool) -> None:
-    """Refuses tiles of a caller that are no multiples, or need more registers than there are.
-
-    Raises:
-      ValueError: naming the field and its limits.
-    """
-    if "out" in given:
-        unit = 64 * tiles.consumers
-        most = default.rows[-1] * default.out // tiles.rows[0]
-        fits = tiles.out % unit == 0 and tiles.out <= most
-        limits = f"a multiple of {unit} up to {most}, with rows {tiles.rows[0]}"
-        if quantises:
-            fits, limits = tiles.out == ROW_BLOCK, f"{ROW_BLOCK}, the columns that share a scale"
-        require(fits, OP, "out", tiles.out, limits)
-    if "rows" in given:
-        most = default.rows[-1] * default.out // tiles.out
-        fits = tiles.rows == tuple(sorted(set(tiles.rows))) and tiles.rows[-1] <= most
-        fits &= all(size % 16 == 0 for size in tiles.rows)
-        limits = f"ascending multiples of 16 up to {most}, with out {tiles.out}"
-        require(fits, OP, "rows", tiles.rows, limits)
-
-
-def _has_whole_parts(weights: WeightArray) -> bool:
-    """Whether no part of columns that is summed up at once has scales of two blocks."""
-    assert isinstance(weights, QuantArray)
-    return _is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
 
 
 def _operands(
@@ -362,9 +269,9 @@ def _operands(
     rows = _rows_of(rows, picked)
     if row_scales is not None:
         row_scales = row_scales if picked is None else row_scales[picked.source]
-        row_scales = jnp.pad(row_scales, (0, tiles.rows))
+        row_scales = jnp.pad(row_scales, (0, tiles.listed_rows))
     values = tuple(from_bits(array.values) for array in quantised)
-    if _is_per_channel(first):
+    if is_per_channel(first):
         scales = tuple(_channel_scales(array, tiles.out) for array in quantised)
         return Operands(rows, values, row_scales, block_scales, channel_scales=scales)
     block_out, block_in = first.block

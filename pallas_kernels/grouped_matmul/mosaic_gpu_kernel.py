@@ -12,6 +12,11 @@ The last warpgroup only loads: weight and row tiles go through a ring of `stages
 runs ahead of the others across the borders of output tiles, so that memory is never idle. The
 `consumers` other warpgroups (`mosaic_gpu_weights_first.py`) own part of the output columns each.
 
+Where groups have many rows, two blocks form a cluster (`tiles.shared`): they work on neighbouring
+tiles, either on rows of one group and the same weights, or on columns for the same rows. Of what
+they share each loads one half, into the shared memory of both (multicast), so that it leaves the L2
+cache once. A stage is free once the consumers of both blocks are done with it.
+
 Rows in 8 bits that have a scale for every block, where groups have many of them, are the left
 operand instead, and no warpgroup only loads: see `mosaic_gpu_rows_first.py`.
 """
@@ -27,6 +32,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows_first import load_and_compute
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    CLUSTER,
+    CLUSTER_AXIS,
     SPARE_SCALES,
     Context,
     Epilogue,
@@ -57,12 +64,12 @@ def grouped_product(
 
     Args:
       operands: see there.
-      tile_list: of `tiles.rows` rows a tile.
+      tile_list: of `tiles.listed_rows` rows a tile.
       epilogue: from the FP32 products with each of the weights, transposed or not, to what is
         stored; elementwise, and zeros for zeros.
       out_dtype: of the result; 8 bits: it is quantised, with a scale for each row and output tile.
       tiles: sizes.
-      processors: CTAs to start, one for each multiprocessor.
+      processors: CTAs to start, one for each multiprocessor; an even number.
       interpret: parameters of Pallas' GPU interpret mode, or None to compile.
 
     Returns:
@@ -81,7 +88,7 @@ def grouped_product(
         context = Context(
             tiles,
             groups,
-            pl.cdiv(d_out, tiles.out),
+            pl.cdiv(d_out, tiles.listed_out),
             pl.cdiv(d_in, tiles.inner),
             operands,
             tile_list,
@@ -104,12 +111,15 @@ def grouped_product(
             compute(context, epilogue, warpgroup)
             plgpu.wait_smem_to_gmem(0)
 
+    blocks = CLUSTER if tiles.shared else 1
     kernel = plgpu.kernel(
         grouped_kernel,
         out_type=out_type,
         scratch_types=[_scratch_types(operands, out_dtype, tiles, interpret is not None)],  # type: ignore[list-item]
-        grid=(processors,),
+        grid=(processors // blocks,),
         grid_names=("processor",),
+        cluster=(blocks,) if tiles.shared else (),
+        cluster_names=(CLUSTER_AXIS,) if tiles.shared else (),
         num_threads=tiles.consumers + (0 if tiles.rows_first else 1),
         thread_name="warpgroup",
         interpret=interpret,
@@ -147,13 +157,23 @@ def _scratch_types(
     else:
         output = buffer((tiles.consumers, tiles.store_rows, tiles.store_columns), out_dtype)
         edge = plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.store_columns), out_dtype)
+    with_scales = operands.row_block_scales is not None
+    copies = 1 + len(operands.weights) + with_scales
+    empty: Any = plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages)
+    if tiles.shared:
+        empty = plgpu.ClusterBarrier(
+            collective_axes=(CLUSTER_AXIS,),
+            num_arrivals=tiles.consumers,
+            num_barriers=tiles.stages,
+        )
     return Scratch(
         weights=tuple(buffer(weights, weight_dtype) for _ in operands.weights),
         rows=buffer((tiles.stages, tiles.rows, tiles.inner), row_dtype),
+        scales=plgpu.SMEM((tiles.stages, tiles.scale_rows), jnp.float32) if with_scales else None,
         output=output,
         edge=edge,
         narrowing=narrowing,
         converted=buffer(per_consumer, row_dtype) if converts else None,
-        full=plgpu.Barrier(num_arrivals=1 + len(operands.weights), num_barriers=tiles.stages),
-        empty=plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
+        empty=empty,
     )

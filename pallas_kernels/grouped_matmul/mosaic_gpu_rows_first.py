@@ -102,10 +102,9 @@ def _sums(
     context: Context, warpgroup: jax.Array, carry: Carry, rows: Tile, out_tile: jax.Array
 ) -> tuple[Sums, Carry]:
     """The products of one output tile but for scales of channels. Every step has fresh sums."""
-    operands, tiles, scratch = context.operands, context.tiles, context.scratch
-    row_scales: Any = operands.row_block_scales
+    operands, tiles = context.operands, context.tiles
+    scratch: Any = context.scratch
     shape = tiles.consumer_rows, PART_COLUMNS
-    at_rows = pl.ds(rows.block * BLOCK_ROWS, tiles.consumer_rows)
     left_rows = pl.ds(warpgroup * tiles.consumer_rows, tiles.consumer_rows)
     parts = range(tiles.out // PART_COLUMNS)
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -114,9 +113,9 @@ def _sums(
         totals, (step, cursor) = state
         cursor = _refill(context, warpgroup, step, cursor)
         stage = context.stage_of(step)
-        layout = plgpu.Layout.WGMMA.reduce(1)
-        of_rows = plgpu.load(row_scales.at[index, at_rows], layout=layout, optimized=False)
         wait_until_loaded(context, stage)
+        layout, scales = plgpu.Layout.WGMMA.reduce(1), scratch.scales.at[stage, left_rows]
+        of_rows = plgpu.load(scales, layout=layout, optimized=False)
         left = scratch.rows.at[stage, left_rows]
 
         def add(number: int, part: int) -> jax.Array:

@@ -5,7 +5,7 @@ Called by `mosaic_gpu.py`, which fills `Tiles` and `Operands`, and by the kernel
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,14 @@ ROWS_LAYOUT = plgpu.Layout.TILED(
 SPARE_SCALES = 256
 """At the end of a row of scales: the last tile reads as many as it has rows."""
 
+CLUSTER = 2
+"""Blocks of a cluster, where there are clusters."""
+
+CLUSTER_AXIS = "block"
+"""Of them."""
+
+Shared = Literal["", "rows", "weights"]
+
 Ref = Any
 Epilogue = Callable[..., jax.Array]
 
@@ -47,6 +55,7 @@ class Tiles(NamedTuple):
       consumers: warpgroups that multiply.
       band: row tiles that are worked on together.
       rows_first: whether rows are wgmma's left operand (its M), and not the weights.
+      shared: what the two blocks of a cluster load together; empty: there are no clusters.
     """
 
     rows: int
@@ -56,6 +65,22 @@ class Tiles(NamedTuple):
     consumers: int
     band: int
     rows_first: bool = False
+    shared: Shared = ""
+
+    @property
+    def listed_rows(self) -> int:
+        """Rows of a tile of the list: of both blocks, if they share weights."""
+        return self.rows * (CLUSTER if self.shared == "weights" else 1)
+
+    @property
+    def listed_out(self) -> int:
+        """Output columns of a place of the order: of both blocks, if they share rows."""
+        return self.out * (CLUSTER if self.shared == "rows" else 1)
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of rows that are copied at once: what TMA's barriers take, 128 bytes."""
+        return -(-self.rows // 32) * 32
 
     @property
     def consumer_out(self) -> int:
@@ -84,14 +109,14 @@ def quantises(out_dtype: DTypeLike) -> bool:
 
 
 def shared_memory(
-    tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int, *, quantises: bool
+    tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int, *, quantises: bool, scales: bool
 ) -> tuple[int, int]:
-    """Bytes of the buffers besides the ring, and of one stage of it."""
+    """Bytes of the buffers besides the ring, and of one stage of it, with or without scales."""
     fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.consumers * tiles.store_columns * 2
     if quantises:
         fixed = tiles.rows * (tiles.out * (1 if tiles.rows_first else 5) + 4)
     stage = (weights * tiles.out * weight_bytes + tiles.rows * row_bytes) * tiles.inner
-    return fixed, stage
+    return fixed, stage + (tiles.scale_rows * 4 if scales else 0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,7 @@ class Operands:
     Attributes:
       rows: [rows, d_in], sorted by group.
       weights: one array [groups, d_out, d_in], or two (gate and up).
-      row_scales: FP32 [rows + tiles.rows] or None: every result is multiplied by its row's.
+      row_scales: FP32 [rows + tiles.listed_rows] or None: every result is multiplied by its row's.
       row_block_scales: FP32 [d_in / tiles.inner, rows + SPARE_SCALES] or None: the sum of one step
         is multiplied by its row's.
       channel_scales: for each of the weights FP32 [groups, d_out rounded up to a whole number of
@@ -169,16 +194,18 @@ class Scratch:
     Attributes:
       weights: for each of the weights [stages, tiles.out, tiles.inner].
       rows: [stages, tiles.rows, tiles.inner].
+      scales: of rows, FP32 [stages, tiles.scale_rows], if they have one for every step.
       output: [consumers, tiles.store_rows, tiles.store_columns].
       edge: [consumers, BLOCK_ROWS, tiles.store_columns], not swizzled.
       narrowing: instead of these two, if results are quantised.
       converted: [consumers, tiles.consumer_out, tiles.inner]; only if interpreted.
       full: barriers [stages]: a stage is loaded.
-      empty: barriers [stages]: every consumer is done with a stage.
+      empty: barriers [stages]: every consumer is done with a stage, of both blocks of a cluster.
     """
 
     weights: tuple[Ref, ...]
     rows: Ref
+    scales: Ref | None
     output: Ref | None
     edge: Ref | None
     narrowing: Narrowing | None
@@ -192,6 +219,7 @@ jax.tree_util.register_dataclass(
     [
         "weights",
         "rows",
+        "scales",
         "output",
         "edge",
         "narrowing",
@@ -205,7 +233,11 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True)
 class Context:
-    """The static sizes and references that every part of the kernel uses."""
+    """The static sizes and references that every part of the kernel uses.
+
+    Attributes:
+      out_tiles: columns of places in the order, each of `tiles.listed_out` output columns.
+    """
 
     tiles: Tiles
     groups: int

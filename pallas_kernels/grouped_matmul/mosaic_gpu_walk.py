@@ -1,6 +1,7 @@
 """The order in which the CTAs of the Hopper kernel process tiles, and how operands are loaded.
 
-Called by both kinds of consumers. At any time the CTAs work on neighbouring tiles. Row tiles vary
+Called by both kinds of consumers. At any time the CTAs work on neighbouring tiles. The blocks of a
+cluster have one place in the order, and each its half of the tile that is there. Row tiles vary
 fastest, within a band of `tiles.band`, then output tiles, then bands, so that a band's weights and
 rows are reused from the L2 cache. Padding rows come last.
 """
@@ -13,12 +14,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    CLUSTER,
+    CLUSTER_AXIS,
+    Context,
+    Ref,
+    Tile,
+)
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 
 def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any:
-    """Run `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA."""
+    """Run `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA.
+
+    The blocks of a cluster take the same number of steps for them.
+    """
     total = context.all_tiles * context.out_tiles
     processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
 
@@ -45,6 +55,17 @@ def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
     row_tile = jnp.where(padding < 0, row, of_groups + jax.lax.div(padding, out_tiles))
     row_tile = jnp.maximum(jnp.minimum(row_tile, total - 1), 0)
     tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
+    return _of_block(context, tile, out_tile)
+
+
+def _of_block(context: Context, tile: Tile, out_tile: jax.Array) -> tuple[Tile, jax.Array]:
+    """What this block of a cluster has of a tile for both: half of the rows, or of the columns."""
+    tiles = context.tiles
+    if tiles.shared == "weights":
+        first_block = jax.lax.axis_index(CLUSTER_AXIS) * (tiles.rows // BLOCK_ROWS)
+        return tile.part(first_block, tiles.rows), out_tile
+    if tiles.shared == "rows":
+        return tile, out_tile * CLUSTER + jax.lax.axis_index(CLUSTER_AXIS)
     return tile, out_tile
 
 
@@ -56,6 +77,7 @@ class Cursor(NamedTuple):
       inner: the step within the tile.
       group, block: of the tile.
       out_tile: its output tile.
+      exists: whether there is such a tile.
     """
 
     place: jax.Array
@@ -63,6 +85,7 @@ class Cursor(NamedTuple):
     group: jax.Array
     block: jax.Array
     out_tile: jax.Array
+    exists: jax.Array
 
 
 def first_step(context: Context) -> Cursor:
@@ -72,14 +95,14 @@ def first_step(context: Context) -> Cursor:
 
 def _begin_tile(context: Context, place: jax.Array) -> Cursor:
     tile, out_tile = _tile_at(context, place)
-    return Cursor(place, jnp.int32(0), tile.group, tile.block, out_tile)
+    exists = place < context.group_tiles * context.out_tiles
+    return Cursor(place, jnp.int32(0), tile.group, tile.block, out_tile, exists)
 
 
 def load_next(context: Context, cursor: Cursor, stage: Any, *, mine: Any) -> Cursor:
     """Start to load the cursor's step, if there is one and it is `mine` to load; and go on."""
-    exists = cursor.place < context.group_tiles * context.out_tiles
 
-    @pl.when(mine & exists)
+    @pl.when(mine & cursor.exists)
     def _load() -> None:
         load_step(context, cursor.group, cursor.block, cursor.out_tile, cursor.inner, stage)
 
@@ -98,19 +121,28 @@ def load_step(
     index: jax.Array,
     stage: Any,
 ) -> None:
-    """Start to load the operands of one step into the buffers of a stage."""
+    """Start to load the operands of one step into the buffers of a stage: of what a cluster shares
+    one half, into those of both blocks."""
     tiles, scratch, operands = context.tiles, context.scratch, context.operands
     full = scratch.full.at[stage]
     inner = pl.ds(index * tiles.inner, tiles.inner)
     columns = pl.ds(out_tile * tiles.out, tiles.out)
+
+    def copy(source: Ref, target: Ref, name: str) -> None:
+        axes = CLUSTER_AXIS if tiles.shared == name else None
+        plgpu.copy_gmem_to_smem(source, target.at[stage], full, collective_axes=axes)
+
     for source, target in zip(operands.weights, scratch.weights, strict=True):
-        plgpu.copy_gmem_to_smem(source.at[group, columns, inner], target.at[stage], full)
+        copy(source.at[group, columns, inner], target, "weights")
     rows = pl.ds(block * BLOCK_ROWS, tiles.rows)
-    plgpu.copy_gmem_to_smem(operands.rows.at[rows, inner], scratch.rows.at[stage], full)
+    copy(operands.rows.at[rows, inner], scratch.rows, "rows")
+    if operands.row_block_scales is not None:
+        of_rows = pl.ds(block * BLOCK_ROWS, tiles.scale_rows)
+        copy(operands.row_block_scales.at[index, of_rows], scratch.scales, "scales")
 
 
 def wait_until_free(context: Context, stage: Any) -> None:
-    """Until all consumers are done with the buffers of a stage."""
+    """Until all consumers are done with the buffers of a stage, those of both blocks."""
     plgpu.barrier_wait(context.scratch.empty.at[stage])
 
 
@@ -120,5 +152,7 @@ def wait_until_loaded(context: Context, stage: Any) -> None:
 
 
 def release(context: Context, stage: Any) -> None:
-    """Give the buffers of a stage back to whoever loads."""
+    """Give the buffers of a stage back to whoever loads, in both blocks."""
+    if context.scratch.scales is not None:
+        plgpu.commit_smem()  # every thread has loaded its scales, and TMA may know
     plgpu.barrier_arrive(context.scratch.empty.at[stage])

@@ -133,7 +133,6 @@ def _products_of_blocks(
     """
     operands, tiles = context.operands, context.tiles
     shape = (tiles.consumer_out, tiles.rows)
-    rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
 
     def add_step(index: jax.Array, carry: tuple[Products, jax.Array]) -> Any:
         totals, step = carry
@@ -149,8 +148,9 @@ def _products_of_blocks(
                 _multiply(context, consumer, sums, number, stage)
                 factor = scale
                 if operands.row_block_scales is not None:  # while the tensor cores are at work
+                    scales: Any = context.scratch.scales
                     row_scales = plgpu.load(
-                        operands.row_block_scales.at[index, rows],
+                        scales.at[stage, pl.ds(0, tiles.rows)],
                         layout=plgpu.Layout.WGMMA.reduce(0),
                         optimized=False,
                     )

@@ -108,6 +108,7 @@ class HopperTiles(NamedTuple):
       consumers: warpgroups that multiply, beside the one that loads.
       band: row tiles that are worked on together, so that their weights are read once from memory.
       most_stages: buffers of the ring, if there is room.
+      cluster: blocks that load together what they share, 2 or 1, where groups have rows for that.
     """
 
     rows: tuple[int, ...]
@@ -115,6 +116,7 @@ class HopperTiles(NamedTuple):
     consumers: int = 2
     band: int = 8
     most_stages: int = 8
+    cluster: int = 2
 
 
 Kind = Literal[
@@ -161,6 +163,7 @@ HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
     "out": (128, 256),
     "band": (2, 4, 8, 16),
     "most_stages": (3, 4, 6, 8),
+    "cluster": (1, 2),
 }
 """What a search tries."""
 

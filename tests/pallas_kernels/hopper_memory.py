@@ -75,19 +75,37 @@ class Warpgroup:
 
 
 class Barriers:
-    """An array of mbarriers."""
+    """An array of mbarriers.
 
-    def __init__(self, shape: tuple[int, ...], arrivals: int, warpgroups: int) -> None:
-        self.shape, self.arrivals = shape, arrivals
+    Attributes:
+      of_cluster: who arrives, arrives in all blocks of the cluster.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], arrivals: int, warpgroups: int, *, of_cluster: bool = False
+    ) -> None:
+        self.shape, self.arrivals, self.of_cluster = shape, arrivals, of_cluster
         count = int(np.prod(shape, dtype=int))
         self.arrived = [0] * count
+        self.missing = [0] * count  # copies that are expected; below 0: that were not yet
         self.gathered = [Knowledge.nothing(warpgroups) for _ in range(count)]
         self.phases: list[list[Knowledge]] = [[] for _ in range(count)]
 
-    def arrive(self, index: int, knows: Knowledge) -> None:
-        self.gathered[index].join(knows)
+    def arrive(self, index: int, knows: Knowledge, expected: int = 0) -> None:
+        """An arrival, that expects so many copies more."""
         self.arrived[index] += 1
-        if self.arrived[index] == self.arrivals:
+        self.missing[index] += expected
+        self.gathered[index].join(knows)
+        self._complete(index)
+
+    def deliver(self, index: int, bit: int) -> None:
+        """A copy is there; of what else its sender did, that says nothing."""
+        self.missing[index] -= 1
+        self.gathered[index].done |= 1 << bit
+        self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        if self.arrived[index] == self.arrivals and self.missing[index] == 0:
             self.arrived[index] = 0
             self.phases[index].append(self.gathered[index].copy())
 

@@ -5,6 +5,7 @@ JAX's interpreter has no products from registers, none that begin with given sum
 runs beside the code that started it; so kernels are interpreted as variants. This takes the traced
 kernel of the real target, runs its warpgroups in turns, and checks every access to shared memory
 (`hopper_memory.py`): a wait, a fence or a meeting too few raises `Unordered`, whatever the turns.
+The blocks of a cluster run beside each other, and may write into each other's memory.
 What it does not see: registers, the threads within a warpgroup, and what the compiler makes of it.
 """
 
@@ -88,8 +89,8 @@ class _Outside:
             for aval in (var.aval for var in eqn.outvars)
         ]
         for place in itertools.product(*map(range, mesh.grid)):
-            block = _Block(dict(zip(mesh.grid_names, place, strict=True)), mesh)
-            block.run(jaxpr, [*inputs, *outputs])
+            cluster = _Cluster(dict(zip(mesh.grid_names, place, strict=True)), mesh)
+            cluster.run(jaxpr, [*inputs, *outputs])
         return [array.data.reshape(array.shape) for array in outputs]
 
 
@@ -101,19 +102,52 @@ def _nothing(dtype: Any) -> Any:
 class _Block:
     """One block of threads."""
 
-    def __init__(self, place: dict[str, int], mesh: Any) -> None:
+    def __init__(self, place: dict[str, int], mesh: Any, warpgroups: list[Warpgroup]) -> None:
         self.place, self.thread_name = place, mesh.thread_name
-        count = mesh.num_threads or 1
+        self.warpgroups = warpgroups
+        self.allocated: dict[int, list[Any]] = {}
+
+
+class _Cluster:
+    """Blocks of threads that reach each other's shared memory; mostly it is one."""
+
+    def __init__(self, place: dict[str, int], mesh: Any) -> None:
+        names, sizes = mesh.cluster_names or (), mesh.cluster or ()
+        assert len(sizes) <= 1, "unknown: clusters of several axes"
+        blocks, count = sizes[0] if sizes else 1, mesh.num_threads or 1
         self.warpgroups = []
-        for index in range(count):
-            knows = Knowledge.nothing(count)
+        for index in range(blocks * count):
+            knows = Knowledge.nothing(blocks * count)
             knows.seen[index] = 0
             self.warpgroups.append(Warpgroup(index, knows))
-        self.allocated: dict[int, list[Any]] = {}
+        self.blocks = []
+        for rank in range(blocks):
+            here = place | dict.fromkeys(names, rank)
+            own = self.warpgroups[rank * count : (rank + 1) * count]
+            self.blocks.append(_Block(here, mesh, own))
         self.bits = itertools.count()
+        self.inside = {
+            one.index: _Inside(self, rank, one)
+            for rank, block in enumerate(self.blocks)
+            for one in block.warpgroups
+        }
+        self.reached = Knowledge.nothing(blocks * count)
+        """What any block did to the memory of another."""
 
     def run(self, jaxpr: Any, refs: list[Any]) -> None:
-        waiting = {one.index: _run(jaxpr, [], refs, _Inside(self, one)) for one in self.warpgroups}
+        waiting = {index: _run(jaxpr, [], refs, one) for index, one in self.inside.items()}
+        self._take_turns(waiting)
+        for rank, block in enumerate(self.blocks):
+            knows = Knowledge.nothing(len(self.warpgroups))
+            for one in block.warpgroups:
+                knows.join(one.knows)
+            ours = [one.index for one in block.warpgroups]
+            late = self.reached.seen > knows.seen
+            late[ours] = False
+            if late.any() or self.reached.done & ~knows.done:
+                raise Unordered(f"block {rank} may have ended before others reach its memory")
+
+    def _take_turns(self, waiting: dict[int, Run]) -> None:
         before: Any = None
         while waiting:
             for index, run in list(waiting.items()):
@@ -130,13 +164,31 @@ class _Block:
 class _Inside:
     """One warpgroup of a block: the primitives of kernels."""
 
-    def __init__(self, block: _Block, me: Warpgroup) -> None:
-        self.block, self.me = block, me
+    def __init__(self, cluster: _Cluster, rank: int, me: Warpgroup) -> None:
+        self.cluster, self.rank, self.me = cluster, rank, me
+        self.block = cluster.blocks[rank]
 
     def axis_index(self, eqn: Any) -> np.ndarray:
-        name = eqn.params["axis_name"]
-        here = self.me.index if name == self.block.thread_name else self.block.place[name]
+        name, count = eqn.params["axis_name"], len(self.block.warpgroups)
+        here = self.me.index % count if name == self.block.thread_name else self.block.place[name]
         return np.asarray(here, np.int32)
+
+    def everywhere(self, ref: Any) -> list[Any]:
+        """What this barrier or array of the block is in all blocks of its cluster."""
+        shared = [block.allocated for block in self.cluster.blocks]
+        key, number = next(
+            (key, number)
+            for key, refs in shared[self.rank].items()
+            for number, one in enumerate(refs)
+            if one is ref
+        )
+        return [allocated[key][number] for allocated in shared]
+
+    def reach(self, done: int = 0) -> None:
+        """Note that other blocks have to be there yet."""
+        if len(self.cluster.blocks) > 1:
+            self.cluster.reached.seen[self.me.index] = self.me.now
+            self.cluster.reached.done |= done
 
     # -------------------------------------------------------------------------------- memory
     def get(self, eqn: Any, ref: Any, *leaves: Any) -> np.ndarray:
@@ -176,7 +228,10 @@ class _Inside:
     def barrier_arrive(self, eqn: Any, barriers: Barriers, *leaves: Any) -> list[Any]:
         assert not eqn.params.get("has_user_predicate"), "unknown: a predicate"
         index = _barrier(barriers, eqn.params["transforms_treedef"].unflatten(leaves))
-        barriers.arrive(index, self.me.knows)
+        for one in self.everywhere(barriers) if barriers.of_cluster else [barriers]:
+            one.arrive(index, self.me.knows)
+        if barriers.of_cluster:
+            self.reach()
         self.me.tick()
         return []
 
@@ -191,19 +246,31 @@ class _Inside:
         barriers, *leaves = rest
         names = ("src_transforms", "dst_transforms", "barrier_transforms")
         source_at, target_at, barrier_at = _split(eqn, names, leaves, "_treedef")
-        bit, at = next(self.block.bits), _positions(target, target_at)
-        target.write_beside(self.me, at, bit)
-        _put(target, at, _values(source, _positions(source, source_at)))
-        passed_on = self.me.knows.copy()
-        passed_on.done |= 1 << bit
-        barriers.arrive(_barrier(barriers, barrier_at), passed_on)
+        bit, at = next(self.cluster.bits), _positions(target, target_at)
+        values, index = (
+            _values(source, _positions(source, source_at)),
+            _barrier(barriers, barrier_at),
+        )
+        targets, told, parts = [target], [barriers], 1
+        if eqn.params["collective_axes"]:  # a half of it, or another share, for all of them
+            targets, told = self.everywhere(target), self.everywhere(barriers)
+            parts, share = len(targets), len(at) // len(targets)
+            assert share * parts == len(at), f"{len(at)} rows for {parts} blocks"
+            own = slice(self.rank * share, (self.rank + 1) * share)
+            at, values = at[own], values[own]
+            self.reach(1 << bit)
+        barriers.arrive(index, self.me.knows, expected=parts)
+        for one, barrier in zip(targets, told, strict=True):
+            one.write_beside(self.me, at, bit)
+            _put(one, at, values)
+            barrier.deliver(index, bit)
         self.me.tick()
         return []
 
     def copy_smem_to_gmem(self, eqn: Any, source: Any, target: Any, *leaves: Any) -> list[Any]:
         names = ("src_transforms", "dst_transforms")
         source_at, target_at = _split(eqn, names, leaves, "_treedef")
-        bit, at = next(self.block.bits), _positions(source, source_at)
+        bit, at = next(self.cluster.bits), _positions(source, source_at)
         source.read_beside(self.me, at, bit, "a copy from it")
         self.me.stores.append(bit)
         _put(target, _positions(target, target_at), _values(source, at))
@@ -216,7 +283,7 @@ class _Inside:
     def wgmma_ref(self, eqn: Any, sums: _Accumulator, a: Any, b: Any, *leaves: Any) -> list[Any]:
         names = ("acc_transforms", "a_transforms", "b_transforms")
         _, a_at, b_at = _split(eqn, names, leaves, "_tree")
-        bit = next(self.block.bits)
+        bit = next(self.cluster.bits)
         factors = []
         for operand, transforms in ((a, a_at), (b, b_at)):
             if isinstance(operand, Buffer):
@@ -241,9 +308,10 @@ class _Inside:
     # ------------------------------------------------------------------------------- regions
     def run_scoped(self, eqn: Any, *consts: Any) -> Run:
         jaxpr = eqn.params["jaxpr"]
-        if eqn.params["collective_axes"]:  # all warpgroups share it
+        if eqn.params["collective_axes"]:  # all warpgroups of the block share it
             if id(eqn) not in self.block.allocated:
-                self.block.allocated[id(eqn)] = self._allocate(jaxpr)
+                for block in self.cluster.blocks:
+                    block.allocated[id(eqn)] = self._allocate(jaxpr)
             own = self.block.allocated[id(eqn)]
         else:
             own = self._allocate(jaxpr)
@@ -251,14 +319,16 @@ class _Inside:
 
     def _allocate(self, jaxpr: Any) -> list[Any]:
         found: list[Any] = []
-        everyone = self.block.warpgroups
+        everyone = self.cluster.warpgroups
         for number, var in enumerate(jaxpr.invars):
             aval = var.aval
             dtype = aval.inner_aval.dtype
             if "Accumulator" in type(aval).__name__:
                 found.append(_Accumulator(np.zeros(aval.shape, dtype)))
             elif hasattr(dtype, "num_arrivals"):
-                found.append(Barriers(aval.shape, dtype.num_arrivals, len(everyone)))
+                of_cluster = hasattr(dtype, "collective_axes")
+                arrivals = dtype.num_arrivals * (len(self.cluster.blocks) if of_cluster else 1)
+                found.append(Barriers(aval.shape, arrivals, len(everyone), of_cluster=of_cluster))
             else:
                 name = f"array {number} {dtype}{list(aval.shape)}"
                 found.append(Buffer(name, aval.shape, np.dtype(dtype), everyone))

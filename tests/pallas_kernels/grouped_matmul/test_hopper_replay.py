@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.grouped_matmul import (
     grouped_swiglu,
     mosaic_gpu,
+    mosaic_gpu_kernel,
     mosaic_gpu_rows_first,
     mosaic_gpu_weights_first,
 )
@@ -19,6 +20,12 @@ from tests.pallas_kernels.hopper_memory import Unordered
 from tests.pallas_kernels.hopper_replay import mutated, replay
 
 D_MODEL, D_FF = 256, 128
+
+RELEASE = "release(context, stage)"
+EARLY = (
+    ("pl.when(index >= late)(lambda: release(context, context.stage_of(step - late)))", RELEASE),
+    ("if late:", "if False:"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +40,7 @@ def _small(monkeypatch):
     )
 
 
-def call(format, row_format=None):
+def call(format, row_format=None, tiles=None):
     """Two groups, of 8 and 13 rows, and three rows of none."""
     rng = np.random.default_rng(0)
     weights = [
@@ -46,7 +53,7 @@ def call(format, row_format=None):
     sizes = jnp.asarray([8, 13], jnp.int32)
 
     def product(rows, *weights):
-        return grouped_swiglu(rows, *weights, sizes, row_format=row_format)
+        return grouped_swiglu(rows, *weights, sizes, row_format=row_format, tiles=tiles)
 
     return product, (rows, *weights)
 
@@ -64,21 +71,76 @@ def call(format, row_format=None):
 def test_what_ships_gives_what_it_should(format, row_format, first, monkeypatch):
     if first == "rows":
         rows_come_first(monkeypatch)
-    product, arguments = call(format, row_format)
-    found = replay(product, *arguments)
-    with use_target(Target("reference", "cpu")):
-        expected = jax.jit(product)(*arguments)
-    found, expected = (np.asarray(array, np.float32) for array in (found, expected))
+    found, expected = replayed(format, row_format), reference(format, row_format)
     np.testing.assert_allclose(found, expected, 5e-2, 5e-2)
     assert np.abs(expected).max() > 1
 
 
-RELEASE = "release(context, stage)"
-COMMIT, WAIT = "plgpu.commit_smem()", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)"
-EARLY = (
-    ("pl.when(index >= late)(lambda: release(context, context.stage_of(step - late)))", RELEASE),
-    ("if late:", "if False:"),
+def replayed(format, row_format=None, tiles=None):
+    product, arguments = call(format, row_format, tiles)
+    return np.asarray(replay(product, *arguments), np.float32)
+
+
+def reference(format, row_format=None):
+    product, arguments = call(format, row_format)
+    with use_target(Target("reference", "cpu")):
+        return np.asarray(jax.jit(product)(*arguments), np.float32)
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """Blocks of which two form a cluster."""
+    monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 2)
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize(
+    ("format", "row_format", "tiles"),
+    [
+        ("bf16", None, {"rows": (128,)}),  # the first product shares weights, the second rows
+        ("fp8_block", "fp8", {}),  # rows come first; the second block has none of them
+    ],
 )
+def test_clusters_change_no_bit(format, row_format, tiles, monkeypatch):
+    """So that a token's sums do not depend on how many others there are."""
+    if row_format is not None:
+        rows_come_first(monkeypatch)
+    alone, together = (
+        replayed(format, row_format, tiles | {"cluster": blocks}) for blocks in (1, 2)
+    )
+    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_allclose(together, reference(format, row_format), 5e-2, 5e-2)
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize(
+    ("module", "function", "changes", "said"),
+    [
+        # A stage is given back by the consumers of one block, or by those of both too early.
+        (
+            mosaic_gpu_kernel,
+            "_scratch_types",
+            [("if tiles.shared:", "if False:")],
+            "wgmma before a copy into it",
+        ),
+        (mosaic_gpu_weights_first, "_products", EARLY, "a copy into it while wgmma may still read"),
+        # The blocks do not meet at the end.
+        (
+            mosaic_gpu_kernel,
+            "load",
+            [("for stage in range(context.tiles.stages)", "for stage in ()")],
+            "may have ended before others reach its memory",
+        ),
+    ],
+)
+def test_an_order_of_blocks_that_is_taken_for_granted(module, function, changes, said, monkeypatch):
+    monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
+    product, arguments = call("bf16", tiles={"cluster": 2})
+    with pytest.raises(Unordered, match=said):
+        replay(product, *arguments)
+
+
+COMMIT, WAIT = "plgpu.commit_smem()", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)"
 
 
 @pytest.mark.parametrize(

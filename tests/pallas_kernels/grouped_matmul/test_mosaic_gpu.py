@@ -193,12 +193,13 @@ def quantised(dtype, shape, block):
     )
 
 
-def tiles_for(rows, *weights, in_blocks=False):
+def tiles_for(rows, *weights, in_blocks=False, given=None):
     found = []
 
     def pick(*traced):
-        kind = mosaic_gpu._kind(traced[0], in_blocks=in_blocks)
-        found.append(pick_tiles(rows, traced, 24, H200, kind, in_blocks and len(weights) == 2))
+        kind = mosaic_gpu.kind_of(traced[0], in_blocks=in_blocks)
+        quantises = in_blocks and len(weights) == 2
+        found.append(pick_tiles(rows, traced, 24, H200, kind, quantises, given))
 
     jax.eval_shape(pick, *weights)
     return found[0]
@@ -235,6 +236,32 @@ class TestPickTiles:
         assert (first[:4], first.rows_first) == ((128, 256, 128, 4), True)
         first = tiles_for(24576, fp8, fp8, in_blocks=True)
         assert (first[:4], first.rows_first) == ((128, 128, 128, 4), True)
+
+    def test_clusters_where_groups_have_many_rows(self):
+        """Two blocks share what is larger: weights of 2 x 128 columns or 128 rows; 256 rows or 128
+        columns of one weight. A decode step's weights come from memory once, whoever shares."""
+        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
+        down = jax.ShapeDtypeStruct((24, 7168, 640), jnp.bfloat16)
+        assert tiles_for(24 * 256, floats, floats).shared == "weights"
+        assert tiles_for(24 * 512, down).shared == "rows"
+        assert tiles_for(24 * 256, fp8, in_blocks=True).shared == "weights"
+        assert tiles_for(24 * 256, fp8, fp8, in_blocks=True).shared == "weights"
+        for rows in (768, 24 * 256 - 8):
+            assert not tiles_for(rows, floats, floats).shared
+        assert not tiles_for(24 * 512 - 8, down).shared
+
+    def test_no_columns_are_left_without_a_block(self):
+        """640 columns are 5 tiles, of which two blocks that share rows would leave one."""
+        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        assert tiles_for(24 * 512, floats).shared == "weights"
+
+    def test_clusters_of_a_caller(self):
+        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        assert tiles_for(768, floats, given={"cluster": 2}).shared == "weights"
+        assert not tiles_for(24576, floats, given={"cluster": 1}).shared
+        with pytest.raises(ValueError, match="cluster is 3, needs 1 or 2"):
+            tiles_for(768, floats, given={"cluster": 3})
 
     def test_a_part_of_the_columns_has_one_scale(self):
         """Of a block; else weights stay first."""
