@@ -24,7 +24,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-OPS = ("attention", "grouped_matmul", "norm_quantize")
+OPS = ("attention", "grouped_matmul", "norm_quantize", "rotate_and_write")
 """Those that have `gpu_cases.py`."""
 DEVICE = b"NVIDIA H200 141GB HBM3e"
 """As XLA's CUDA plugin names it, in the description of the device that it carries along."""

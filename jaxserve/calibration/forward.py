@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
-from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.attention.rope import rotation
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Rngs, rms_norm
+from pallas_kernels.rotate_and_write import rotate
 
 Leaves = Mapping[str, np.ndarray]
 """Float leaves of a block by name."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
@@ -110,6 +111,7 @@ def paged_attention(
     v_scales: Array | None = None,
     rope_pages: Array | None = None,
     with_lse: Literal[False] = False,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Array: ...
@@ -131,6 +133,7 @@ def paged_attention(
     v_scales: Array | None = None,
     rope_pages: Array | None = None,
     with_lse: Literal[True],
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> tuple[Array, Array]: ...
@@ -151,6 +154,7 @@ def paged_attention(
     v_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None,
     with_lse: bool = False,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> (
@@ -178,11 +182,12 @@ def paged_attention(
         read them.
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
+      out_dtype: of the output; None: that of `queries`.
       implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
-      one row per token and query head, in the dtype of `queries`; with_lse: also the log-sum-exps.
+      one row per token and query head; with_lse: also the log-sum-exps.
 
     Raises:
       ValueError: the shapes, dtypes, options or tiles do not fit together.
@@ -216,6 +221,7 @@ def paged_attention(
     lse: Array | None
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
     cache = _cache(arrays, width)
+    wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
     gap = functools.partial(_gap, queries=queries, cache=cache)
     target = kernel_target("paged_attention", implementation, gap, _COST, tiles)
 
@@ -224,11 +230,14 @@ def paged_attention(
     ) -> tuple[Array, Array | None]:
         cache = _cache(arrays, width)
         if target is None:
-            return reference.paged_attention(queries, cache, *where, scale=scale, window=window)
+            out, sums = reference.paged_attention(
+                queries, cache, *where, scale=scale, window=window
+            )
+            return out.astype(wanted), sums
         if target.backend == "mosaic_tpu":
             from pallas_kernels.attention import mosaic_tpu
 
-            return mosaic_tpu.paged_attention(
+            out, logs = mosaic_tpu.paged_attention(
                 queries,
                 *arrays,
                 *where,
@@ -239,10 +248,18 @@ def paged_attention(
                 target=target,
                 tiles=tiles,
             )
+            return out.astype(wanted), logs
         from pallas_kernels.attention import mosaic_gpu
 
         return mosaic_gpu.paged_attention(
-            queries, cache, *where, scale=scale, window=window, target=target, tiles=tiles
+            queries,
+            cache,
+            *where,
+            scale=scale,
+            window=window,
+            out_dtype=wanted,
+            target=target,
+            tiles=tiles,
         )
 
     output, lse = run_op("paged_attention", compute, queries, arrays, where)

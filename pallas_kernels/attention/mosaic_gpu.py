@@ -5,6 +5,8 @@ unit and a step are is said there. An item is one token or a few that read the s
 (`work_items.py`); for each key/value head its rows, tokens x query heads, fill one unit or more.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
@@ -57,6 +59,7 @@ def paged_attention(
     *,
     scale: float,
     window: int,
+    out_dtype: Any,
     target: Target,
     tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
@@ -96,9 +99,7 @@ def paged_attention(
 
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     rows = _units_of_items(queries_of_items.astype(compute_dtype(cache.k_pages.dtype)), plan)
-    parts = attend(
-        rows, cache, page_table, work, plan, out_dtype=queries.dtype, interpret=interpret
-    )
+    parts = attend(rows, cache, page_table, work, plan, out_dtype=out_dtype, interpret=interpret)
     output, lse = combine(*parts, work.start, ranges=plan.ranges, interpret=interpret)
     output = _items_of_units(output, plan, kv_heads, largest)
     lse = _items_of_units(lse[..., None], plan, kv_heads, largest)[..., 0]

@@ -83,7 +83,8 @@ class _Outside:
 
     def mpmd_map(self, eqn: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         (mesh,), (jaxpr,) = eqn.params["meshes"], eqn.params["jaxprs"]
-        inputs = [GlobalArray(array) for array in arrays]
+        # What is written in place is a reference already.
+        inputs = [one if isinstance(one, GlobalArray) else GlobalArray(one) for one in arrays]
         outputs = [
             GlobalArray(np.full(aval.shape, _nothing(aval.dtype), aval.dtype))
             for aval in (var.aval for var in eqn.outvars)
@@ -92,6 +93,21 @@ class _Outside:
             cluster = _Cluster(dict(zip(mesh.grid_names, place, strict=True)), mesh)
             cluster.run(jaxpr, [*inputs, *outputs])
         return [array.data.reshape(array.shape) for array in outputs]
+
+    def run_state(self, eqn: Any, *arrays: np.ndarray) -> Run:
+        """Arrays that are references while something runs."""
+        refs = [GlobalArray(array) for array in arrays]
+        yield from _run(eqn.params["jaxpr"], [], refs, self)
+        return [ref.data.reshape(ref.shape) for ref in refs]
+
+    def get(self, eqn: Any, ref: GlobalArray, *leaves: Any) -> np.ndarray:
+        return _values(ref, _positions(ref, eqn.params["tree"].unflatten(leaves)))
+
+    def swap(self, eqn: Any, ref: GlobalArray, value: np.ndarray, *leaves: Any) -> np.ndarray:
+        at = _positions(ref, eqn.params["tree"].unflatten(leaves))
+        old = _values(ref, at)
+        _put(ref, at, value)
+        return old
 
 
 def _nothing(dtype: Any) -> Any:

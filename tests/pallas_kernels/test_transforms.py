@@ -13,6 +13,7 @@ from pallas_kernels.grouped_matmul.dense import dense_swiglu
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import dequantize_rows, quantize_rows
+from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import Target, use_target
 
 CPU, H200, V7X = (
@@ -31,6 +32,7 @@ def normal(*shape):
 
 PAGES = normal(4, 1, 8, 128)
 HEADS, WEIGHTS, NORM = normal(2, 4, 128), normal(2, 128, 128), normal(128)
+TURN = normal(2, 64)
 OPS = {
     "paged_attention": lambda rows: paged_attention(
         rows.reshape(2, 4, 128), PAGES, PAGES, TABLE, *PLACES, scale=0.1
@@ -39,6 +41,9 @@ OPS = {
         rows.reshape(2, 4, 128), HEADS, HEADS, *PLACES, scale=0.1
     )[0],
     "write_rows": lambda rows: write_rows((PAGES,), (rows[:2, None],), TABLE, *PLACES)[0],
+    "rotate_and_write": lambda rows: rotate_and_write(
+        (PAGES, PAGES), HEADS, rows[:2, None], rows[2:4, None], TURN, TURN, TABLE, *PLACES
+    )[1][0],
     "grouped_matmul": lambda rows: grouped_matmul(rows[:4], WEIGHTS, SIZES),
     "grouped_swiglu": lambda rows: grouped_swiglu(rows[:4], WEIGHTS, WEIGHTS, WEIGHTS, SIZES),
     "rms_norm_quantize": lambda rows: rms_norm_quantize(rows, NORM, 1e-5, "int8")[0],

@@ -12,17 +12,15 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend, write
-from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
+from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import (
     Formats,
     Module,
     Rngs,
-    Weight,
     add_once,
     linear,
     matrix,
-    rms_norm,
     scale,
     zeros,
 )
@@ -70,12 +68,11 @@ class GQA(Module):
         if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
         turn = rotation(batch.position, head_dim, self.rope)
-        query = rotate(self._normed(query, self.query_norm), *turn)
-        key = rotate(self._normed(key, self.key_norm), *turn)
         with jax.named_scope("write_pages"):
-            pages = write(pages, (key, value), batch)
+            query, pages = rotate_and_write(pages, query, key, value, turn, batch, self._norms())
         with jax.named_scope("paged_attention"):
-            mixed = attend(query, pages, batch, scale=head_dim**-0.5, window=self.window)
+            scale = head_dim**-0.5
+            mixed = attend(query, pages, batch, scale=scale, window=self.window, dtype=x.dtype)
         share = linear(mixed.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 
@@ -85,5 +82,7 @@ class GQA(Module):
         first_query = jax.lax.axis_index("tp") * query.shape[1]
         return jax.lax.dynamic_slice_in_dim(heads, first_query // group, 1, axis=1)
 
-    def _normed(self, x: Array, norm: Weight | None) -> Array:
-        return x if norm is None else rms_norm(x, norm[...], self.epsilon)
+    def _norms(self) -> HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return HeadNorms(self.query_norm[...], self.key_norm[...], self.epsilon)

@@ -9,6 +9,8 @@ page ids in a page table are relative to the group. `pallas_kernels/attention` d
 inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -20,6 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.quant import as_bits
 from jaxserve.model.quant.rows import STORAGE, quantize_heads
+from pallas_kernels import rotate_and_write as kernels
 from pallas_kernels.attention.api import paged_attention, write_rows
 from pallas_kernels.quantize.api import Format
 
@@ -64,27 +67,49 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
     return tuple(arrays)
 
 
-def write(
-    pages: Pages, rows: tuple[Float[Array, "tokens heads _"], ...], batch: RaggedBatch
-) -> Pages:
-    """Writes the keys and values (or latents) of the batch's tokens, quantised to the cache's
-    format."""
-    if len(pages) > len(rows):
-        values, scales = zip(*(quantize_heads(row, _format(pages)) for row in rows), strict=True)
-        rows = (*map(as_bits, values), *scales)
-    return _write(pages, rows, batch)
+class HeadNorms(NamedTuple):
+    """RMSNorms of every head of queries and keys, before they are rotated."""
+
+    query: Float[Array, " head_dim"]
+    key: Float[Array, " head_dim"]
+    epsilon: float
+
+
+def rotate_and_write(
+    pages: Pages,
+    query: Float[Array, "tokens q_heads head_dim"],
+    key: Float[Array, "tokens kv_heads head_dim"],
+    value: Float[Array, "tokens kv_heads _"],
+    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    batch: RaggedBatch,
+    norms: HeadNorms | None = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Pages]:
+    """Norms and rotates queries and keys, and writes keys and values, quantised to the cache's
+    format. The queries are for `attend`: they may have its dtype already."""
+    query_norm, key_norm, epsilon = norms or (None, None, 0.0)
+    return kernels.rotate_and_write(
+        pages,
+        query,
+        key,
+        value,
+        *turn,
+        batch.page_table,
+        batch.sequence_of_token,
+        batch.position,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=epsilon,
+    )
 
 
 def write_latents(pages: Pages, row: Float[Array, "tokens 1 width"], batch: RaggedBatch) -> Pages:
-    """The same for latents with their rotated part."""
-    if not _is_split(pages):
-        return write(pages, (row,), batch)
-    latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)
-    values, scales = quantize_heads(latent, _format(pages))
-    return _write(pages, (as_bits(values), rotated, scales), batch)
-
-
-def _write(pages: Pages, rows: tuple[Array, ...], batch: RaggedBatch) -> Pages:
+    """Writes latents with their rotated part, quantised to the cache's format."""
+    if len(pages) == 1:
+        rows: tuple[Array, ...] = (row,)
+    else:
+        latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)  # all of it, if not split
+        values, scales = quantize_heads(latent, _format(pages))
+        rows = (as_bits(values), *([rotated] if _is_split(pages) else []), scales)
     return write_rows(
         pages,
         tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),
@@ -101,8 +126,10 @@ def attend(
     *,
     scale: float,
     window: int = 0,
+    dtype: jnp.dtype,
 ) -> Float[Array, "tokens q_heads v_width"]:
-    """Attention of every token to the cached tokens of its sequence, itself included."""
+    """Attention of every token to the cached tokens of its sequence, itself included, in `dtype`:
+    queries from `rotate_and_write` may have another one."""
     keys, values, *scales = pages
     k_scales, v_scales = scales or (None, None)
     return paged_attention(
@@ -116,6 +143,7 @@ def attend(
         window=window,
         k_scales=k_scales,
         v_scales=v_scales,
+        out_dtype=dtype,
     )
 
 

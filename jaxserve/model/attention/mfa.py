@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend, write
-from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
+from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import (
     Formats,
     Module,
@@ -64,11 +64,11 @@ class MFA(Module):
         )
         query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
         turn = rotation(batch.position, sizes.head_dim, self.rope)
-        query = rotate(query.reshape(tokens, -1, sizes.head_dim), *turn)
-        key = rotate(key.reshape(tokens, sizes.kv_heads, -1), *turn)
-        value = value.reshape(tokens, sizes.kv_heads, -1)
+        query = query.reshape(tokens, -1, sizes.head_dim)
+        key, value = (part.reshape(tokens, sizes.kv_heads, -1) for part in (key, value))
         with jax.named_scope("write_pages"):
-            pages = write(pages, (key, value), batch)
+            query, pages = rotate_and_write(pages, query, key, value, turn, batch)
         with jax.named_scope("paged_attention"):
-            mixed = attend(query, pages, batch, scale=sizes.head_dim**-0.5, window=self.window)
+            scale = sizes.head_dim**-0.5
+            mixed = attend(query, pages, batch, scale=scale, window=self.window, dtype=x.dtype)
         return linear(mixed.reshape(tokens, -1), self.out), pages

@@ -20,7 +20,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write_latents
-from jaxserve.model.attention.rope import rotate, rotation
+from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import (
     Formats,
     Module,
@@ -34,6 +34,7 @@ from jaxserve.model.module import (
     zeros,
 )
 from pallas_kernels.attention.api import chunk_attention, merge
+from pallas_kernels.rotate_and_write import rotate
 
 
 class MLA(Module):

@@ -1,4 +1,5 @@
-"""Rotary position embedding, with YaRN for long contexts. Called by the attention families."""
+"""Angles of rotary position embedding, with YaRN for long contexts. Called by the attention
+families; what rotates by them is `pallas_kernels/rotate_and_write`."""
 
 import math
 
@@ -45,21 +46,3 @@ def rotation(
     angle = position.astype(jnp.float32)[:, None] * frequencies(rope, dimensions)
     magnitude = rope.yarn.magnitude if rope.yarn else 1.0
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
-
-
-def rotate(
-    x: Float[Array, "tokens heads head_dim"],
-    cosine: Float[Array, "tokens half"],
-    sine: Float[Array, "tokens half"],
-    *,
-    interleaved: bool = False,
-) -> Float[Array, "tokens heads head_dim"]:
-    """Rotates the pairs of every head; computes in FP32, keeps x's dtype.
-
-    Pairs are (i, i + head_dim/2), or neighbours if `interleaved`. Interleaved pairs are returned as
-    two halves; queries and keys are permuted alike, so their products do not change.
-    """
-    x32 = x.astype(jnp.float32)
-    low, high = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
-    c, s = cosine[:, None, :], sine[:, None, :]
-    return jnp.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(x.dtype)

@@ -14,8 +14,8 @@ from jaxserve.model.attention.kv_cache import (
     attend,
     attend_latent,
     page_arrays,
+    rotate_and_write,
     stored,
-    write,
     write_latents,
 )
 from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
@@ -109,7 +109,7 @@ class TestWrite:
     )
     def test_latents(self, cache, error):
         row = random_rows(0, 1, 40)
-        pages = write(empty(LATENT, cache), (row,), BATCH)
+        pages = write_latents(empty(LATENT, cache), row, BATCH)
         kept = stored(row, pages)
         assert kept.dtype == row.dtype
         largest = np.abs(np.asarray(row)).max(axis=-1, keepdims=True)
@@ -128,9 +128,11 @@ class TestWrite:
     @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "int8"])
     def test_keys_and_values(self, cache):
         key, value = random_rows(1, 2, 16), random_rows(2, 2, 16)
-        pages = write(empty(GROUPED, cache), (key, value), BATCH)
+        turn = jnp.cos(random_rows(4, 1, 8)[:, 0]), jnp.sin(random_rows(4, 1, 8)[:, 0])
+        query = random_rows(3, 4, 16)
+        query, pages = rotate_and_write(empty(GROUPED, cache), query, key, value, turn, BATCH)
         alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
-        read = np.asarray(attend(random_rows(3, 4, 16), pages, alone, scale=1.0))
+        read = np.asarray(attend(query, pages, alone, scale=1.0, dtype=query.dtype))
         kept = np.repeat(np.asarray(stored(value, pages)), 2, axis=1)  # two queries a head
         for token in (0, 2):
             np.testing.assert_allclose(read[token], kept[token], rtol=1e-6)
@@ -139,21 +141,21 @@ class TestWrite:
     def test_int8_literal(self):
         """Of the largest magnitude 1.27 every value is a multiple of 0.01."""
         row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([1.27, -0.5, 0.004]))
-        values, scales = write(empty(LATENT, "int8"), (row,), BATCH)
+        values, scales = write_latents(empty(LATENT, "int8"), row, BATCH)
         assert np.asarray(values)[1, 0, 0, :3].tolist() == [127, -50, 0]
         assert np.asarray(scales)[1, 0, 0] == pytest.approx(0.01)
 
     def test_fp8_bits_literal(self):
         """The largest magnitude becomes 448, bits 0x7E; a quarter of it 112, bits 0x6E."""
         row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([-4.0, 1.0, 0.0]))
-        values, scales = write(empty(LATENT, "fp8"), (row,), BATCH)
+        values, scales = write_latents(empty(LATENT, "fp8"), row, BATCH)
         assert np.asarray(values)[1, 0, 0, :3].tolist() == [0xFE, 0x6E, 0]
         assert np.asarray(scales)[1, 0, 0] == pytest.approx(4 / 448)
 
     def test_a_bfloat16_model_reads_bfloat16(self):
         row = random_rows(4, 1, 40, jnp.bfloat16)
         for cache in ("auto", "fp8", "int8"):
-            pages = write(empty(LATENT, cache, "bfloat16"), (row,), BATCH)
+            pages = write_latents(empty(LATENT, cache, "bfloat16"), row, BATCH)
             assert stored(row, pages).dtype == jnp.bfloat16
         np.testing.assert_array_equal(
             np.asarray(stored(row, empty(LATENT, "auto", "bfloat16")), np.float32),

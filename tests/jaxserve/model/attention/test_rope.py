@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config.model import Rope, Yarn
-from jaxserve.model.attention.rope import frequencies, rotate, rotation
+from jaxserve.model.attention.rope import frequencies, rotation
+from pallas_kernels.rotate_and_write import rotate
 from tests.reference import step3_numpy
 from tests.reference.decoder_numpy import RopeNumpy
 

@@ -1,0 +1,254 @@
+"""Rotation and writing on Hopper GPUs (Pallas, Mosaic GPU), in one launch.
+
+Called by `api.py`, which has checked the arguments. A block of threads has either one token's key
+and value of one head, whose scales it finds and which it writes to their page, or 64 rows of
+queries, a row being a head of a token. What takes time is the start of a kernel and its way to
+memory and back; the two kinds of blocks run side by side.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.attention.mosaic_gpu_plan import compute_dtype
+from pallas_kernels.mosaic_gpu import quantise, store
+from pallas_kernels.quantize import EIGHT_BITS
+from pallas_kernels.quantize.bits import as_bits, from_bits
+from pallas_kernels.target import Target
+
+WARPGROUP = 128
+"""Threads of a block; widths are multiples."""
+MOST_COLUMNS = 256
+"""Of a row, which is copied at one time."""
+ROWS = 64
+"""Of queries, of a block."""
+COLUMNS = 64
+"""Of queries, that are multiplied at one time."""
+
+
+def gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
+    """What of a call the kernel does not cover; empty: nothing."""
+    tokens, heads, width = query.shape
+    if pages[0].dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
+        return f"a cache in {pages[0].dtype} (there are some for 16 and 8 bits)"
+    if query.dtype.itemsize != 2:
+        return f"keys in {query.dtype} (there are some for 16 bits)"
+    for name, columns in (("head_dim", width), ("values of", value.shape[2])):
+        if columns % WARPGROUP or columns > MOST_COLUMNS:
+            return f"{name} {columns} (multiples of {WARPGROUP} up to {MOST_COLUMNS})"
+    if heads % ROWS and ROWS % heads:
+        return f"{heads} query heads (divisors or multiples of {ROWS})"
+    if tokens * heads % ROWS or not tokens:
+        return f"{tokens} tokens of {heads} query heads (together a multiple of {ROWS})"
+    return ""
+
+
+def rotate_and_write(
+    pages: tuple[Array, ...],
+    heads: tuple[Array, Array, Array],
+    turn: tuple[Array, Array],
+    where: tuple[Array, Array, Array],
+    norms: tuple[Array | None, Array | None],
+    *,
+    epsilon: float,
+    target: Target,
+) -> tuple[Array, tuple[Array, ...]]:
+    """As `api.rotate_and_write` says, for what `gap` leaves."""
+    query, key, value = heads
+    tokens, q_heads, width = query.shape
+    kv_heads = key.shape[1]
+    rows = tokens * q_heads
+    kept = {name: norm for name, norm in zip(("q", "k"), norms, strict=True) if norm is not None}
+    cache = tuple(map(from_bits, pages))
+    scratch: dict[str, Any] = {
+        "key_smem": plgpu.SMEM((2 * width,), key.dtype),
+        "cosine_smem": plgpu.SMEM((width,), jnp.float32),
+        "sine_smem": plgpu.SMEM((width,), jnp.float32),
+        "loaded": plgpu.Barrier(num_arrivals=6 + 2 * ("k" in kept)),
+    }
+    if "k" in kept:
+        scratch["norm_smem"] = plgpu.SMEM((2 * width,), key.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _body, names=tuple(kept), q_heads=q_heads, kv_heads=kv_heads, epsilon=epsilon
+        ),
+        kernel_name="rotate_and_write",
+        out_type=(jax.ShapeDtypeStruct((rows, width), compute_dtype(cache[0].dtype)),),
+        scratch_types=scratch,
+        grid=(tokens * kv_heads + rows // ROWS,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    )
+
+    def write(state: Any) -> None:
+        # Written in place: a reference is what a kernel may change.
+        cache, queries = state
+        arrays = (query.reshape(rows, width), key, value, *turn, *where, *kept.values(), *cache)
+        (queries[...],) = kernel(*arrays)
+
+    state = cache, jnp.zeros((rows, width), compute_dtype(cache[0].dtype))
+    cache, queries = pl.run_state(write)(state)
+    written = tuple(
+        array if old.dtype == array.dtype else as_bits(array)
+        for array, old in zip(cache, pages, strict=True)
+    )
+    return queries.reshape(query.shape), written
+
+
+def _body(
+    query: Any,  # [tokens * q_heads, width]
+    key: Any,  # [tokens, kv_heads, width]
+    value: Any,  # [tokens, kv_heads, v_width]
+    cosine: Any,  # [tokens, width / 2]
+    sine: Any,  # [tokens, width / 2]
+    *refs: Any,
+    names: tuple[str, ...],
+    q_heads: int,
+    kv_heads: int,
+    epsilon: float,
+    **scratch: Any,
+) -> None:
+    """One block."""
+    where, refs = refs[:3], refs[3:]
+    norms, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    cache, rotated = refs[:-1], refs[-1]
+    smem = SimpleNamespace(**scratch)
+    block, of_keys = lax.axis_index("block"), key.shape[0] * kv_heads
+
+    @pl.when(block < of_keys)
+    def _write() -> None:
+        token, head = block // kv_heads, lax.rem(block, kv_heads)
+        row = _rotated_key(
+            key.at[token, head], cosine.at[token], sine.at[token], norms, smem, epsilon
+        )
+        _store_rows((row, _loaded(value.at[token, head])), cache, where, token, head)
+
+    @pl.when(block >= of_keys)
+    def _rotate() -> None:
+        first = (block - of_keys) * ROWS
+        _rotate_queries(query, cosine, sine, norms.get("q"), rotated, first, q_heads, epsilon)
+
+
+def _loaded(row: Any) -> Any:
+    """A row in the registers, a number or two of each thread."""
+    layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=1)
+    return plgpu.load(row, layout=layout, optimized=False)
+
+
+def _rotated_key(
+    key: Any, cosine: Any, sine: Any, norms: dict[str, Any], smem: SimpleNamespace, epsilon: float
+) -> Any:
+    """[width]. Of a row that lies in shared memory twice, what begins in the middle of the first
+    has at every place the number that is turned with the one there."""
+    width, half = key.shape[0], key.shape[0] // 2
+    copies = [(key, smem.key_smem, width), (cosine, smem.cosine_smem, half)]
+    copies += [(sine, smem.sine_smem, half)]
+    if "k" in norms:
+        copies.append((norms["k"], smem.norm_smem, width))
+    for source, target, size in copies:
+        for start in (0, size):
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(start, size)], smem.loaded)
+    plgpu.barrier_wait(smem.loaded)
+
+    def both(ref: Any) -> tuple[Any, Any]:
+        return _loaded(ref.at[pl.ds(0, width)]), _loaded(ref.at[pl.ds(half, width)])
+
+    own, other = (x.astype(jnp.float32) for x in both(smem.key_smem))
+    if "k" in norms:
+        inverse = lax.rsqrt(jnp.sum(own * own) / width + epsilon)
+        own, other = (
+            ((x * inverse).astype(key.dtype) * weight).astype(jnp.float32)
+            for x, weight in zip((own, other), both(smem.norm_smem), strict=True)
+        )
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+    place = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+    other = jnp.where(place < half, -other, other)
+    turned = own * _loaded(smem.cosine_smem) + other * _loaded(smem.sine_smem)
+    return turned.astype(key.dtype)
+
+
+def _store_rows(
+    rows: tuple[Any, Any], cache: tuple[Any, ...], where: tuple[Any, ...], token: Any, head: Any
+) -> None:
+    """To the page, if the token has one."""
+    page_table, sequence_of_token, position = where
+    (sequences, columns), (pool, _, page_size, _) = page_table.shape, cache[0].shape
+    sequence, place = sequence_of_token[token], position[token]
+    column = place // page_size
+    page = page_table[jnp.clip(sequence, 0, sequences - 1), jnp.clip(column, 0, columns - 1)]
+    exists = (place >= 0) & (column < columns) & (sequence >= 0) & (sequence < sequences)
+    exists &= (page >= 0) & (page < pool)
+    row = lax.rem(place, page_size)
+    kept: list[Any] = [x.astype(array.dtype) for x, array in zip(rows, cache[:2], strict=True)]
+    scales: list[Any] = []
+    if len(cache) == 4:
+        narrow = [quantise(x.astype(jnp.float32), cache[0].dtype) for x in rows]
+        kept, scales = [x for x, _ in narrow], [scale for _, scale in narrow]
+
+    @pl.when(exists)
+    def _store() -> None:
+        for array, x in zip(cache[:2], kept, strict=True):
+            store(array.at[page, head, row], x)
+        for array, scale in zip(cache[2:], scales, strict=True):
+            array[page, head, row] = scale
+
+
+def _rotate_queries(
+    query: Any,
+    cosine: Any,
+    sine: Any,
+    norm: Any,
+    rotated: Any,
+    first: Any,
+    q_heads: int,
+    epsilon: float,
+) -> None:
+    """Rows of queries, from the first one on; those of one token have the same angles."""
+    layout, width = plgpu.Layout.WGMMA, query.shape[1]
+    half, rows = width // 2, pl.ds(first, ROWS)
+    tokens = range(max(1, ROWS // q_heads))
+    first_token = first // q_heads
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=layout)
+
+    def load(start: int) -> Any:
+        part = query.at[rows, pl.ds(start, COLUMNS)]
+        return plgpu.load(part, layout=layout, optimized=False)
+
+    def columns_of(vector: Any, start: int) -> Any:
+        part = vector.at[pl.ds(start, COLUMNS)]
+        found = plgpu.load(part, layout=layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(found, (ROWS, COLUMNS), [1])
+
+    def of_rows(angles: Any, start: int) -> Any:
+        found = columns_of(angles.at[first_token], start)
+        for index in tokens[1:]:
+            other = columns_of(angles.at[first_token + index], start)
+            found = jnp.where(row // q_heads >= index, other, found)
+        return found
+
+    parts = {start: load(start) for start in range(0, width, COLUMNS)}
+    inverse = None
+    if norm is not None:
+        squares = [jnp.square(part.astype(jnp.float32)) for part in parts.values()]
+        total = functools.reduce(jnp.add, [jnp.sum(square, axis=1) for square in squares])
+        inverse = lax.rsqrt(total / width + epsilon)
+        inverse = lax.broadcast_in_dim(inverse, (ROWS, COLUMNS), [0])
+    for start in range(0, half, COLUMNS):
+        low, high = (parts[at].astype(jnp.float32) for at in (start, start + half))
+        if inverse is not None:
+            low, high = (
+                ((x * inverse).astype(query.dtype) * columns_of(norm, at)).astype(jnp.float32)
+                for x, at in ((low, start), (high, start + half))
+            )
+        c, s = of_rows(cosine, start), of_rows(sine, start)
+        for at, turned in ((start, low * c - high * s), (start + half, high * c + low * s)):
+            target = rotated.at[rows, pl.ds(at, COLUMNS)]
+            store(target, turned.astype(query.dtype).astype(rotated.dtype))

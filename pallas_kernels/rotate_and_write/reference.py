@@ -1,0 +1,50 @@
+"""Definition of the op in plain `jax.numpy`; also runs where there is no kernel.
+
+`rotate` is also used for what is rotated elsewhere. Shares no code with the kernel.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Num
+
+from pallas_kernels.norm_quantize.reference import rms_norm
+from pallas_kernels.quantize import Format, quantize_rows
+
+
+def rotate(
+    x: Float[Array, "tokens heads head_dim"],
+    cosine: Float[Array, "tokens half"],
+    sine: Float[Array, "tokens half"],
+    *,
+    interleaved: bool = False,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotates the pairs of every head; computes in FP32, keeps x's dtype.
+
+    Pairs are (i, i + head_dim/2), or neighbours if `interleaved`. Interleaved pairs are returned as
+    two halves; queries and keys are permuted alike, so their products do not change.
+    """
+    x32 = x.astype(jnp.float32)
+    low, high = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
+    c, s = cosine[:, None, :], sine[:, None, :]
+    return jnp.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(x.dtype)
+
+
+def rotated(
+    x: Float[Array, "tokens heads head_dim"],
+    norm: Float[Array, " head_dim"] | None,
+    epsilon: float,
+    cosine: Float32[Array, "tokens half"],
+    sine: Float32[Array, "tokens half"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Every head normed, if there is a norm, then rotated."""
+    return rotate(x if norm is None else rms_norm(x, norm, epsilon), cosine, sine)
+
+
+def kept(
+    rows: Float[Array, "tokens heads width"], pages: Num[Array, "..."]
+) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"] | None]:
+    """Rows as such pages keep them, and their scales if these have 8 bits; FP8 may be its bits."""
+    if pages.dtype.itemsize > 1:
+        return rows.astype(pages.dtype), None
+    format: Format = "int8" if pages.dtype == jnp.int8 else "fp8"
+    values, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]), format)
+    return values.reshape(rows.shape), scales.reshape(rows.shape[:2])

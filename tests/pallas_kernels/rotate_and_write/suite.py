@@ -1,0 +1,120 @@
+"""What every backend of `rotate_and_write` has to do, against NumPy; subclasses say which one.
+
+Pages hold something wherever nothing is written, which stays there.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.rotate_and_write import rotate_and_write
+from pallas_kernels.target import use_target
+
+PAGE_SIZE, POOL = 8, 6
+TABLE = np.asarray([[4, 1, POOL], [0, 5, 2]], np.int32)
+SEQUENCES = np.asarray([0, 1, 1, 0, 1, 0, 2, 1], np.int32)
+POSITIONS = np.asarray([3, 9, 10, 20, -1, 24, 1, 23], np.int32)
+PLACES = {0: (4, 3), 1: (5, 1), 2: (5, 2), 7: (2, 7)}
+"""Page and row of each token: of the others the page, the position or the sequence is outside."""
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+class Case(NamedTuple):
+    """A call, what it should give and by how much of its largest it may miss."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    query: np.ndarray
+    rows: tuple[np.ndarray, np.ndarray]
+    pages: tuple[np.ndarray, ...]
+
+
+def turned(x, norm, angles, dtype):
+    """In float64, rounded where the definition rounds."""
+    wide = x.astype(np.float64)
+    if norm is not None:
+        wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        wide = wide.astype(dtype).astype(np.float32) * norm.astype(np.float32)
+        wide = wide.astype(dtype).astype(np.float64)
+    low, high = np.split(wide, 2, axis=-1)
+    c, s = (f(angles)[:, None].astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
+    return np.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(dtype)
+
+
+def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=jnp.bfloat16):
+    """Eight tokens."""
+    rng, tokens = np.random.default_rng(width + kv_heads), len(SEQUENCES)
+
+    def random(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    places = (POOL, kv_heads, PAGE_SIZE)
+    pages = [random(*places, width) for _ in range(2)]
+    if cache in LARGEST:
+        kept = np.uint8 if cache == "fp8" else np.int8
+        pages = [rng.integers(0, 99, page.shape).astype(kept) for page in pages]
+        pages += [rng.normal(size=places).astype(np.float32) for _ in range(2)]
+    heads = [random(tokens, count, width) for count in (q_heads, kv_heads, kv_heads)]
+    norms = {name: random(width) for name in ("query_norm", "key_norm")} if normed else {}
+    angles = rng.normal(size=(tokens, width // 2)) * 9
+    query = turned(heads[0], norms.get("query_norm"), angles, dtype)
+    key = turned(heads[1], norms.get("key_norm"), angles, dtype)
+    turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    where = (TABLE, SEQUENCES, POSITIONS)
+    arguments = (tuple(map(jnp.asarray, pages)), *map(jnp.asarray, heads), *turn, *where)
+    options = {name: jnp.asarray(norm) for name, norm in norms.items()} | {"epsilon": 1e-6}
+    return Case(arguments, options, query, (key, heads[2]), tuple(pages))
+
+
+def check(case, queries, written, cache):
+    """Nothing else is written; what is, stands for the rows."""
+    np.testing.assert_allclose(
+        np.asarray(queries, np.float32), case.query.astype(np.float32), rtol=2**-6, atol=2e-2
+    )
+    for index, (rows, array, before) in enumerate(
+        zip(case.rows, written, case.pages, strict=False)
+    ):
+        array = np.array(array)
+        for token, (page, row) in PLACES.items():
+            kept = array[page, :, row]
+            if cache in LARGEST:
+                kept = kept.view(ml_dtypes.float8_e4m3fn) if cache == "fp8" else kept
+                scales = np.asarray(written[2 + index])[page, :, row]
+                largest = np.abs(rows[token].astype(np.float32)).max(axis=-1)
+                np.testing.assert_allclose(scales, largest / LARGEST[cache], rtol=2e-2)
+                assert np.abs(kept.astype(np.float32)).max() == LARGEST[cache]
+                kept = kept.astype(np.float32) * scales[:, None]
+            near = {"fp8": 2**-3, "int8": 2e-2}.get(cache, 2**-6)
+            np.testing.assert_allclose(
+                kept.astype(np.float32), rows[token].astype(np.float32), rtol=near, atol=3e-2
+            )
+            array[page, :, row] = before[page, :, row]
+        np.testing.assert_array_equal(array, before)
+
+
+class RotateAndWriteSuite:
+    """Eight tokens of few heads, since interpreting is slow."""
+
+    target = None
+
+    def run(self, case):
+        function = functools.partial(rotate_and_write, **case.options)
+        with use_target(self.target):
+            return jax.jit(function)(*case.arguments)
+
+    @pytest.mark.parametrize(
+        ("cache", "sizes"),
+        [
+            ("bfloat16", {}),
+            ("int8", {"q_heads": 64, "width": 256}),
+            ("fp8", {"normed": True, "kv_heads": 2}),
+        ],
+    )
+    def test_against_numpy(self, cache, sizes):
+        case = make_case(cache, **sizes)
+        check(case, *self.run(case), cache)

@@ -1,0 +1,48 @@
+"""The Hopper kernel as it ships, replayed in NumPy: its results, and the order of its copies."""
+
+import functools
+
+import pytest
+
+from pallas_kernels.rotate_and_write import mosaic_gpu, rotate_and_write
+from tests.pallas_kernels.hopper_memory import Unordered
+from tests.pallas_kernels.hopper_replay import mutated, replay
+from tests.pallas_kernels.rotate_and_write.suite import check, make_case
+
+
+def run(case):
+    return replay(functools.partial(rotate_and_write, **case.options), *case.arguments)
+
+
+def run_and_check(cache, **sizes):
+    case = make_case(cache, **sizes)
+    check(case, *run(case), cache)
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
+def test_what_ships_gives_what_it_should(cache):
+    run_and_check(cache, normed=cache == "fp8", kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("plgpu.barrier_wait(smem.loaded)", "pass", "a load before a copy"),
+        ("for start in (0, size)", "for start in (0,)", "wait for ever"),
+        ('"k" in norms:\n        copies', '"k" in norms and 0:\n        copies', "wait for ever"),
+    ],
+)
+def test_an_order_that_is_taken_for_granted(old, new, said, monkeypatch):
+    changed = mutated(mosaic_gpu._rotated_key, (old, new))
+    monkeypatch.setattr(mosaic_gpu, "_rotated_key", changed)
+    with pytest.raises(Unordered, match=said):
+        run(make_case("bfloat16", normed=True))
+
+
+@pytest.mark.parametrize("old", ["(place >= 0) & ", " & (sequence < sequences)"])
+def test_a_place_that_is_not_checked(old, monkeypatch):
+    """The suite notices what is then written."""
+    changed = mutated(mosaic_gpu._store_rows, (old, ""))
+    monkeypatch.setattr(mosaic_gpu, "_store_rows", changed)
+    with pytest.raises(AssertionError):
+        run_and_check("int8")
