@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
+from pallas_kernels.target import current_target
 from pallas_kernels.tuned import Fields
 
 
@@ -51,6 +52,13 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     here = (choices >= 0) & (choices < groups)
     group = jnp.where(here, choices, groups).reshape(-1)
     top_k = choices.shape[1]
+    target = current_target()
+    if target.backend == "mosaic_gpu":
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sort
+
+        if mosaic_gpu_sort.covers(group.shape[0]):
+            source, place, sizes = mosaic_gpu_sort.sort(group, groups, top_k, target)
+            return Order(source, place.reshape(choices.shape), here, sizes)
     by_sorting = functools.partial(_by_sorting, groups=groups + 1, top_k=top_k)
     by_counting = functools.partial(_by_counting, groups=groups + 1, top_k=top_k)
     source, place, sizes = jax.lax.platform_dependent(
