@@ -143,11 +143,15 @@ def convert(
     wanted = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}.get(weights or "", "auto")
     digest = "" if calibration is None else _calibration_digest(calibration)
     stored = config.stored if wanted == "auto" else weight_format(wanted, config, "experts")
-    conversion = Conversion(FORMAT, fingerprint(source), stored, dtype, digest)
-    if stored == "int4":
-        conversion = msgspec.structs.replace(
-            conversion, int4=config.int4, plain_parts=tuple(sorted(config.plain_parts))
-        )
+    conversion = Conversion(
+        FORMAT,
+        fingerprint(source),
+        stored,
+        dtype,
+        digest,
+        int4=config.int4 if stored == "int4" else None,
+        plain_parts=tuple(sorted(config.plain_parts)) if wanted == "auto" else (),
+    )
     model = _model(source, config, names, dtype, wanted)
     _prepare(target, conversion)
     if (target / MANIFEST).exists():

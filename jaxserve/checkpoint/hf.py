@@ -108,14 +108,19 @@ def read_config(
         )
         return config, family.names(config)
     names = family.names(config)
-    if config.stored == "int4" and (packing := packing_of(tree)):
-        parts = _plain_parts(path.parent, names)
-        config = msgspec.structs.replace(config, int4=int4_of(packing), plain_parts=parts)
+    if config.stored != "plain":
+        parts, packing = _plain_parts(path.parent, names), packing_of(tree)
+        config = msgspec.structs.replace(
+            config,
+            int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
+            plain_parts=parts,
+        )
     return config, names
 
 
 def _plain_parts(folder: Path, names: CheckpointNames) -> frozenset[MatrixPart]:
-    """Whose matrices (some of them, at least) the files have as floats; none without files."""
+    """Whose matrices (some of them, at least) the files have as floats, but for those that are kept
+    as floats whatever they are (the per-head ones of latents); none without files."""
     if not weight_files(folder):
         return frozenset()
     there = list_tensors(folder).tensors
@@ -125,7 +130,11 @@ def _plain_parts(folder: Path, names: CheckpointNames) -> frozenset[MatrixPart]:
         for sources in (*names.attention, *names.ffn)
         for leaf, source in sources.items()
         if (part := leaf.partition(".")[0]) in known
-        and any(name in there and len(shape) > 1 for name, shape in source.tensors.items())
+        and source.view is None
+        and any(
+            len(shape) > 1 and name in there and there[name].kind in READABLE
+            for name, shape in source.tensors.items()
+        )
     )
 
 

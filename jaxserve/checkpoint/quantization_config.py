@@ -90,33 +90,34 @@ def _blocks(inner: Entries) -> Quantisation:
     return Quantisation("fp8_block")
 
 
+PROVENANCE = (
+    *("meta", "provider", "autoround_version", "lm_head", "desc_act", "true_sequential"),
+    *("static_groups", "damp_percent", "damp_auto_increment", "act_group_aware", "mse"),
+    *("model_name_or_path", "model_file_base_name", "quantizer", "tokenizer", "dataset"),
+    *("iters", "nsamples", "seqlen", "batch_size", "low_gpu_mem_usage", "pad_token_id"),
+    *("enable_quanted_input", "max_input_length", "model_seqlen", "cache_block_outputs"),
+    *("block_name_to_quantize", "modules_in_block_to_quantize", "modules_to_not_convert"),
+    *("module_name_preceding", "module_name_preceding_first_block", "use_cuda_fp16"),
+    *("use_exllama", "exllama_config", "backend", "pack_impl"),
+    *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+)
+"""Entries of GPTQ's and AWQ's writers that say how a folder was made, or what computes with it;
+which modules are plain is seen by their tensors."""
+
+
 def _gptq(inner: Entries) -> Quantisation:
     bits, group = inner.size("bits"), _group(inner)
     inner.only("bits", 4, 8, 2)
-    inner.only("checkpoint_format", "gptq", "gptq_v2")
-    inner.only("pack_dtype", "int32")
-    # Other bits or groups for some modules.
-    inner.only("dynamic", {}, False)
+    _names(inner, "gptq", "gptq", "gptq_v2")
+    _no_overrides(inner)
     # Groups are of columns by their activations, unless they were made before that order.
     in_order = inner.any("desc_act") is not True or inner.any("static_groups") is True
     symmetric = inner.any("sym") is True
-    # The rest is how it was made.
-    inner.meaningless(
-        *("static_groups", "true_sequential", "damp_percent", "lm_head", "meta"),
-        *("model_name_or_path", "model_file_base_name", "is_marlin_format", "quantizer", "dataset"),
-        *("batch_size", "block_name_to_quantize", "cache_block_outputs", "exllama_config"),
-        *(
-            "max_input_length",
-            "model_seqlen",
-            "modules_in_block_to_quantize",
-            "module_name_preceding",
-        ),
-        *("module_name_preceding_first_block", "pad_token_id", "tokenizer", "use_cuda_fp16"),
-        *("use_exllama", "backend", "damp_auto_increment", "mse", "act_group_aware"),
-    )
+    inner.meaningless("is_marlin_format", *PROVENANCE)
     inner.only("is_marlin_format", False)
     # The first format stores zero points less one.
-    plus = 0 if inner.any("checkpoint_format") == "gptq_v2" else 1
+    layout = inner.any("checkpoint_format") or inner.any("format")
+    plus = 0 if layout == "gptq_v2" else 1
     return _kept(Packing("gptq", bits, group, plus, symmetric=symmetric, in_order=in_order))
 
 
@@ -124,11 +125,33 @@ def _awq(inner: Entries) -> Quantisation:
     bits, group = inner.size("bits", "w_bit"), _group(inner)
     inner.only("bits", 4)
     inner.only("version", "gemm", "GEMM")
+    _names(inner, "awq", "gemm", "GEMM")
     inner.only("zero_point", True)
-    # Which modules are plain is seen by their tensors.
-    inner.meaningless("modules_to_not_convert", "backend", "do_fuse", "exllama_config")
-    inner.meaningless("fuse_max_seq_len", "modules_to_fuse")
+    inner.only("sym", False)
+    _no_overrides(inner)
+    inner.meaningless(*PROVENANCE)
     return _kept(Packing("awq", bits, group, symmetric=False))
+
+
+def _names(inner: Entries, method: str, *layouts: str) -> None:
+    """The method and the layout by all names that GPTQModel and AutoRound have for them."""
+    inner.only("method", method)
+    for name in ("checkpoint_format", "format"):
+        inner.only(name, *layouts)
+    inner.only("pack_dtype", "int32")
+    inner.only("data_type", "int")
+
+
+def _no_overrides(inner: Entries) -> None:
+    """Refuses other bits or groups for some modules (GPTQModel's `dynamic`); `-:` leaves modules
+    plain, which their tensors say."""
+    dynamic = inner.section("dynamic") if inner.any("dynamic") is not False else {}
+    other = {name: value for name, value in dynamic.items() if not name.startswith("-:")}
+    if other:
+        inner.problems.append(
+            f"{SECTION}.dynamic has modules with bits or groups of their own, which is not "
+            f"supported: {', '.join(sorted(other))}"
+        )
 
 
 def _group(inner: Entries) -> int:
@@ -183,7 +206,7 @@ def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
     kind, strategy = weights.any("type"), weights.any("strategy")
     bits, symmetric = weights.size("num_bits"), weights.flag("symmetric", default=True)
     weights.only("dynamic", False)
-    in_order = weights.any("actorder") not in ("group", True)
+    in_order = weights.any("actorder") not in ("group", "dynamic", True)
     weights.meaningless("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     found = Quantisation("plain")
     if format == "pack-quantized":

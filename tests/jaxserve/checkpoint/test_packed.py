@@ -301,15 +301,17 @@ def test_four_bits_stay_as_they_are(name, tmp_path):
     assert seen == 7 * config.layers
 
 
-def test_parts_that_are_floats_stay_floats(tmp_path):
+@pytest.mark.parametrize("name", ["w4a16", "w8a8"])
+def test_parts_that_are_floats_stay_floats(name, tmp_path):
     """As Kimi K2 Thinking's attention."""
-    write(tmp_path, *FORMATS["w4a16"])
+    write(tmp_path, *FORMATS[name])
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     for base in sorted({name.rpartition(".")[0] for name in tensors if "self_attn.q_proj" in name}):
-        shape = tensors.pop(f"{base}.weight_shape")
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{base}.weight_")}
+        shape = tensors.pop(f"{base}.weight_shape", (64, SIZES.hidden_size))
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{base}.weight")}
         tensors[f"{base}.weight"] = np.ones(shape, np.float32)
+    assert read_config(tmp_path)[0].plain_parts == frozenset()
     save_file(tensors, path)
     assert read_config(tmp_path)[0].plain_parts == {"attention"}
 

@@ -32,6 +32,28 @@ AWQ = {
     "version": "gemm",
     "zero_point": True,
 }
+GPTQMODEL = {
+    "bits": 4,
+    "checkpoint_format": "gptq",
+    "desc_act": False,
+    "format": "gptq",
+    "group_size": 128,
+    "lm_head": False,
+    "meta": {"act_group_aware": True, "offload_to_disk": True, "quantizer": ["gptqmodel:7.0.0"]},
+    "method": "gptq",
+    "pack_dtype": "int32",
+    "quant_method": "gptq",
+    "sym": True,
+}
+GPTQMODEL_AWQ = GPTQMODEL | {
+    "checkpoint_format": "gemm",
+    "format": "gemm",
+    "method": "awq",
+    "quant_method": "awq",
+    "sym": None,
+    "version": "gemm",
+    "zero_point": True,
+}
 WEIGHTS = {
     "actorder": None,
     "block_structure": None,
@@ -96,9 +118,30 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
             Quantisation("plain", Packing("gptq", 8, 0)),
         ),
         (AWQ, Quantisation("int4", Packing("awq", 4, 128, symmetric=False))),
+        (GPTQMODEL, Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1))),
+        (
+            GPTQMODEL | {"format": "gptq_v2", "checkpoint_format": None},
+            Quantisation("int4", Packing("gptq", 4, 128, zero_plus=0)),
+        ),
+        (
+            GPTQMODEL | {"dynamic": {"-:.*self_attn.*": {}, "-:.*mlp\\.gate$": {}}},
+            Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1)),
+        ),
+        (
+            GPTQMODEL_AWQ,
+            Quantisation("int4", Packing("awq", 4, 128, symmetric=False)),
+        ),
+        (
+            GPTQ | {"provider": "auto-round", "autoround_version": "0.16.1", "data_type": "int"},
+            Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1)),
+        ),
         (compressed(), Quantisation("int4", Packing("packed", 4, 32))),
         (
             compressed(actorder="group"),
+            Quantisation("plain", Packing("packed", 4, 32, in_order=False)),
+        ),
+        (
+            compressed(actorder="dynamic"),
             Quantisation("plain", Packing("packed", 4, 32, in_order=False)),
         ),
         (compressed(group_size=16), Quantisation("plain", Packing("packed", 4, 16))),
@@ -170,8 +213,11 @@ GROUP = "quantization_config.config_groups.group_0"
             ["quantization_config.bits = 3 is not supported, only 4 or 8 or 2"],
         ),
         (
-            GPTQ | {"dynamic": {"-:.*": {}}},
-            ["quantization_config.dynamic = {'-:.*': {}} is not supported, only {} or False"],
+            GPTQ | {"dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"bits": 8}}},
+            [
+                "quantization_config.dynamic has modules with bits or groups of their own, which "
+                "is not supported: +:.*down_proj"
+            ],
         ),
         (
             GPTQ | {"rotation": "hadamard"},
