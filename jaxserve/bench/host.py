@@ -113,16 +113,16 @@ def _unpacked(model: RandomModel, program: Program) -> Program:
     message, dtype = model.ffn.formats["moe"], model.ffn.dtype
 
     def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        x, packed, k, v = program.body(*arguments)
+        x, packed, *rest = program.body(*arguments)
         rows = message.unpack(packed, dtype)
         values, scales = encode_rows(rows.tokens, message.rows)
         assert scales is not None
         assert rows.experts is not None
         assert rows.gates is not None
-        return x, values, scales, rows.experts, rows.gates, k, v
+        return x, values, scales, rows.experts, rows.gates, *rest
 
-    x, pieces, k, v = program.out_specs
-    return program._replace(body=body, out_specs=(x, *[pieces] * 4, k, v))
+    x, pieces, *rest = program.out_specs
+    return program._replace(body=body, out_specs=(x, *[pieces] * 4, *rest))
 
 
 def _fed_unpacked(model: RandomModel, program: Program) -> Program:
@@ -191,13 +191,15 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
-        x, message, k, v = enter(last, batch, table, k, v, *weights.embedding, *attention[0])
+        x, message, k, v, *shared = enter(
+            last, batch, table, k, v, *weights.embedding, *attention[0]
+        )
         pages[0] = k, v
         (arrived,) = dispatch((message,))
         (combined,) = combine((ffn(0, arrived),))
         for layer in range(1, LAYERS):
             k, v = pages[layer]
-            x, message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
+            x, message, k, v = attend(x, table, *shared, k, v, combined, *attention[layer])
             pages[layer] = k, v
             (arrived,) = dispatch((message,))
             (combined,) = combine((ffn(layer, arrived),))
@@ -219,12 +221,15 @@ def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is)
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
-        x, *message, k, v = naive.enter(last, batch, table, k, v, *weights.embedding, *attention[0])
+        x, values, scales, experts, gates, k, v, *shared = naive.enter(
+            last, batch, table, k, v, *weights.embedding, *attention[0]
+        )
+        message = [values, scales, experts, gates]
         pages[0] = k, v
         combined = combine(ffn(0, *dispatch(message)))
         for layer in range(1, LAYERS):
             k, v = pages[layer]
-            x, *message, k, v = attend(x, batch, table, k, v, combined, *attention[layer])
+            x, *message, k, v = attend(x, table, *shared, k, v, combined, *attention[layer])
             pages[layer] = k, v
             combined = combine(ffn(layer, *dispatch(message)))
         return leave(x, last, batch, combined, *weights.head)

@@ -196,14 +196,14 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     put = GroupPut(programs)
     batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
     k, v = zeroed(programs.page_arrays, programs.mesh)
-    x, message, k, v = enter(
+    x, message, k, v, *shared = enter(
         put.last_tokens(), batch, table, k, v, *model.weights.embedding, *leaves
     )
     combined = jax.device_put(np.asarray(x), x.sharding)
 
     def call() -> jax.Array:
         nonlocal x, k, v, message
-        x, message, k, v = attend(x, batch, table, k, v, combined, *leaves)
+        x, message, k, v = attend(x, table, *shared, k, v, combined, *leaves)
         return message
 
     spent = _milliseconds(call, calls)

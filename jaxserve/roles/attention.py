@@ -241,8 +241,9 @@ class AttentionWorker:
     def _step(self, plan: StepPlan, batch: jax.Array, table: jax.Array) -> Stages:
         """The stages of one step.
 
-        The first attend is `enter`, which takes the last tokens and the embedding where the others
-        take the residual stream (and donate it) and the answer of the layer before.
+        The first attend is `enter`, which takes the last tokens, the batch and the embedding where
+        the others take the residual stream (and donate it), what `enter` made of the batch, and the
+        answer of the layer before.
         """
         pages, lane = self._pages, plan.lane
         executables = self._executables[plan.bucket]
@@ -250,9 +251,17 @@ class AttentionWorker:
         drafting = executables.drafting
         if self._drafting is not None and drafting is not None:
             batch = self._drafting.resolve(drafting, plan, batch, before)
-        combined: Arrays = self._weights.embedding
-        for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
-            x, message, *pages[layer] = attend(x, batch, table, *pages[layer], *combined, *leaves)
+        (enter, send, receive, leaves), *later = self._layers[lane, plan.bucket]
+        embedding, kinds = self._weights.embedding, len(pages[0])
+        x, message, *made = enter(x, batch, table, *pages[0], *embedding, *leaves)
+        pages[0], shared = made[:kinds], made[kinds:]
+        send(message)
+        yield message
+        del message
+        combined: Arrays = receive()
+        yield combined[0]
+        for layer, (attend, send, receive, leaves) in enumerate(later, 1):
+            x, message, *pages[layer] = attend(x, table, *shared, *pages[layer], *combined, *leaves)
             send(message)
             yield message
             del message

@@ -17,8 +17,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import answer_format, message_formats
-from jaxserve.mesh import ATTENTION_RULES, AnyMesh
-from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding
+from jaxserve.model.attention.batch import RaggedBatch, of_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.layout import BatchLayout, Bucket
@@ -40,9 +40,11 @@ class AttentionPrograms(TokenPrograms):
         super().__init__(templates, deployment, mesh)
         self.contract = Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
+        self._shapes: dict[Bucket, Any] = {}
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, message, pages…)."""
+        """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, message, pages…,
+        shared…): the last are what `attend` takes in place of the batch."""
         embedding, layer = self.templates.embedding, self.templates.attention[kind]
         cuts = (len(self.page_arrays), len(embedding.leaves), len(layer.leaves))
 
@@ -50,9 +52,11 @@ class AttentionPrograms(TokenPrograms):
             pages, table_leaves, leaves = cut(rest, cuts)
             context = self.step_context(bucket, batch, table)
             x = self.embed(context, last, table_leaves)
-            return self._attend(kind, x, pages, context.batch, leaves)
+            made = self._attend(kind, x, pages, context.batch, leaves)
+            return *made, *jax.tree.leaves(context.batch.shared())
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
+        shared = jax.tree.leaves(self._shared(bucket))
         return Program(
             f"enter_{kind}",
             body,
@@ -69,20 +73,21 @@ class AttentionPrograms(TokenPrograms):
                 *embedding.specs(ATTENTION_RULES),
                 *layer.specs(ATTENTION_RULES),
             ),
-            (ROWS, PIECES, *pages),
+            (ROWS, PIECES, *pages, *[ROWS] * len(shared)),
             donated=tuple(range(3, 3 + len(pages))),
             cuda_graphs="off",
         )
 
     def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(x, batch, page_table, pages…, combined, layer…) → (x, message, pages…)."""
+        """(x, page_table, shared…, pages…, combined, layer…) → (x, message, pages…)."""
         layer = self.templates.attention[kind]
-        cuts = (len(self.page_arrays), 1, len(layer.leaves))
+        shared, form = jax.tree.flatten(self._shared(bucket))
+        cuts = (len(shared), len(self.page_arrays), 1, len(layer.leaves))
 
-        def body(x: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
-            pages, (combined,), leaves = cut(rest, cuts)
-            context = self.step_context(bucket, batch, table)
-            return self._attend(kind, self._add_combined(x, combined), pages, context.batch, leaves)
+        def body(x: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+            of_batch, pages, (combined,), leaves = cut(rest, cuts)
+            batch = of_shared(jax.tree.unflatten(form, of_batch), table[0])
+            return self._attend(kind, self._add_combined(x, combined), pages, batch, leaves)
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
         return Program(
@@ -91,19 +96,21 @@ class AttentionPrograms(TokenPrograms):
             self.mesh,
             (
                 self._stream_shape(bucket),
-                *self.step_shapes(bucket)[1:],
+                self.step_shapes(bucket)[2],
+                *shared,
                 *self.page_arrays,
                 self._answer_shape(bucket),
                 *layer.leaves,
             ),
             (
-                *(ROWS, ROWS, ROWS),
+                *(ROWS, ROWS),
+                *[ROWS] * len(shared),
                 *pages,
                 PIECES,
                 *layer.specs(ATTENTION_RULES),
             ),
             (ROWS, PIECES, *pages),
-            donated=(0, *range(3, 3 + len(pages))),
+            donated=(0, *range(2 + len(shared), 2 + len(shared) + len(pages))),
             cuda_graphs="off",
         )
 
@@ -265,6 +272,27 @@ class AttentionPrograms(TokenPrograms):
         with jax.named_scope("pack"):
             packed = self.formats[kind.ffn].pack(_share(message, "tp"))
         return x, packed, *pages
+
+    def _shared(self, bucket: Bucket) -> Any:
+        """Shapes of what layers share of a batch (`RaggedBatch.shared`)."""
+        if bucket not in self._shapes:
+
+            def shared(batch: Array, table: Array) -> Any:
+                return self.step_context(bucket, batch, table).batch.shared()
+
+            mapped = jax.shard_map(
+                shared, mesh=self.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
+            )
+            rows = cached_sharding(self.mesh, ROWS)
+            arrays = [
+                jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
+                for array in self.step_shapes(bucket)[1:]
+            ]
+            made = jax.eval_shape(mapped, *arrays)
+            self._shapes[bucket] = jax.tree.map(
+                lambda leaf: self.shape(*leaf.shape, dtype=leaf.dtype), made
+            )
+        return self._shapes[bucket]
 
     def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         rows = self.groups * bucket.tokens

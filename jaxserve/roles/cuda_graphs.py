@@ -15,7 +15,7 @@ CudaGraphs = Literal["default", "off", "branches"]
 
 `off`: of programs that a step runs once a layer. One executable serves all layers, so weights and
 pages have other addresses at every call, and so do messages: no graph would ever be used twice.
-Launching the 24 kernels of Step-3's `attend_moe`, or the 27 nodes of its `ffn_moe`, should cost the
+Launching the 16 kernels of Step-3's `attend_moe`, or the 29 of its `ffn_moe`, should cost the
 host less than recording as many and launching the graph; no card was there to time it.
 
 `branches`: of programs with the sampler, whose arguments stay where they are but for a few small

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import AnyMesh
+from jaxserve.mesh import AnyMesh, axis_product
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
+from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.sampler import SamplerState, sample
@@ -48,7 +49,12 @@ class TokenPrograms:
         ragged = ragged_batch(
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
-        return StepContext(ragged, fields)
+        tp, groups = axis_product(self.mesh, "tp"), self.groups
+        pages = [
+            jax.ShapeDtypeStruct((a.shape[0] // groups, a.shape[1] // tp, *a.shape[2:]), a.dtype)
+            for a in self.page_arrays
+        ]
+        return StepContext(with_shared(ragged, self.config, self.dtype, pages), fields)
 
     def embed(
         self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Num
@@ -27,6 +28,10 @@ from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
+Places = Any
+"""A pytree of arrays: see `attention_places`."""
+
+_Shaped = Array | jax.ShapeDtypeStruct
 _Pages = tuple[Array, Array | None, Array | None, Array | None, Array | None]
 _COST = (
     "copies every page of a token's table to FP32 first, at least 5 times the bytes of a cache in "
@@ -114,6 +119,7 @@ def paged_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
+    places: Places = (),
 ) -> Array: ...
 
 
@@ -136,6 +142,7 @@ def paged_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
+    places: Places = (),
 ) -> tuple[Array, Array]: ...
 
 
@@ -157,6 +164,7 @@ def paged_attention(
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
+    places: Places = (),
 ) -> (
     Float[Array, "tokens q_heads v_head_dim"]
     | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
@@ -185,6 +193,8 @@ def paged_attention(
       out_dtype: of the output; None: that of `queries`.
       implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
+      places: of `attention_places` for the same batch, window and shapes; () or None: they are
+        computed here.
 
     Returns:
       one row per token and query head; with_lse: also the log-sum-exps.
@@ -195,6 +205,10 @@ def paged_attention(
         the message names an alternative. Elsewhere as `coverage.kernel_target`. Or it is
         differentiated.
     """
+    if places and (tiles or implementation != "auto"):
+        raise ValueError(
+            "places are for the tiles and the implementation that a call has by itself"
+        )
     if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
             f"queries is {queries.dtype}{queries.shape}, needs floats [tokens, q_heads, head_dim]"
@@ -226,7 +240,7 @@ def paged_attention(
     target = kernel_target("paged_attention", implementation, gap, _COST, tiles)
 
     def compute(
-        queries: Array, arrays: _Pages, where: tuple[Array, Array, Array]
+        queries: Array, arrays: _Pages, where: tuple[Array, Array, Array], places: Places
     ) -> tuple[Array, Array | None]:
         cache = _cache(arrays, width)
         if target is None:
@@ -247,6 +261,7 @@ def paged_attention(
                 with_lse=with_lse,
                 target=target,
                 tiles=tiles,
+                places=places or None,
             )
             return out.astype(wanted), logs
         from pallas_kernels.attention import mosaic_gpu
@@ -260,10 +275,49 @@ def paged_attention(
             out_dtype=wanted,
             target=target,
             tiles=tiles,
+            places=places or None,
         )
 
-    output, lse = run_op("paged_attention", compute, queries, arrays, where)
+    output, lse = run_op("paged_attention", compute, queries, arrays, where, places)
     return (output, lse) if lse is not None and with_lse else output
+
+
+def attention_places(
+    queries: _Shaped,
+    k_pages: _Shaped,
+    v_pages: _Shaped | None,
+    page_table: Int32[Array, "sequences pages_per_sequence"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    window: int = 0,
+    v_width: int = 0,
+    rope_pages: _Shaped | None = None,
+) -> Places:
+    """What `paged_attention` computes of where the batch's tokens are, which is the same for all
+    layers of a window: once, for its `places`.
+
+    Args:
+      queries, k_pages, v_pages, rope_pages: shapes and dtypes of the arguments of the calls.
+
+    Returns:
+      a pytree of arrays for the kernels of the surrounding mesh's devices; () where plain XLA runs.
+    """
+    width = v_width if v_pages is None else v_pages.shape[3]
+    arrays = k_pages, v_pages, None, None, rope_pages
+    cache = _cache(arrays, width)
+    gap = functools.partial(_gap, queries=queries, cache=cache)
+    target = kernel_target("paged_attention", "auto", gap, _COST)
+    if target is None:
+        return ()
+    where = (page_table, sequence_of_token, position)
+    if target.backend == "mosaic_tpu":
+        from pallas_kernels.attention import mosaic_tpu
+
+        return mosaic_tpu.places_of(queries, cache, *where, window=window, target=target)
+    from pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.places_of(queries, cache, *where, window=window, target=target)
 
 
 def chunk_attention(
@@ -354,12 +408,12 @@ def merge(
     return reference.merge(outputs, lses)
 
 
-def _cache(arrays: _Pages, width: int) -> reference.Cache:
+def _cache(arrays: tuple[Any, ...], width: int) -> reference.Cache:
     k_pages, v_pages, k_scales, v_scales, rope_pages = arrays
     return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
 
 
-def _gap(target: Target, queries: Array, cache: reference.Cache) -> str:
+def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
     """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
     if target.backend == "mosaic_tpu":
         return ""

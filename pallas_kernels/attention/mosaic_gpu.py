@@ -5,8 +5,9 @@ unit and a step are is said there. An item is one token or a few that read the s
 (`work_items.py`); for each key/value head its rows, tokens x query heads, fill one unit or more.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
@@ -17,7 +18,7 @@ from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype,
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Work, range_begin
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.attention.tiles import GpuTiles, gpu_blocks
-from pallas_kernels.attention.work_items import work_items
+from pallas_kernels.attention.work_items import WorkItems, work_items
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
@@ -27,7 +28,35 @@ MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
 
 
-def gap(queries: Array, cache: Cache) -> str:
+class Places(NamedTuple):
+    """Where the tokens of a batch read: `Work`, the same for every layer of a window, without what
+    the batch itself has where every token is an item."""
+
+    items: WorkItems | None
+    """None: every token is one."""
+    sequence: Int32[Array, " items"] | None
+    place: Int32[Array, " items"] | None
+    stride: Int32[Array, " items"]
+    last: Int32[Array, " items"]
+    first_block: Int32[Array, " items"] | None
+    """None: zeros, and so is `stride`."""
+    start: Int32[Array, " units_and_end"]
+    first_unit: Int32[Array, " ranges"]
+
+    def work(self, sequence_of_token: Array, position: Array) -> Work:
+        """All of it."""
+        return Work(
+            sequence_of_token if self.sequence is None else self.sequence,
+            position if self.place is None else self.place,
+            self.stride,
+            self.last,
+            self.stride if self.first_block is None else self.first_block,
+            self.start,
+            self.first_unit,
+        )
+
+
+def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
     """What of a call the kernels cannot do; empty: nothing. `reference.py` can do everything."""
     page_size, head_dim = cache.k_pages.shape[2:]
     dtype, width = cache.k_pages.dtype, cache.v_width
@@ -62,40 +91,22 @@ def paged_attention(
     out_dtype: Any,
     target: Target,
     tiles: Fields | None = None,
+    places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """As `api.paged_attention` says, for what `gap` leaves."""
-    tokens = queries.shape[0]
-    kv_heads, page_size = cache.k_pages.shape[1:3]
-    sequences, columns = page_table.shape
-    # A batch with no more tokens than sequences is taken for one decode step.
-    decode = tokens <= sequences
-    plan = _plan(queries, cache, decode=decode, scale=scale, window=window, target=target)
-    if tiles:
-        plan = _cut_by(plan, cache, target, tiles)
+    tokens, kv_heads = queries.shape[0], cache.k_pages.shape[1]
+    plan, largest = _of_batch(queries, cache, page_table, scale, window, target, tiles)
+    if places is None:
+        places = _places(plan, largest, cache, page_table, sequence_of_token, position)
+    work = places.work(sequence_of_token, position)
     cache = cache._replace(k_pages=from_bits(cache.k_pages))
     if cache.v_pages is not None:
         cache = cache._replace(v_pages=from_bits(cache.v_pages))
-    largest = 1 if decode else max(1, plan.row_groups * ROWS // plan.heads)
-    items = None
-    if largest == 1:
-        place, stride, last = position, jnp.zeros_like(position), position
-        sequence, queries_of_items = sequence_of_token, queries[:, None]
-    else:
-        items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
-        last, stride, sequence = items.kv_length - 1, items.stride, items.sequence
-        place = last - (items.count - 1) * stride
+    items, queries_of_items = places.items, queries[:, None]
+    if items is not None:
         offset = jnp.arange(largest, dtype=jnp.int32)
         token = jnp.minimum(items.first[:, None] + offset, tokens - 1)
         queries_of_items = queries[token]
-
-    last = jnp.minimum(last, columns * page_size - 1)
-    first_block = jnp.zeros_like(last)
-    if window:
-        first_block = jnp.clip(place - window + 1, 0, jnp.maximum(last, 0)) // BLOCK
-    # A padding token that is an item is a step that sees nothing: it writes the zeros. An item
-    # without tokens is none.
-    blocks = jnp.maximum(last, -1 if items else 0) // BLOCK + 1 - first_block
-    work = _cut(Work(sequence, place, stride, last, first_block, blocks, blocks), kv_heads, plan)
 
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     rows = _units_of_items(queries_of_items.astype(compute_dtype(cache.k_pages.dtype)), plan)
@@ -113,8 +124,87 @@ def paged_attention(
     return output, jnp.where(exists, lse[slot_of_token], -jnp.inf)
 
 
+def places_of(
+    queries: Array | jax.ShapeDtypeStruct,
+    cache: Cache,
+    page_table: Int32[Array, "sequences pages_per_sequence"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    window: int,
+    target: Target,
+) -> Places:
+    """What `paged_attention` takes as `places`. Of queries and pages it reads shapes alone."""
+    plan, largest = _of_batch(queries, cache, page_table, 1.0, window, target, None)
+    return _places(plan, largest, cache, page_table, sequence_of_token, position)
+
+
+def _of_batch(
+    queries: Array | jax.ShapeDtypeStruct,
+    cache: Cache,
+    page_table: Array,
+    scale: float,
+    window: int,
+    target: Target,
+    tiles: Fields | None,
+) -> tuple[Sizes, int]:
+    """The kernel's plan, and the most tokens of an item."""
+    # A batch with no more tokens than sequences is taken for one decode step.
+    decode = queries.shape[0] <= page_table.shape[0]
+    plan = _plan(queries, cache, decode=decode, scale=scale, window=window, target=target)
+    if tiles:
+        plan = _cut_by(plan, cache, target, tiles)
+    return plan, 1 if decode else max(1, plan.row_groups * ROWS // plan.heads)
+
+
+def _places(
+    plan: Sizes,
+    largest: int,
+    cache: Cache,
+    page_table: Array,
+    sequence_of_token: Array,
+    position: Array,
+) -> Places:
+    kv_heads, page_size = cache.k_pages.shape[1:3]
+    sequences, columns = page_table.shape
+    items = None
+    if largest == 1:
+        place, stride, last = position, jnp.zeros_like(position), position
+        sequence = sequence_of_token
+    else:
+        items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
+        last, stride, sequence = items.kv_length - 1, items.stride, items.sequence
+        place = last - (items.count - 1) * stride
+
+    last = jnp.minimum(last, columns * page_size - 1)
+    first_block = jnp.zeros_like(last)
+    if plan.window:
+        first_block = jnp.clip(place - plan.window + 1, 0, jnp.maximum(last, 0)) // BLOCK
+    # A padding token that is an item is a step that sees nothing: it writes the zeros. An item
+    # without tokens is none.
+    blocks = jnp.maximum(last, -1 if items else 0) // BLOCK + 1 - first_block
+    work = _cut(Work(sequence, place, stride, last, first_block, blocks, blocks), kv_heads, plan)
+    whole = items is None
+    return Places(
+        items,
+        None if whole else work.sequence,
+        None if whole else work.place,
+        work.stride,
+        work.last,
+        None if whole and not plan.window else work.first_block,
+        work.start,
+        work.first_unit,
+    )
+
+
 def _plan(
-    queries: Array, cache: Cache, *, decode: bool, scale: float, window: int, target: Target | None
+    queries: Array | jax.ShapeDtypeStruct,
+    cache: Cache,
+    *,
+    decode: bool,
+    scale: float,
+    window: int,
+    target: Target | None,
 ) -> Sizes:
     heads = queries.shape[1] // cache.k_pages.shape[1]
     split_values = cache.v_width > MOST_COLUMNS

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
+from pallas_kernels.attention.reference import Cache
 from pallas_kernels.attention.tiles import TpuTiles, tpu_tiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
@@ -45,6 +46,10 @@ INTERPRETER = pltpu.InterpretParams(detect_races=True)
 
 LEAST_PAGE = 64
 """Tokens of a page below which its copies are too small to keep the memory busy."""
+
+Places = tuple[Array, ...]
+"""Where the tokens of a batch read, the same for every layer of a window: the fields of `Items`,
+and how many there are."""
 
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
@@ -67,6 +72,7 @@ def paged_attention(
     with_lse: bool,
     target: Target,
     tiles: Fields | None = None,
+    places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
     """`api.paged_attention` on a TPU.
 
@@ -86,16 +92,14 @@ def paged_attention(
     pool, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
-    sublanes = 32 // jnp.dtype(queries.dtype).itemsize
-    group = -(-q_heads // kv_heads // sublanes) * sublanes
+    group = _group(queries, kv_heads)
     # As many tokens as sequences: decode, whose items have one token each.
     single = tokens <= sequences
     heads, widths = (q_heads, kv_heads), (head_dim, v_width)
     sizes = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single, given=tiles)
     if tiles:
         _check_tiles(sizes, group, kv_heads, page_size, single)
-    tile = max(1, sizes.tile_rows // group)
-    item_tokens = max(tile, sizes.item_rows // (kv_heads * group) // tile * tile)
+    tile, item_tokens = _tokens(sizes, kv_heads, group, single)
     plan = Sizes(
         kv_heads=kv_heads,
         group=group,
@@ -106,13 +110,16 @@ def paged_attention(
         pages_per_block=min(max(1, sizes.block_tokens // page_size), pages_per_sequence),
         pages_per_sequence=pages_per_sequence,
         pool=pool,
-        tile=1 if single else tile,
-        item_tokens=1 if single else item_tokens,
+        tile=tile,
+        item_tokens=item_tokens,
         window=window,
         scale=scale * math.log2(math.e),
         dtype=dtype,
     )
-    items = _items(plan, page_table, sequence_of_token, position)
+    if places is None:
+        size = page_size, pages_per_sequence
+        places = _items(sequences, size, window, item_tokens, sequence_of_token, position)
+    items = (*places, page_table.reshape(-1))
     smem = 4 * sum(array.size for array in items)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
@@ -216,33 +223,73 @@ def _check_memory(plan: Sizes, queries: Array, pages: list[Array], scales: list[
         )
 
 
+def places_of(
+    queries: Array | jax.ShapeDtypeStruct,
+    cache: Cache,
+    page_table: Int32[Array, "sequences pages_per_sequence"],
+    sequence_of_token: Int32[Array, " tokens"],
+    position: Int32[Array, " tokens"],
+    *,
+    window: int,
+    target: Target,
+) -> Places:
+    """What `paged_attention` takes as `places`. Of queries and pages it reads shapes alone."""
+    tokens, q_heads, head_dim = queries.shape
+    sequences, pages_per_sequence = page_table.shape
+    kv_heads, page_size = cache.k_pages.shape[1:3]
+    single = tokens <= sequences
+    heads, widths = (q_heads, kv_heads), (head_dim, cache.v_width)
+    sizes = tpu_tiles(target.device_kind, heads, widths, cache.k_pages.dtype, decode=single)
+    _, largest = _tokens(sizes, kv_heads, _group(queries, kv_heads), single)
+    size = page_size, pages_per_sequence
+    return _items(sequences, size, window, largest, sequence_of_token, position)
+
+
+def _group(queries: Array | jax.ShapeDtypeStruct, kv_heads: int) -> int:
+    """Rows of a token and KV head, filled up to whole tiles."""
+    sublanes = 32 // jnp.dtype(queries.dtype).itemsize
+    return -(-queries.shape[1] // kv_heads // sublanes) * sublanes
+
+
+def _tokens(sizes: TpuTiles, kv_heads: int, group: int, single: bool) -> tuple[int, int]:
+    """Of a tile, and the most of an item."""
+    if single:
+        return 1, 1
+    tile = max(1, sizes.tile_rows // group)
+    return tile, max(tile, sizes.item_rows // (kv_heads * group) // tile * tile)
+
+
 def _items(
-    plan: Sizes, page_table: Array, sequence_of_token: Array, position: Array
-) -> tuple[Array, ...]:
-    """The fields of `Items`, how many there are, and the flat page table."""
-    items = work_items(
-        sequence_of_token,
-        position,
-        sequences=page_table.shape[0],
-        largest=plan.item_tokens,
-    )
-    end = jnp.minimum(items.kv_length, plan.pages_per_sequence * plan.page_size)
+    sequences: int,
+    size: tuple[int, int],
+    window: int,
+    largest: int,
+    sequence_of_token: Array,
+    position: Array,
+) -> Places:
+    """Of items of so many tokens at most.
+
+    Args:
+      size: tokens of a page, and pages of a sequence.
+    """
+    page_size, pages_per_sequence = size
+    items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
+    end = jnp.minimum(items.kv_length, pages_per_sequence * page_size)
     start = jnp.zeros_like(end)
-    if plan.window:
+    if window:
         before_last = (items.count - 1) * items.stride
-        start = jnp.maximum(items.kv_length - before_last - plan.window, 0) // plan.page_size
-        start = jnp.minimum(start, plan.pages_per_sequence - 1)
-    pages = -(-end // plan.page_size) - start
+        start = jnp.maximum(items.kv_length - before_last - window, 0) // page_size
+        start = jnp.minimum(start, pages_per_sequence - 1)
+    pages = -(-end // page_size) - start
     return (
         items.first,
         items.count,
         items.kv_length,
         items.stride,
-        items.sequence * plan.pages_per_sequence + start,
-        start * plan.page_size,
+        items.sequence * pages_per_sequence + start,
+        start * page_size,
         pages,
         items.total,
-        page_table.reshape(-1),
     )
 
 

@@ -1,13 +1,13 @@
-"""The index arrays that attention needs for a flat, ragged batch.
+"""What attention needs to know of a flat, ragged batch, the same for every layer.
 
-Built once per program from the step's int32 arrays (`roles/step_plan.py`) and passed to every
-layer.
+Built once a step from its int32 arrays (`roles/step_plan.py`), in the first program, and passed to
+every layer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
 
 class RaggedBatch(NamedTuple):
@@ -21,6 +21,20 @@ class RaggedBatch(NamedTuple):
     """Page ids of each sequence, within the DP group's pool."""
     chunk_start: Int[Array, " tokens"]
     """Position of the first token in this batch of each token's sequence."""
+    turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
+    """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
+    places: dict[int, Any] = {}  # noqa: RUF012  # never changed
+    """By window what the attention kernels compute of positions alone (`kv_cache.places`)."""
+
+    def shared(self) -> tuple[Any, ...]:
+        """All but the page table, which has the host's shape: a pytree of arrays."""
+        return self.sequence_of_token, self.position, self.chunk_start, self.turn, self.places
+
+
+def of_shared(shared: Any, page_table: Int[Array, "slots pages"]) -> RaggedBatch:
+    """The batch again."""
+    sequence, position, chunk_start, turn, places = shared
+    return RaggedBatch(sequence, position, page_table, chunk_start, turn, places)
 
 
 def ragged_batch(

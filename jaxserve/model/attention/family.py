@@ -1,7 +1,16 @@
-"""Which module computes a model's attention. Called by `model.py`; each family has its own file."""
+"""Which module computes a model's attention, and what its layers share. Called by `blocks.py` and
+by a step's first program; each family has its own file."""
 
-from jaxserve.config.model import GQA, MFA, ModelConfig
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import places
+from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats, Rngs
 
 
@@ -20,3 +29,29 @@ def attention_module(
     if isinstance(sizes, GQA):
         return gqa.GQA(config, sizes, window, formats, rngs)
     return mla.MLA(config, sizes, window, formats, rngs)
+
+
+def with_shared(
+    batch: RaggedBatch, config: ModelConfig, dtype: jnp.dtype, pages: Sequence[jax.ShapeDtypeStruct]
+) -> RaggedBatch:
+    """The batch with what every layer would compute of positions alone: the angles, and the walk of
+    the attention kernels over the pages for each window.
+
+    Args:
+      dtype: of the queries.
+      pages: a layer's arrays, as on a device of the surrounding `shard_map`.
+    """
+    sizes, tokens = config.attention, batch.position.shape[0]
+    heads = sizes.q_heads // jax.lax.axis_size("tp")
+    latent = sizes.kv_latent if isinstance(sizes, MLA) else 0
+    rotated = sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
+    batch = batch._replace(turn=rotation(batch.position, rotated, config.rope))
+    if latent and tokens > batch.page_table.shape[0]:
+        return batch  # which attends to the cache from other positions (`mla.py`)
+    width = latent + rotated if latent else rotated
+    queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
+    windows = sorted({kind.window for kind in config.kinds()})
+    found = {
+        window: places(queries, pages, batch, window=window, v_width=latent) for window in windows
+    }
+    return batch._replace(places=found)

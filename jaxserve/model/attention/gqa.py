@@ -13,7 +13,7 @@ from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
-from jaxserve.model.attention.rope import rotation
+from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
     Module,
@@ -67,7 +67,7 @@ class GQA(Module):
         value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
         if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
-        turn = rotation(batch.position, head_dim, self.rope)
+        turn = batch_rotation(batch, head_dim, self.rope)
         with jax.named_scope("write_pages"):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch, self._norms())
         with jax.named_scope("paged_attention"):

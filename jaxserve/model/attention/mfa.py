@@ -12,7 +12,7 @@ from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
-from jaxserve.model.attention.rope import rotation
+from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
     Module,
@@ -63,7 +63,7 @@ class MFA(Module):
             linear(x, self.down), [sizes.latent, sizes.latent + kv], axis=-1
         )
         query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
-        turn = rotation(batch.position, sizes.head_dim, self.rope)
+        turn = batch_rotation(batch, sizes.head_dim, self.rope)
         query = query.reshape(tokens, -1, sizes.head_dim)
         key, value = (part.reshape(tokens, sizes.kv_heads, -1) for part in (key, value))
         with jax.named_scope("write_pages"):

@@ -20,7 +20,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write_latents
-from jaxserve.model.attention.rope import rotation
+from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
     Module,
@@ -84,7 +84,7 @@ class MLA(Module):
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
         """As `MFA.__call__`."""
         tokens = x.shape[0]
-        turn = rotation(batch.position, self.sizes.rope_dim, self.rope)
+        turn = batch_rotation(batch, self.sizes.rope_dim, self.rope)
         nope, rope = self._query(x, turn)
         row = self._row(x, turn)
         with jax.named_scope("write_pages"):
@@ -97,7 +97,7 @@ class MLA(Module):
                 heads = self._values(mixed)
             else:
                 before = batch._replace(
-                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1)
+                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), places={}
                 )
                 mixed, history = attend_latent(absorbed, pages, before, scale=scale, v_width=width)
                 inside, chunk = self._naive(nope, rope, stored(row, pages), batch)

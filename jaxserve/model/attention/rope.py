@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import Rope, Yarn
+from jaxserve.model.attention.batch import RaggedBatch
 
 
 def frequencies(rope: Rope, dimensions: int) -> np.ndarray:
@@ -46,3 +47,10 @@ def rotation(
     angle = position.astype(jnp.float32)[:, None] * frequencies(rope, dimensions)
     magnitude = rope.yarn.magnitude if rope.yarn else 1.0
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+
+
+def batch_rotation(
+    batch: RaggedBatch, dimensions: int, rope: Rope
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """The same of a batch, which may have them."""
+    return batch.turn or rotation(batch.position, dimensions, rope)

@@ -41,8 +41,9 @@ class Router(Module):
         choice = scores if self.bias is None else scores + self.bias[...]
         if rule.groups > 1:
             choice = self._within_best_groups(choice)
-        _, experts = jax.lax.top_k(choice, rule.top_k)
-        gates = jnp.take_along_axis(scores, experts, axis=-1)
+        gates, experts = jax.lax.top_k(choice, rule.top_k)
+        if self.bias is not None:
+            gates = jnp.take_along_axis(scores, experts, axis=-1)
         if rule.renormalise:
             gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
         gates = gates * rule.scaling

@@ -49,14 +49,20 @@ def test_shapes_of_1a1f(tmp_path):
     ]
     assert enter.donated == (3, 4)
     attend = p.attend(bucket, LayerKind("moe"))
-    assert [a.shape for a in attend.arguments[:6]] == [
+    # Slots, positions and chunk starts of the tokens, cosines and sines of their angles: what
+    # `enter` made of the batch.
+    shared = [(24,), (24,), (24,), (24, 16), (24, 16)]
+    assert [a.shape for a in attend.arguments[:10]] == [
         (24, 64),
-        (1, width),
         (1, 5, 18),
+        *shared,
         (160, 1, 8, 32),
         (160, 1, 8, 32),
         (24, 64),
     ]
+    made = jax.eval_shape(enter.mapped(), *enter.arguments)
+    assert [array.shape for array in made[4:]] == shared
+    assert attend.donated == (0, 7, 8)
     p_ffn = programs(tmp_path, FFNPrograms, link__dispatch="int8")
     ffn = p_ffn.ffn(24, "moe")
     # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
@@ -68,7 +74,7 @@ def test_shapes_of_1a1f(tmp_path):
 
 def test_answers_in_int8_have_a_scale_behind_them(tmp_path):
     p, bucket = programs(tmp_path, link__combine="int8"), Bucket(24, 18)
-    for answer in (p.attend(bucket, LayerKind("moe")).arguments[5], p.stream_shapes(bucket)[1]):
+    for answer in (p.attend(bucket, LayerKind("moe")).arguments[9], p.stream_shapes(bucket)[1]):
         assert (answer.shape, answer.dtype) == ((24, 64 + 4), jnp.int8)
     assert p.leave(bucket).arguments[3].shape == (24, 64 + 4)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import paged_attention
+from pallas_kernels.attention import attention_places, paged_attention
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.target import Target, use_target
 
@@ -156,11 +156,14 @@ class PagedAttentionSuite:
     page_size: int = 16
 
     def compiled(self, case: Case) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """The call, for the target."""
+        """The call, for the target, with what layers share computed apart."""
+        names = ("window", "v_width", "rope_pages")
+        sizes = {name: case.options[name] for name in names if name in case.options}
 
         def attend(*arguments):
             with use_target(self.target):
-                return paged_attention(*arguments, **case.options)
+                places = attention_places(*arguments, **sizes)
+                return paged_attention(*arguments, **case.options, places=places)
 
         return jax.jit(attend)
 
