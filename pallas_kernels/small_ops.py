@@ -17,7 +17,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -162,19 +162,19 @@ _INSTRUCTION = re.compile(
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
-def traffic(program: str, in_place: int = 0) -> Traffic:
+def traffic(program: str, in_place: Collection[int] = ()) -> Traffic:
     """What the entry computation of a compiled program (its text) moves.
 
     Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
     where it is started. An array that an instruction takes twice, also as other bits, is read once.
 
     Args:
-      in_place: length of the first axis of arrays that are left out, such as a pool of pages, of
-        which an instruction touches few; 0: none is.
+      in_place: lengths of the first axis of arrays that are left out, since instructions touch few
+        of their rows: a pool of pages, a table of embeddings.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
-        return bool(in_place) and shape[:1] == (in_place,)
+        return bool(shape) and shape[0] in in_place
 
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}

@@ -9,7 +9,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import CACHE, KEYS, Options, Rendering, files_of
 from jaxserve.launch.settings import Places, deployment_text, placed, to_yaml
-from jaxserve.launch.workloads import Workload
+from jaxserve.launch.workloads import Workload, host_processes
 
 Tree = dict[str, Any]
 
@@ -151,6 +151,7 @@ def _service(
         given.append(f"--worker={number}")
     if work.kind == "ffn":
         given.append(f"--listen={name}:{work.port}")
+    given += host_processes(deployment, work)
     files = files_of(deployment, options)
     if work.faces and not files:
         given.append("--insecure-bind")

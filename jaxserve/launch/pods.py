@@ -9,7 +9,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.launch.machines import gpu_product
 from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
 from jaxserve.launch.settings import Places, deployment_text
-from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload
+from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 
 Tree = dict[str, Any]
 
@@ -56,10 +56,7 @@ def arguments(deployment: Deployment, work: Workload, options: Options) -> list[
         made.append(f"--role={work.role}")
     if work.port:
         made.append(f"--listen=$(POD_IP):{work.port}")
-    on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
-    all_roles = deployment.mode == "afd" and work.role in ("", "decode")
-    if on_gpus and all_roles and work.devices > 1:
-        made.append(f"--host-processes={work.devices}")
+    made += host_processes(deployment, work)
     if work.faces and not files_of(deployment, options):
         made.append("--insecure-bind")
     return made

@@ -14,7 +14,7 @@ from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import Options, Rendering, host_places
 from jaxserve.launch.settings import deployment_text, placed
-from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload
+from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 
 SPARE_SECONDS = 25
 """For a process to end after its drain."""
@@ -90,7 +90,7 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
     words = [f"--config=/etc/{name}/deployment.yaml", "--log-format=json"]
     if work.role:
         words.append(f"--role={work.role}")
-    words += given
+    words += [*given, *host_processes(deployment, work)]
     credentials = []
     if work.faces:
         for key in SERVER_FILES:

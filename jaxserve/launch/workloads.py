@@ -65,6 +65,17 @@ class Workload(NamedTuple):
         return tpu_slice(self.hardware_name, self.accelerators * self.processes // self.slices)
 
 
+def host_processes(deployment: Deployment, work: Workload) -> list[str]:
+    """The argument by which each process that is started runs one for every GPU that it has, in a
+    runtime with both roles: the host time of a layer grows with the devices of a process
+    (jaxserve/README.md, Measured)."""
+    on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
+    all_roles = deployment.mode == "afd" and work.role in ("", "decode")
+    return (
+        [f"--host-processes={work.devices}"] if on_gpus and all_roles and work.devices > 1 else []
+    )
+
+
 def workloads(
     deployment: Deployment,
     hardware: str = "",

@@ -75,6 +75,8 @@ class CompiledProgram(NamedTuple):
     error: str
     """The compiler's error; empty if it compiled."""
     arguments: int = 0
+    arrays: int = 0
+    """Of the arguments."""
     padding: int = 0
     """Bytes of padding that the memory layout adds to the arguments."""
     outputs: int = 0
@@ -85,7 +87,8 @@ class CompiledProgram(NamedTuple):
     instructions: int = 0
     """That compute or copy something: on a GPU, launches."""
     moved: int = 0
-    """Bytes that they read and write, without the pool of pages."""
+    """Bytes that they read and write, without the pool of pages and, where tokens are embedded,
+    without the table."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
     copied: int = 0
@@ -205,9 +208,9 @@ def compile_deployment(
         programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        pages, least = deployment.cache.pages, _largest_weight(templates, meshes)
+        pools, least = (deployment.cache.pages, config.vocab), _largest_weight(templates, meshes)
         find = functools.partial(copies, least=least, apart=functools.partial(_logits, config))
-        futures = [pool.submit(_compile, *each, pages, find) for each in programs]
+        futures = [pool.submit(_compile, *each, pools, find) for each in programs]
         for future in concurrent.futures.as_completed(futures):
             done.append(future.result())
             report(done[-1])
@@ -257,7 +260,7 @@ def _compile(
     role: Role,
     bucket: Bucket,
     layers: int,
-    pages: int,
+    pools: tuple[int, int],
     find: Callable[[str], list[Copy]],
 ) -> CompiledProgram:
     start = time.perf_counter()
@@ -271,7 +274,9 @@ def _compile(
     memory = compiled.memory_analysis()
     assert memory is not None  # of TPU executables there is one
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
-    traffic = small_ops.traffic(text, pages)
+    # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
+    embeds = program.name.startswith(("enter", "predict"))
+    traffic = small_ops.traffic(text, pools if embeds else pools[:1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,
@@ -281,6 +286,7 @@ def _compile(
         seconds,
         "",
         arguments=arguments,
+        arrays=len(program.arguments),
         padding=max(0, arguments - _argument_bytes(program)),
         outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         temporaries=int(memory.temp_size_in_bytes),

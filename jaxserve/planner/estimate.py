@@ -23,6 +23,8 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instructions: int
     bytes: int
     """Read and written, without the pool of pages."""
+    arguments: int
+    """Arrays that a call takes."""
     exchanged: dict[str, int] = {}
     """Bytes of collectives, by name and the mesh axes that they go over, if not all."""
 
@@ -42,8 +44,9 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp: int
     ep: int
     ffn_tp: int
-    edges: int
-    """Copies that a host enqueues to send a lane's message of one layer, and as many back."""
+    process_devices: int
+    """Devices of a process, which has one role; on GPUs a process a device is what starts
+    (launch/README.md)."""
     kernels: dict[str, float]
     """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes."""
     cached: int
@@ -57,6 +60,11 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def meshes(self) -> dict[str, tuple[int, int]]:
         """Of the roles."""
         return {"attention": (self.dp, self.tp), "ffn": (self.ep, self.ffn_tp)}
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return sum(one.layers for name, one in self.programs.items() if name.startswith("ffn"))
 
     @property
     def devices(self) -> dict[str, int]:
@@ -137,29 +145,64 @@ def stage_seconds(counts: Counts) -> dict[str, float]:
     return found
 
 
-def bounds(counts: Counts, edges: int | None = None) -> Bounds:
+def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
     """On the mean of all layers; a step's end counts as attention's.
 
     Args:
-      edges: instead of those counted.
+      process_devices: instead of those counted.
     """
-    seconds, programs = stage_seconds(counts), counts.programs
-    layers = sum(one.layers for name, one in programs.items() if name.startswith("ffn"))
-
-    def mean(ffn: bool) -> float:
-        chosen = [name for name in programs if name.startswith("ffn") == ffn]
-        return sum(programs[name].layers * seconds[name] for name in chosen) / layers
-
-    edges = counts.edges if edges is None else edges
-    host = 2 * edges * assumed("host.edge") + assumed("host.stage")
+    seconds = stage_seconds(counts)
+    host = sum(host_parts(counts, process_devices).values())
     network = max(counts.message.values()) / assumed("h200.network")
-    return Bounds(mean(False), mean(True), network, host)
+    return Bounds(
+        _mean(counts, seconds, ffn=False), _mean(counts, seconds, ffn=True), network, host
+    )
+
+
+def _mean(counts: Counts, seconds: dict[str, float], *, ffn: bool) -> float:
+    """Of a role's programs, for a layer."""
+    programs = counts.programs
+    chosen = [name for name in programs if name.startswith("ffn") == ffn]
+    return sum(programs[name].layers * seconds[name] for name in chosen) / counts.layers
+
+
+def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
+    """Seconds that a lane's layer takes of the busiest process's thread that enqueues, by what it
+    does: a call of a program, its launches, a message with its answer, and the plans to the other
+    processes, which the first of attention's sends.
+
+    The calling thread launches a single device's kernels; of several each has a thread (XLA's
+    `PjRtStreamExecutorLoadedExecutable::Execute`), taken to be as fast side by side.
+
+    Args:
+      process_devices: instead of those counted.
+    """
+    own = process_devices or counts.process_devices
+    call = assumed("host.call") + (own - 1) * assumed("host.call_device")
+    argument = assumed("host.argument") + (own - 1) * assumed("host.argument_device")
+    message = assumed("host.message") + (own - 1) * assumed("host.message_device")
+    others = sum(counts.devices.values()) / own - 1
+    found = []
+    for ffn in (False, True):
+        of_programs = {
+            "call": dict.fromkeys(counts.programs, call),
+            "arguments": {name: one.arguments * argument for name, one in counts.programs.items()},
+            "launches": {
+                name: one.instructions * assumed("host.launch")
+                for name, one in counts.programs.items()
+            },
+        }
+        parts = {name: _mean(counts, each, ffn=ffn) for name, each in of_programs.items()}
+        parts |= {"message": message, "driver": assumed("host.python")}
+        if not ffn:
+            parts["plans"] = others * assumed("host.follower") / counts.layers
+        found.append(parts)
+    return max(found, key=lambda parts: sum(parts.values()))
 
 
 def tokens_per_device(counts: Counts, pace: float) -> float:
     """Tokens a second of a device, all roles counted, if a lane's layer takes `pace` seconds."""
-    layers = sum(one.layers for name, one in counts.programs.items() if name.startswith("ffn"))
-    return counts.tokens / (layers * pace) / sum(counts.devices.values())
+    return counts.tokens / (counts.layers * pace) / sum(counts.devices.values())
 
 
 def lines(counts: Counts) -> list[str]:
@@ -175,16 +218,16 @@ def lines(counts: Counts) -> list[str]:
             f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
             f"{seconds[name] * 1e6:>7.1f}"
         )
-    every = counts.devices["attention"] * counts.devices["ffn"]
-    for edges in sorted({counts.edges, every}):
-        here = bounds(counts, edges)
+    for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
+        here = bounds(counts, devices)
         slowest = here.longest()
         pace = getattr(here, slowest)
         result.append(
-            f"{edges} copies a message: {tokens_per_device(counts, pace):.0f} tokens/s a GPU, "
+            f"{devices} GPU(s) a process: {tokens_per_device(counts, pace):.0f} tokens/s a GPU, "
             f"bound by {slowest}; " + _by_resource(counts, here)
         )
-    return [*result, "µs of a lane's layer: " + _times(found)]
+        result.append("  of the host's µs: " + _times(host_parts(counts, devices)))
+    return [*result, "µs of a lane's layer: " + _times(found._asdict())]
 
 
 def _by_resource(counts: Counts, found: Bounds) -> str:
@@ -194,8 +237,8 @@ def _by_resource(counts: Counts, found: Bounds) -> str:
     )
 
 
-def _times(found: Bounds) -> str:
-    return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found._asdict().items())
+def _times(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
 
 def measurements(counts: Counts) -> list[dict[str, object]]:

@@ -9,7 +9,6 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.link.route import Route
 from jaxserve.model.ffn.traffic import deployment_row_bytes
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
@@ -80,6 +79,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
                 layers=one.layers,
                 instructions=one.instructions,
                 bytes=one.moved,
+                arguments=one.arrays,
                 exchanged=dict(one.exchanged),
             )
     return _counts(options, deployment, config, bucket, programs)
@@ -116,7 +116,7 @@ def _counts(
         tp=attention.tp,
         ep=ffn.ep,
         ffn_tp=ffn.tp,
-        edges=Route(attention.devices, ffn.devices).attention,
+        process_devices=1,
         kernels={
             "attend": _beyond_bytes(options.attention_kernel, bucket.tokens * context),
             "ffn": _beyond_bytes(options.ffn_kernel, choices),

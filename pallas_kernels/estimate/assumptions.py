@@ -18,6 +18,7 @@ class Assumption(NamedTuple):
 
 
 _DISSECTED = "arXiv 2402.13499 (microbenchmarks of H100)"
+_MEASURED = "CPU devices (jaxserve/README.md, Measured)"
 _GUIDE = "CUDA programming guide, throughput of instructions, compute capability 9.0"
 
 ASSUMPTIONS = {
@@ -30,18 +31,39 @@ ASSUMPTIONS = {
         4096, "FLOP/cycle", "of a multiprocessor, 16 bits: 989 TFLOP/s at 1.83 GHz (data sheet)"
     ),
     "h200.l2": Assumption(27, "B/cycle", "of a multiprocessor from the L2 cache, by " + _DISSECTED),
-    "h200.node": Assumption(1.7e-6, "s", "a node of a CUDA graph with its dependency; a guess"),
+    "h200.node": Assumption(1.7e-6, "s", "a kernel behind another one, beside its bytes; a guess"),
     "h200.link": Assumption(450e9, "B/s", "NVLink one way, data sheet"),
     "h200.network": Assumption(50e9, "B/s", "of a GPU: 400 Gbit/s NIC, DGX H200 data sheet"),
     "h200.host_devices": Assumption(8, "", "GPUs of a host, DGX H200 data sheet"),
     "h200.collective": Assumption(10e-6, "s", "latency of a collective, as the planner has it"),
-    "host.edge": Assumption(
-        4.27e-6, "s", "an enqueued copy: an empty program costs 4.2, 36, 70 µs with 1, 8, 16 shards"
+    "host.python": Assumption(3e-6, "s", "the driver's own, a layer; " + _MEASURED),
+    "host.call": Assumption(4.2e-6, "s", "a program that does nothing, one device; " + _MEASURED),
+    "host.call_device": Assumption(
+        6.7e-6, "s", "and for each more of the process: 51 µs with 8; " + _MEASURED
     ),
-    "host.stage": Assumption(
-        115e-6,
+    "host.argument": Assumption(
+        0.6e-6, "s", "of a program's call, 8 to 32 µs with 1 to 40 of them; CPU devices, load 15"
+    ),
+    "host.argument_device": Assumption(
+        0.07e-6, "s", "and for each more of the process: 1.1 µs with 8; CPU devices, load 15"
+    ),
+    "host.message": Assumption(
+        21e-6, "s", "and its answer, 16A16F, processes of one device; " + _MEASURED
+    ),
+    "host.message_device": Assumption(
+        4.4e-6, "s", "and for each more of the process: 52 µs with 8; " + _MEASURED
+    ),
+    "host.launch": Assumption(
+        3e-6,
         "s",
-        "command buffers re-recorded at a call: 80 to 150 µs; a guess from XLA's source",
+        "of a kernel, by XLA and the driver, without CUDA graphs; 3.8 between two launches in "
+        "NVIDIA's Getting Started with CUDA Graphs (V100); a guess",
+    ),
+    "host.follower": Assumption(
+        94e-6,
+        "s",
+        "of the leading process, for a step and each other process: 2.9 ms of CPU for 31 streams "
+        "of 8 KB, 0.55 for 3; load 15",
     ),
     "tpu.descriptor": Assumption(5e-9, "s", "between two DMAs of a core: ten cycles; a guess"),
 }

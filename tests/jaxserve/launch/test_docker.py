@@ -50,6 +50,7 @@ def test_one_container_has_the_devices_of_the_host(tmp_path: Path) -> None:
     ((name, service),) = services(files).items()
     options = serve._parse(service["command"])
     assert (name, options.role, options.insecure_bind) == ("jaxserve", "", False)
+    assert "--host-processes=8" in service["command"]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["device_ids"] == [f"{gpu}" for gpu in range(8)]
     read = deployment_in(files["deployment.yaml"], tmp_path)
@@ -57,6 +58,7 @@ def test_one_container_has_the_devices_of_the_host(tmp_path: Path) -> None:
     assert "./secrets:/run/secrets/jaxserve:ro" in service["volumes"]
     (tpu,) = services(files_of(ONE)).values()
     assert tpu["devices"] == ["/dev/vfio:/dev/vfio"]
+    assert not any("host-processes" in word for word in tpu["command"])
 
 
 def test_a_fleet_divides_the_gpus(tmp_path: Path) -> None:

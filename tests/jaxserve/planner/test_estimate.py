@@ -26,14 +26,20 @@ COUNTS = estimate.Counts(
     tp=1,
     ep=1,
     ffn_tp=2,
-    edges=1,
+    process_devices=1,
     kernels={"attend": 10e-6, "ffn": 20e-6},
     cached=43_000_000,
     message={"dispatch": 500_000, "combine": 1_000_000},
     programs={
-        "attend_moe": estimate.ProgramCounts(layers=2, instructions=10, bytes=4_300_000),
+        "attend_moe": estimate.ProgramCounts(
+            layers=2, instructions=10, bytes=4_300_000, arguments=12
+        ),
         "ffn_moe": estimate.ProgramCounts(
-            layers=2, instructions=20, bytes=430_000_000, exchanged={"all-gather over tp": 0}
+            layers=2,
+            instructions=20,
+            bytes=430_000_000,
+            arguments=8,
+            exchanged={"all-gather over tp": 0},
         ),
     },
 )
@@ -51,11 +57,39 @@ def test_the_longest_sets_the_pace():
     assert found.attention == pytest.approx(38e-6)
     assert found.ffn == pytest.approx(164e-6)
     assert found.network == pytest.approx(20e-6)
-    assert found.host == pytest.approx(2 * 4.27e-6 + 115e-6)
-    assert found.longest() == "ffn"
+    assert found.host == pytest.approx(sum(estimate.host_parts(COUNTS).values()))
+    assert found.longest() == "host"
     # A lane's 1,000 tokens in 2 layers of 164 µs, on 2 devices.
     assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
-    assert estimate.bounds(COUNTS, edges=256).longest() == "host"
+
+
+def test_the_host_of_a_process():
+    """A call with its arguments, the kernels' launches, a message with its answer, and of the one
+    that leads a step's plan to the others, here for 2 layers."""
+    assert estimate.host_parts(COUNTS) == pytest.approx(
+        {
+            "call": 4.2e-6,
+            "arguments": 12 * 0.6e-6,
+            "launches": 10 * 3e-6,
+            "message": 21e-6,
+            "driver": 3e-6,
+            "plans": 3 * 94e-6 / 2,
+        }
+    )
+    # All in one process: there are no others, and ffn has more to launch.
+    assert estimate.host_parts(COUNTS, process_devices=4) == pytest.approx(
+        {
+            "call": 4.2e-6 + 3 * 6.7e-6,
+            "arguments": 8 * (0.6e-6 + 3 * 0.07e-6),
+            "launches": 20 * 3e-6,
+            "message": 21e-6 + 3 * 4.4e-6,
+            "driver": 3e-6,
+        }
+    )
+    assert estimate.bounds(COUNTS, process_devices=4).longest() == "ffn"
+    # Step-3: 8 GPUs in one process take more of it than 31 others take of the one that leads.
+    counts = estimate.read(COMMITTED)
+    assert sum(estimate.host_parts(counts).values()) < sum(estimate.host_parts(counts, 8).values())
 
 
 def test_collectives():
@@ -76,7 +110,9 @@ def test_collectives():
 )
 def test_where_a_collective_goes(name, seconds):
     """Two hosts of 8: all devices, those of a host, and one on each, over a NIC of its own."""
-    one = estimate.ProgramCounts(layers=1, instructions=0, bytes=0, exchanged={name: 160_000_000})
+    one = estimate.ProgramCounts(
+        layers=1, instructions=0, bytes=0, arguments=0, exchanged={name: 160_000_000}
+    )
     assert estimate.program_seconds(one, 2, 8) == (0.0, pytest.approx(seconds))
 
 
