@@ -99,7 +99,7 @@ def steps_of(
         """Of a step with such chunks in the DP groups."""
         group = np.repeat(np.arange(len(chunks)), [len(one) for one in chunks])
         tokens, length = np.array([chunk for one in chunks for chunk in one]).T
-        return colocated_seconds(layout, times, rows_of(layout, group, tokens, length))
+        return colocated_seconds(times, rows_of(layout, group, tokens, length))
 
     alone = np.mean([seconds([[one]]) for one in typical_chunks(requests, chunk)])
     full = np.mean(

@@ -3,7 +3,6 @@
 
 import numpy as np
 
-from jaxserve.planner.colocated_lanes import Colocated
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.pipeline import pipeline_of
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
@@ -15,11 +14,16 @@ def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.nd
     return Rows(layout.dp, group, tokens, length, most)
 
 
-def colocated_seconds(layout: Layout, times: Rooflines, rows: Rows) -> float:
-    """Of one step of a colocated worker."""
-    pipeline = Colocated(layers=times.layers, lanes=1, groups=layout.dp)
-    pipeline.begin(0, 0, 0.0, times.step(rows))
-    return pipeline.advance(0.0)[1]
+def colocated_seconds(times: Rooflines, rows: Rows) -> float:
+    """Of one step of a colocated worker: as `Colocated` runs it without noise, where in every layer
+    the DP groups wait for the slowest."""
+    step = times.step(rows)
+    at = 0.0
+    for attend, there, ffn, back in zip(
+        step.attend, step.dispatch, step.ffn, step.combine, strict=True
+    ):
+        at = at + float(attend.max()) + there + ffn + back
+    return at + step.leave
 
 
 def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> float:

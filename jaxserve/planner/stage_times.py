@@ -163,10 +163,14 @@ class Rooflines:
         if self._experts is not None:
             busiest = [self._experts.busiest(layer, total) for layer in range(self.layers)]
         ffn, spread, gather = [], [], []
+        # Layers of a kind take as long as each other, but for their busiest rank.
+        known: dict[tuple[int, float | None], FFNStage] = {}
         for layer, (_, f) in enumerate(self._kinds):
             group = self._ffn.model.ffn[f]
             most = busiest[layer] if busiest and group.experts else None
-            parts = self._ffn_parts(group, total, most, rows, round(tokens.max()))
+            if (f, most) not in known:
+                known[f, most] = self._ffn_parts(group, total, most, rows, round(tokens.max()))
+            parts = known[f, most]
             if self._layout.mode == "afd":
                 ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
             else:
