@@ -8,6 +8,7 @@ annotations (`--jaxtyping-packages`, `typechecker.py`).
 import gc
 import os
 import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,25 @@ def _share_entries_among_devices() -> None:
         cache_key._hash_serialized_compile_options = without_devices
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every other worker imports the files from the last to the first: what one has rewritten and
+    compiled by then, the other one reads."""
+    report = yield
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; and what is compiled without optimisations."""
+    """The longest files first, the same order for all workers; and what is compiled without
+    optimisations."""
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in places), "LONGEST names a file that is not there"
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    items.sort(key=lambda item: (places.get(item.path, len(LONGEST)), item.path))
     folders = [REPOSITORY / "tests" / name for name in UNOPTIMISED]
     assert all(folder.is_dir() for folder in folders), (
         "UNOPTIMISED names a folder that is not there"

@@ -11,6 +11,8 @@ from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference
 
+pytestmark = pytest.mark.unoptimised
+
 
 def tokens_of(model, overrides):
     with layouts.running(model, overrides) as engine:
@@ -44,7 +46,6 @@ def test_the_reference_decides(reference):
     assert reference.smallest_margin > 1e-3
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize("case", layouts.SPANNING, ids=str)
 def test_layout_gives_the_colocated_tokens(case, tiny_model, reference, record_property):
     check(tokens_of(tiny_model, case.overrides), reference, case, record_property)
@@ -65,14 +66,12 @@ def test_the_subset_spans_the_product():
         assert {case[factor] for case in layouts.SPANNING} == {case[factor] for case in product}
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize("overrides", [{"attention.dp": 2, "attention.tp": 2}], ids=["2 x 2"])
 def test_colocated_on_several_devices(overrides, tiny_model, reference, record_property):
     tokens = tokens_of(tiny_model, {**layouts.COLOCATED, **overrides})
     check(tokens, reference, overrides, record_property)
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize("dispatch", [pytest.param("fp8", marks=pytest.mark.matrix), "int8"])
 def test_quantised_wire_is_the_colocated_run_that_quantises_at_the_same_place(
     dispatch, tiny_model, reference
@@ -102,7 +101,6 @@ def test_preempted_requests_give_the_same_tokens(
     check(tokens, reference, "preemption", record_property)
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize("mode", ["colocated", "afd"])
 def test_bfloat16_runs(mode, tiny_model, reference):
     """Other roundings, other tokens, but the texts begin alike."""

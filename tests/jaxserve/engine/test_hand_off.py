@@ -131,7 +131,7 @@ def test_a_prediction_module_s_entries_come_along(tmp_path):
     write_tiny_step3(tmp_path, dataclasses.replace(layouts.SIZES, mtp=True), seed=layouts.SEED)
     speculative = {
         "speculative.method": "mtp",
-        "speculative.drafts": 2,
+        "speculative.drafts": 1,
         "speculative.automatic": False,
     }
     other_pages = speculative | {"cache.page_size": 32, "cache.pages": 16}
