@@ -5,9 +5,7 @@ No accelerator is touched: JAX is told so before anything imports it. Warnings a
 annotations (`--jaxtyping-packages`, `typechecker.py`).
 """
 
-import gc
 import os
-import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import hypothesis
 
 import tests.typechecker  # noqa: F401  (the import hook finds it by its name, already loaded)
+from tests import garbage
 
 SIMULATED_DEVICES = 8
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -69,20 +68,12 @@ UNOPTIMISED = (
 )
 """Folders whose tests are `unoptimised`, but for those that compile for a TPU or a GPU."""
 
-_frozen = threading.Event()
-_unfreeze = gc.unfreeze
-
-
-def _note_and_unfreeze() -> None:
-    """`gc.get_freeze_count` would tell, too, but takes 40 ms: it visits everything."""
-    _frozen.clear()
-    _unfreeze()
-
-
-gc.unfreeze = _note_and_unfreeze
-
 _UNOPTIMISED = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
+
+_exempted = pytest.StashKey[Path]()
+"""The file before whose first test all was exempted from garbage collection."""
+garbage.take_over()
 
 
 def pytest_sessionstart() -> None:
@@ -143,11 +134,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Decides how the test's programs are compiled, also in processes that it starts, and exempts
-    what is there from garbage collection: a full one, which engines ask for in their pauses, visits
-    all modules and tests otherwise."""
+    from garbage collection what is there before a file's first test."""
     unoptimised = _may_be_unoptimised and item.get_closest_marker("unoptimised") is not None
     os.environ[_UNOPTIMISED] = str(int(unoptimised))
     jax.config.update("jax_disable_most_optimizations", unoptimised)
-    if not _frozen.is_set():  # The end of an engine lifts it.
-        gc.freeze()
-        _frozen.set()
+    if item.path != item.config.stash.get(_exempted, None):
+        garbage.exempt()
+        item.config.stash[_exempted] = item.path

@@ -4,6 +4,7 @@ import weakref
 import pytest
 
 from jaxserve.engine.garbage import IdleCollection, freeze, thaw
+from tests import garbage
 
 
 class Node:
@@ -18,18 +19,20 @@ def ring() -> weakref.ref:
 
 
 @pytest.fixture(autouse=True)
-def no_collections_of_its_own():
+def no_collections_of_its_own(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", garbage.freeze)
+    monkeypatch.setattr(gc, "unfreeze", garbage.unfreeze)
     gc.disable()
     yield
-    gc.unfreeze()
     gc.enable()
+    garbage.exempt()  # again, what these tests have lifted
 
 
 def test_freezing_collects_and_exempts_what_is_left():
-    kept, garbage = Node(), ring()
+    kept, ended = Node(), ring()
     kept.itself = kept
     freeze()
-    assert garbage() is None
+    assert ended() is None
     assert gc.get_freeze_count() > 1000
     reference = weakref.ref(kept)
     del kept
