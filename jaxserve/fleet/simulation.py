@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment, deployment_of
-from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.routed import Job, Routed
@@ -159,8 +159,8 @@ class FleetSimulation:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
         elif due < float("inf"):
-            for news in worker.engine.turn():
-                self._at(news.at, functools.partial(self._news, name, worker.engine, news))
+            for at, news in itertools.groupby(worker.engine.turn(), lambda one: one.at):
+                self._at(at, functools.partial(self._news, name, worker.engine, list(news)))
         else:
             return False
         return True
@@ -287,12 +287,16 @@ class FleetSimulation:
         self._link_free[prefill] = self._link_free[domain] = done
         return done
 
-    def _news(self, name: str, engine: SimulatedEngine, news: News) -> None:
-        """A worker tells the router."""
-        attempt, output = news.output.request_id, news.output
+    def _news(self, name: str, engine: SimulatedEngine, news: list[News]) -> None:
+        """A worker tells the router what it has at one time."""
         worker = self._workers[name]
         if worker.engine is not engine:
             return  # it was lost meanwhile
+        for _, output in news:
+            self._take(name, worker, output)
+
+    def _take(self, name: str, worker: _Worker, output: TokenOutput) -> None:
+        attempt = output.request_id
         seen = self._seen[self._attempts[attempt]]
         if worker.role == "prefill":
             seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds

@@ -174,6 +174,7 @@ class Sizer:
     ):
         self._calculator, self.searcher, self._hosts = calculator, searcher, hosts
         self.asked, self._skew = asked, skew
+        self._requests: dict[Demand, Requests] = {}
         self._steps: dict[tuple[Layout, int, Demand], Steps] = {}
         self._loads: dict[object, ExpertLoads] = {}
 
@@ -189,7 +190,9 @@ class Sizer:
 
     def requests(self, demand: Demand) -> Requests:
         """Of a demand, as the deployment cuts them."""
-        return demand.requests(self.asked.longest, self.asked.page)
+        if demand not in self._requests:
+            self._requests[demand] = demand.requests(self.asked.longest, self.asked.page)
+        return self._requests[demand]
 
     def plan(self) -> Planned:
         """The cheapest deployment.
