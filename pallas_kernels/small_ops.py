@@ -56,6 +56,10 @@ class Traffic(NamedTuple):
     """That compute or copy something."""
     bytes: int
     """From HBM and to it."""
+    exchanged: int = 0
+    """Of them those of collectives, which move while the links do."""
+    of_choices: int = 0
+    """Of the others those of rows there is room for: see `traffic`."""
 
 
 def norm_and_quantize(x: Array, weight: Array) -> Any:
@@ -159,27 +163,41 @@ def _size(tree: Any) -> int:
 _INSTRUCTION = re.compile(
     r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<operands>.*?)\)"
 )
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
-def traffic(program: str, in_place: Collection[int] = ()) -> Traffic:
+def traffic(program: str, in_place: Collection[int] = (), choices: int = 0) -> Traffic:
     """What the entry computation of a compiled program (its text) moves.
 
     Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
-    where it is started. An array that an instruction takes twice, also as other bits, is read once.
+    where it is started. An array that an instruction takes twice, also as other bits, is read once,
+    and of what one slices alone ("wrapped_slice") no more is read than it keeps.
 
     Args:
       in_place: lengths of the first axis of arrays that are left out, since instructions touch few
         of their rows: a pool of pages, a table of embeddings.
+      choices: rows of matrices that have one for every expert a token chose; kernels touch those
+        of the experts that are here. 0: there are none.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
         return bool(shape) and shape[0] in in_place
 
+    def is_other(shape: tuple[int, ...]) -> bool:
+        return is_pool(shape) or len(shape) != 2 or shape[0] != choices
+
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
     sources: dict[str, str] = {}
-    instructions = total = 0
+    instructions = total = exchanged = of_choices = 0
     for match in filter(None, map(_INSTRUCTION.match, entry.splitlines())):
         op, types[match["name"]] = match["op"], match["type"]
         operands = re.findall(r"%([\w.-]+)", match["operands"])
@@ -188,11 +206,19 @@ def traffic(program: str, in_place: Collection[int] = ()) -> Traffic:
         if op in _NOTHING or op.endswith("-done"):
             continue
         instructions += 1
-        total += hbm_bytes(match["type"], is_pool)
-        if op != "copy-start":  # whose type has its operand in it
+        moved = [match["type"]]
+        if match["name"].startswith("wrapped_slice"):
+            moved *= 2
+        elif op != "copy-start":  # whose type has its operand in it
             once = {sources.get(operand, operand): operand for operand in operands}
-            total += sum(hbm_bytes(types.get(operand, ""), is_pool) for operand in once.values())
-    return Traffic(instructions, total)
+            moved += [types.get(operand, "") for operand in once.values()]
+        size = sum(hbm_bytes(one, is_pool) for one in moved)
+        total += size
+        if op.removesuffix("-start") in COLLECTIVES:
+            exchanged += size
+        else:
+            of_choices += sum(hbm_bytes(one, is_other) for one in moved)
+    return Traffic(instructions, total, exchanged, of_choices)
 
 
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:

@@ -22,6 +22,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.planner.copies import Copy, copies
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -35,15 +36,7 @@ from jaxserve.roles.program import Program
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-)
-_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
+_COLLECTIVE = re.compile(rf" ({'|'.join(small_ops.COLLECTIVES)})(-start)?\(")
 _ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
 _GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
@@ -89,6 +82,10 @@ class CompiledProgram(NamedTuple):
     moved: int = 0
     """Bytes that they read and write, without the pool of pages and, where tokens are embedded,
     without the table."""
+    exchanging: int = 0
+    """Of these, bytes that collectives read and write."""
+    absent: int = 0
+    """Of the others, bytes of rows there is room for, of experts that are elsewhere on average."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
     copied: int = 0
@@ -192,7 +189,7 @@ def compile_deployment(
     meshes = Submeshes(deployment, there.devices)
     templates = ModelTemplates(config, deployment, meshes)
     wanted = list(buckets) or known
-    programs: list[tuple[Program, Role, Bucket, int]] = []
+    programs: list[tuple[Program, Role, Bucket, int, tuple[int, int]]] = []
     if deployment.mode == "colocated":
         made = colocated_programs(
             ColocatedPrograms(templates, deployment, meshes.attention), wanted
@@ -205,7 +202,9 @@ def compile_deployment(
         )
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
-        programs.append((program, role, key.bucket, _layers(config, key.name, key.kind)))
+        layers = _layers(config, key.name, key.kind)
+        chosen = _choices(config, deployment, key.bucket) if role == "ffn" else (0, 0)
+        programs.append((program, role, key.bucket, layers, chosen))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
         pools, least = (deployment.cache.pages, config.vocab), _largest_weight(templates, meshes)
@@ -214,7 +213,7 @@ def compile_deployment(
         for future in concurrent.futures.as_completed(futures):
             done.append(future.result())
             report(done[-1])
-    order = [(program.name, bucket) for program, _, bucket, _ in programs]
+    order = [(program.name, bucket) for program, _, bucket, *_ in programs]
     return sorted(done, key=lambda one: order.index((one.name, one.bucket)))
 
 
@@ -239,6 +238,14 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
     return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]
 
 
+def _choices(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> tuple[int, int]:
+    """Experts that the tokens of a lane's step choose, and by how many ranks they are divided,
+    where every device has room for all of them (`GatherExchange`); else zeros."""
+    if deployment.mode != "afd" or exchange_of(config, deployment) != "gather":
+        return 0, 0
+    return bucket.tokens * deployment.attention.dp * config.top_k, deployment.ffn.ep
+
+
 def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
     """Bytes of the largest array of a layer's weights on a device."""
     parts = [(each, meshes.attention, ATTENTION_RULES) for each in templates.attention.values()]
@@ -260,6 +267,7 @@ def _compile(
     role: Role,
     bucket: Bucket,
     layers: int,
+    chosen: tuple[int, int],
     pools: tuple[int, int],
     find: Callable[[str], list[Copy]],
 ) -> CompiledProgram:
@@ -276,7 +284,8 @@ def _compile(
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
-    traffic = small_ops.traffic(text, pools if embeds else pools[:1])
+    choices, ranks = chosen
+    traffic = small_ops.traffic(text, pools if embeds else pools[:1], choices)
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,
@@ -294,6 +303,8 @@ def _compile(
         collectives=count_collectives(text),
         instructions=traffic.instructions,
         moved=traffic.bytes,
+        exchanging=traffic.exchanged,
+        absent=traffic.of_choices * (ranks - 1) // ranks if ranks else 0,
         exchanged=exchanged_bytes(text, program.mesh.size),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )

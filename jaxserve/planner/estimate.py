@@ -25,6 +25,11 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Read and written, without the pool of pages."""
     arguments: int
     """Arrays that a call takes."""
+    exchanging: int = 0
+    """Of them those that collectives read and write: while the links move them, and faster."""
+    absent: int = 0
+    """Of the others, those of rows that no token chose on average: there is room for all choices,
+    and kernels touch the rows of the experts that are here."""
     exchanged: dict[str, int] = {}
     """Bytes of collectives, by name and the mesh axes that they go over, if not all."""
 
@@ -102,7 +107,8 @@ def read(path: Path) -> Counts:
 def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, float]:
     """Of a program: work, and collectives, of a role whose mesh has axes of these sizes; the inner
     one is tp."""
-    work = one.instructions * assumed("h200.node") + one.bytes / assumed("h200.memory")
+    moved = one.bytes - one.exchanging - one.absent
+    work = one.instructions * assumed("h200.node") + moved / assumed("h200.memory")
     return work, sum(
         collective_seconds(size, *_members(name, outer, inner))
         for name, size in one.exchanged.items()
@@ -227,7 +233,24 @@ def lines(counts: Counts) -> list[str]:
             f"bound by {slowest}; " + _by_resource(counts, here)
         )
         result.append("  of the host's µs: " + _times(host_parts(counts, devices)))
-    return [*result, "µs of a lane's layer: " + _times(found._asdict())]
+    strict = bounds(every_byte(counts))
+    pace = max(strict)
+    return [
+        *result,
+        "µs of a lane's layer: " + _times(found._asdict()),
+        f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, bound by {strict.longest()}, with "
+        "the bytes of collectives and of rows that no token chose: " + _times(strict._asdict()),
+    ]
+
+
+def every_byte(counts: Counts) -> Counts:
+    """As if collectives took the time of their bytes beside that of the links, and kernels touched
+    all rows there is room for."""
+    programs = {
+        name: msgspec.structs.replace(one, exchanging=0, absent=0)
+        for name, one in counts.programs.items()
+    }
+    return msgspec.structs.replace(counts, programs=programs)
 
 
 def _by_resource(counts: Counts, found: Bounds) -> str:

@@ -34,7 +34,7 @@ def add_estimate(command: argparse.ArgumentParser) -> None:
     add("--bucket", default="128x64", metavar="TOKENSxPAGES", help="with --count: 128x64")
     add("--context", default="4K", metavar="TOKENS", help="with --count: 4K")
     add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
-    add("--ffn-kernel", default="step3_2a2f fp8 16384", metavar="CASE", help="likewise")
+    add("--ffn-kernel", default="step3_2a2f fp8_block_rows 16384", metavar="CASE", help="likewise")
     add("--write", type=Path, metavar="FILE", help="stages, for --calibration of other commands")
     command.set_defaults(run=run)
 
@@ -80,6 +80,8 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
                 instructions=one.instructions,
                 bytes=one.moved,
                 arguments=one.arrays,
+                exchanging=one.exchanging,
+                absent=one.absent,
                 exchanged=dict(one.exchanged),
             )
     return _counts(options, deployment, config, bucket, programs)

@@ -54,6 +54,27 @@ def test_everything_is_moved_on_a_gpu():
     assert traffic(GPU_PROGRAM) == Traffic(instructions=2, bytes=2 * 64 + 8 + 3 * 32 + 32)
 
 
+COLLECTIVE_PROGRAM = """HloModule jit_f
+
+ENTRY %main.1 (x.1: u8[4,8], place.1: s32[6]) -> bf16[6,8] {
+  %x.1 = u8[4,8]{1,0} parameter(0)
+  %place.1 = s32[6]{0} parameter(1)
+  %all_gather.1 = u8[8,8]{1,0} all-gather(%x.1), dimensions={0}
+  %wrapped_slice = u8[8,2]{1,0} fusion(%all_gather.1), kind=kLoop, calls=%wrapped_slice_computation
+  %bits = s8[8,8]{1,0} bitcast(%all_gather.1)
+  ROOT %rows = bf16[6,8]{1,0} custom-call(%bits, %all_gather.1, %place.1)
+}
+"""
+
+
+def test_collectives_slices_and_rows_of_choices():
+    """32 are sent and 64 arrive; a slice reads what it keeps, 16; 64 are read once, in whatever
+    type, and 24 of places; the rows of 6 choices are 96."""
+    moved = 32 + 64 + 2 * 16 + 64 + 24 + 96
+    expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64, of_choices=96)
+    assert traffic(COLLECTIVE_PROGRAM, choices=6) == expected
+
+
 def test_least_bytes():
     least = {op.name: op.least for op in small_ops()}
     # 128 x 7168 in BF16 and in INT8, the norm's weight, a scale a row.

@@ -52,6 +52,17 @@ def test_stages():
     assert found["ffn_moe"] == pytest.approx(34e-6 + 100e-6 + 10e-6 + 20e-6)
 
 
+def test_bytes_that_take_no_time():
+    """What collectives move, and rows of experts that are elsewhere."""
+    one = msgspec.structs.replace(
+        COUNTS.programs["ffn_moe"], exchanging=43_000_000, absent=86_000_000
+    )
+    counts = msgspec.structs.replace(COUNTS, programs=COUNTS.programs | {"ffn_moe": one})
+    found = estimate.stage_seconds(counts)["ffn_moe"]
+    assert found == pytest.approx(34e-6 + 70e-6 + 10e-6 + 20e-6)
+    assert estimate.bounds(estimate.every_byte(counts)) == estimate.bounds(COUNTS)
+
+
 def test_the_longest_sets_the_pace():
     found = estimate.bounds(COUNTS)
     assert found.attention == pytest.approx(38e-6)
