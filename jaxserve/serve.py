@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         process = from_arguments(options)
         alone = process.processes == process.host_processes == 1
-        sizing = Sizing() if alone and not process.role else None
+        sizing = Sizing(elsewhere=options.check) if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
         if options.check:
             from jaxserve.commands.checking import check

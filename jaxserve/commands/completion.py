@@ -10,7 +10,7 @@ import shtab
 
 from jaxserve.commands.names import COMMANDS
 from jaxserve.config.reference import deployment_keys
-from jaxserve.config.shipped import deployment_names, hardware_names
+from jaxserve.config.shipped import CONFIGS, deployment_names
 
 PATHS = {
     "FILE": shtab.FILE,
@@ -51,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one = parser() if name == "completion" else importlib.import_module(module).parser()
         commands.add_parser(name, parents=[one], add_help=False, help=text)
     deployments = _names("File_deployment", deployment_names(), files=True)
+    hardware = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
     by_option = {
         "--config": deployments,
         "--set": _names("key", [f"{key}=" for key in deployment_keys()]),
-        "--hardware": _names("hardware", hardware_names()),
+        "--hardware": _names("hardware", hardware),
     }
     for action in _values(whole):
         named = [by_option[name] for name in action.option_strings if name in by_option]

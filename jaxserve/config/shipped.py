@@ -30,11 +30,6 @@ def deployment_names() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
-def hardware_names() -> list[str]:
-    """Names of the hardware files that come with the package."""
-    return sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
-
-
 def deployment_path(path: Path) -> Path:
     """A deployment file by its path or, where no such file exists, by the name of one that comes
     with the package: `demo`, or `configs/demo.yaml` away from a checkout.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.shipped import CONFIGS, device_kind
 from jaxserve.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class Sizing:
 
     Args:
       machine: the devices; None: those that are here.
+      elsewhere: nothing is to run here: a host of the hardware that `attention.hardware` names
+        stands for the devices.
     """
 
-    def __init__(self, machine: "Machine | None" = None):
-        self._machine = machine
+    def __init__(self, machine: "Machine | None" = None, *, elsewhere: bool = False):
+        self._machine, self._elsewhere = machine, elsewhere
         self.found: dict[str, Choice] = {}
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
@@ -50,6 +53,8 @@ class Sizing:
             )
         except CheckpointError:
             return {}
+        if self._elsewhere:
+            self._machine = named_machine(deployment.attention.hardware)
         self._machine = self._machine or this_machine()
         self.found = choose_sizes(config, deployment, written, self._machine)
         return {key: choice.value for key, choice in self.found.items()}
@@ -101,6 +106,21 @@ def is_shared(deployment: Deployment) -> bool:
         or deployment.fleet.domains
         or any(role.processes > 1 for role in roles)
     )
+
+
+def named_machine(hardware: str) -> "Machine | None":
+    """A host of the hardware of this name; None: JAX names no such accelerator."""
+    import yaml
+
+    from jaxserve.roles.sizing import DEVICE_PART, Machine
+
+    kind = device_kind(hardware)
+    if not kind.startswith(("TPU", "NVIDIA")):
+        return None
+    path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
+    host = yaml.safe_load(path.read_text(encoding="utf-8"))
+    memory = round(DEVICE_PART * host["memory_gb"] * 1e9)
+    return Machine("tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory)
 
 
 def this_machine() -> "Machine":

@@ -10,7 +10,7 @@ from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.sizing import Sizing
+from jaxserve.fleet.sizing import Sizing, named_machine
 from jaxserve.roles.capacity import check_capacity, role_bytes
 from jaxserve.roles.sizing import Machine
 
@@ -143,6 +143,29 @@ def test_processes_that_share_a_deployment_choose_nothing(overrides):
 
 def test_a_folder_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path):
     assert load_deployment(tmp_path, choose=Sizing(HOST)) == load_deployment(tmp_path)
+
+
+def test_hardware_that_is_named_and_not_here():
+    """A host of eight v6e with 34.3 GB each, of which nine tenths are for the deployment."""
+    folder, named = CONFIGS / "models/qwen3-30b-a3b", {"attention.hardware": "v6e"}
+    sizing = Sizing(elsewhere=True)
+    deployment = load_deployment(folder, named, choose=sizing)
+    assert (deployment.attention.dp, deployment.attention.tp) == (2, 4)
+    assert (deployment.dtype, deployment.cache.page_size) == ("bfloat16", 64)
+    config = read_config(folder)[0]
+    memory = {"attention": 34_300_000_000, "ffn": 34_300_000_000}
+    assert sizing.reported(config, deployment) == memory
+    assert role_bytes(config, deployment)[0].total <= 0.9 * 34_300_000_000
+    assert named_machine("H200") == Machine("gpu", 8, round(0.9 * 150_700_000_000))
+    assert named_machine("cpu") is named_machine("910b") is named_machine("") is None
+
+
+def test_what_a_simulated_device_may_use_is_told_where_sizes_were_chosen():
+    sizing = Sizing(Machine("cpu", 2, 4 * GB))
+    deployment = load_deployment(CONFIGS / "demo", choose=sizing)
+    config = read_config(deployment.model)[0]
+    assert sizing.reported(config, deployment) == {"attention": 8 * GB}
+    assert Sizing().reported(config, deployment) == {}
 
 
 def test_what_was_chosen_is_told():
