@@ -115,6 +115,7 @@ def paged_attention(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     rope_pages: Array | None = None,
+    int8_products: bool = False,
     with_lse: Literal[False] = False,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
@@ -138,6 +139,7 @@ def paged_attention(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     rope_pages: Array | None = None,
+    int8_products: bool = False,
     with_lse: Literal[True],
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
@@ -160,6 +162,7 @@ def paged_attention(
     k_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "pages kv_heads page_size"] | None = None,
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None,
+    int8_products: bool = False,
     with_lse: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
@@ -188,6 +191,10 @@ def paged_attention(
       rope_pages: the last columns of the keys, floats without scales, where k_pages has only the
         others (latent attention's rotated part); only with v_pages None. Hopper's kernels do not
         read them.
+      int8_products: multiply in INT8 what the pages have in INT8 (xDeepServe §4.7): queries with a
+        scale a token and head, probabilities times the scales of values with a scale a token, head
+        and 512 positions. Sums are INT32. `rope_pages` are multiplied in floats all the same. Not
+        on TPU v7x, which has no INT8 products; Hopper's kernels do not.
       with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
         tokens; `merge` needs it.
       out_dtype: of the output; None: that of `queries`.
@@ -201,7 +208,8 @@ def paged_attention(
 
     Raises:
       ValueError: the shapes, dtypes, options or tiles do not fit together.
-      NotImplementedError: the kernels of this TPU do not support the pages' format or page size;
+      NotImplementedError: the kernels of this TPU do not support the pages' format or page size,
+        or products in INT8;
         the message names an alternative. Elsewhere as `coverage.kernel_target`. Or it is
         differentiated.
     """
@@ -227,6 +235,10 @@ def paged_attention(
         raise ValueError(f"queries has head_dim {head_dim}, k_pages has {key_width}")
     if q_heads % kv_heads != 0:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
+    if int8_products:
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if pages is not None and pages.dtype != jnp.int8:
+                raise ValueError(f"int8_products needs INT8 pages, {name} is {pages.dtype}")
     if window < 0:
         raise ValueError(f"window is {window}, needs at least 0")
     _check_tokens(tokens, page_table, sequence_of_token, position)
@@ -234,7 +246,7 @@ def paged_attention(
     where = (page_table, sequence_of_token, position)
     lse: Array | None
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
-    cache = _cache(arrays, width)
+    cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
     gap = functools.partial(_gap, queries=queries, cache=cache)
     target = kernel_target("paged_attention", implementation, gap, _COST, tiles)
@@ -242,7 +254,7 @@ def paged_attention(
     def compute(
         queries: Array, arrays: _Pages, where: tuple[Array, Array, Array], places: Places
     ) -> tuple[Array, Array | None]:
-        cache = _cache(arrays, width)
+        cache = _cache(arrays, width, int8_products)
         if target is None:
             out, sums = reference.paged_attention(
                 queries, cache, *where, scale=scale, window=window
@@ -258,6 +270,7 @@ def paged_attention(
                 scale=scale,
                 window=window,
                 v_width=width,
+                int8_products=int8_products,
                 with_lse=with_lse,
                 target=target,
                 tiles=tiles,
@@ -408,9 +421,9 @@ def merge(
     return reference.merge(outputs, lses)
 
 
-def _cache(arrays: tuple[Any, ...], width: int) -> reference.Cache:
+def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool) -> reference.Cache:
     k_pages, v_pages, k_scales, v_scales, rope_pages = arrays
-    return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages)
+    return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages, int8_products)
 
 
 def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:

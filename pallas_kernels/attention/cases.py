@@ -48,6 +48,7 @@ def cases(generation: str) -> list[Case]:
             for kv_format in formats(generation)
             for case in (
                 *(_attend(name, kv_format, generation, kind) for kind in BATCHES),
+                *_in_int8(name, kv_format, generation),
                 _write(name, kv_format),
             )
         ]
@@ -60,7 +61,16 @@ def _where(sequences: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return table, *(jax.ShapeDtypeStruct((sequences * tokens,), jnp.int32),) * 2
 
 
-def _attend(name: str, kv_format: str, generation: str, kind: str) -> Case:
+def _in_int8(name: str, kv_format: str, generation: str) -> list[Case]:
+    """A decode step, and chunks, with products in INT8, which v7x does not have."""
+    if kv_format != "int8" or generation == "v7x":
+        return []
+    return [_attend(name, kv_format, generation, kind, True) for kind in ("", " chunk")]
+
+
+def _attend(
+    name: str, kv_format: str, generation: str, kind: str, int8_products: bool = False
+) -> Case:
     """Sequences of `KV_LENGTH` tokens; the loop of a decode step is the one that is looked into."""
     shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
     sequences, tokens = BATCHES[kind]
@@ -80,8 +90,8 @@ def _attend(name: str, kv_format: str, generation: str, kind: str) -> Case:
             bytes_per_unit=shape.kv_elements() * dtype.itemsize + 4 * shape.kv_heads * len(scales),
         )
     return Case(
-        name=f"{name} {kv_format}{kind}",
-        function=functools.partial(attend, shape),
+        name=f"{name} {kv_format}{kind}{' products' if int8_products else ''}",
+        function=functools.partial(attend, shape, int8_products=int8_products),
         arguments=(queries, pages, scales, _where(sequences, tokens)),
         loop=loop,
     )

@@ -21,7 +21,15 @@ def page_shapes(
     return arrays, scales if dtype.itemsize == 1 else []
 
 
-def attend(shape: AttentionShape, queries: Array, pages: Any, scales: Any, where: Any) -> Array:
+def attend(
+    shape: AttentionShape,
+    queries: Array,
+    pages: Any,
+    scales: Any,
+    where: Any,
+    *,
+    int8_products: bool = False,
+) -> Array:
     """Attention of the queries.
 
     Args:
@@ -36,4 +44,5 @@ def attend(shape: AttentionShape, queries: Array, pages: Any, scales: Any, where
         v_width=shape.v_width if shape.shared else 0,
         k_scales=scales[0] if scales else None,
         v_scales=scales[1] if len(scales) > 1 else None,
+        int8_products=int8_products,
     )

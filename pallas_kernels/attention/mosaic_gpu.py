@@ -62,6 +62,8 @@ def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
     dtype, width = cache.k_pages.dtype, cache.v_width
     if cache.rope_pages is not None:
         return f"latents in {dtype} with their rotated part in an array of its own"
+    if cache.int8_products:
+        return "products in INT8"
     plan = _plan(queries, cache, decode=False, scale=1.0, window=0, target=None)
     multiple = 64 * (2 if plan.split_values else 1)
     if dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):

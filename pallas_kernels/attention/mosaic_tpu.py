@@ -9,7 +9,9 @@ A block goes through two stages: *score* multiplies queries and keys and takes r
 takes exponentials and multiplies them with the values. A round scores block b and mixes block
 b - 1: two independent chains of instructions, so that the compiler hides the latencies of one
 behind the other. Only blocks that some query sees partially are masked. FP8 and INT8 are converted
-to the queries' dtype; scales of keys multiply scores, those of values multiply probabilities.
+to the queries' dtype; scales of keys multiply scores, those of values multiply probabilities. With
+`int8_products` it is the other way round: queries and probabilities are rounded to INT8, and
+nothing of the cache is converted.
 
 XLA stores pages whose width is not a multiple of 128 (latents) with the tokens as the minor
 dimension. The kernel takes those with the last two dimensions swapped, which moves no data;
@@ -71,6 +73,7 @@ def paged_attention(
     v_width: int,
     with_lse: bool,
     target: Target,
+    int8_products: bool = False,
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
@@ -87,6 +90,10 @@ def paged_attention(
         arrays, every_scale = [rope_pages, k_pages], [None, k_scales]
     for array in arrays:
         _check_format(array, target)
+    if int8_products and "7" in target.device_kind and not target.interpret:
+        raise NotImplementedError(
+            f"{target.device_kind} has no INT8 matrix products: int8_products runs on v5e and v6e"
+        )
     tokens, q_heads, head_dim = queries.shape
     sequences, pages_per_sequence = page_table.shape
     pool, kv_heads, page_size, _ = k_pages.shape
@@ -115,6 +122,7 @@ def paged_attention(
         window=window,
         scale=scale * math.log2(math.e),
         dtype=dtype,
+        int8_products=int8_products,
     )
     if places is None:
         size = page_size, pages_per_sequence

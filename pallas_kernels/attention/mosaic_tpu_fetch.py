@@ -45,6 +45,8 @@ class Sizes(NamedTuple):
     """Scale of the scores times log2(e), since exponentials are powers of two."""
     dtype: Any
     """Dtype of the products' operands."""
+    int8_products: bool
+    """Of those, INT8 where the pages are."""
 
     @property
     def block(self) -> int:

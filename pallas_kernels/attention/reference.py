@@ -22,6 +22,9 @@ GATHERED_BYTES = 8 * 2**20
 BLOCK_TOKENS = 128
 """Positions that contexts are read in: as many blocks as the longest sequence there has."""
 
+PRODUCT_TOKENS = 512
+"""The same where products are in INT8: a row's probabilities of so many positions share a scale."""
+
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
 
@@ -71,6 +74,9 @@ class Cache(NamedTuple):
     v_width: int
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None
     """The last columns of the keys; None: they are in `k_pages`."""
+    int8_products: bool = False
+    """Whether what is in INT8 is multiplied with queries and probabilities in INT8. The sums are
+    FP32 here and exact: those of 1,040 products of two numbers up to 127 are below 2^24."""
 
 
 def paged_attention(
@@ -144,7 +150,10 @@ def _attend_one(
     total = jnp.where(blind, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
     if v_scales is not None:
         weights *= jnp.where(visible, gather(v_scales), 0.0)[:, None]
-    output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
+    if cache.int8_products:
+        output = _mix_int8(weights, values) / total
+    else:
+        output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
     return output.astype(query.dtype), (largest + jnp.log(total))[..., 0]
 
 
@@ -160,7 +169,7 @@ def _attend_to_blocks(
     Gimelshein, 2018, "Online normalizer calculation for softmax"); `width` is that of a key and a
     value together."""
     tokens, kv_heads, page_size = len(queries), *cache.k_pages.shape[1:3]
-    count = -(-BLOCK_TOKENS // page_size)
+    count = -(-(PRODUCT_TOKENS if cache.int8_products else BLOCK_TOKENS) // page_size)
     at_once = max(1, GATHERED_BYTES // (count * page_size * kv_heads * width * 4))
     pages = jnp.pad(pages_of_token, ((0, 0), (0, -pages_of_token.shape[1] % count)))
 
@@ -215,7 +224,10 @@ def _attend_some(
         total = total * kept + jnp.sum(weights, axis=-1)
         if v_scales is not None:
             weights *= jnp.where(visible, gather(v_scales)[:, :, None], 0.0)
-        seen = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision=highest)
+        if cache.int8_products:
+            seen = _mix_int8(weights, values)
+        else:
+            seen = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision=highest)
         return now, total, mixed * kept[..., None] + seen
 
     rows = queries.shape[:3]
@@ -246,13 +258,40 @@ def _scores(
     keys = gather(cache.k_pages)
     width, product = keys.shape[-1], "...kgd,...kcd->...kgc"
     highest = jax.lax.Precision.HIGHEST
-    scores = scale * jnp.einsum(product, queries[..., :width], keys, precision=highest)
+    met, row_scales = queries[..., :width], jnp.float32(1.0)
+    if cache.int8_products:
+        met, row_scales = _rounded(met)
+    scores = scale * row_scales * jnp.einsum(product, met, keys, precision=highest)
     if cache.k_scales is not None:
         scores *= gather(cache.k_scales)[..., None, :]
     if cache.rope_pages is not None:
         rotated = gather(cache.rope_pages)
         scores += scale * jnp.einsum(product, queries[..., width:], rotated, precision=highest)
     return keys, scores
+
+
+def _mix_int8(
+    weights: Float32[Array, "*tokens kv_heads group context"],
+    values: Float32[Array, "*tokens kv_heads context v_width"],
+) -> Float32[Array, "*tokens kv_heads group v_width"]:
+    """Sums of values in INT8 by weights that are rounded to INT8, `PRODUCT_TOKENS` at a time."""
+    mixed = jnp.zeros((*weights.shape[:-1], values.shape[-1]), jnp.float32)
+    for start in range(0, weights.shape[-1], PRODUCT_TOKENS):
+        some = slice(start, start + PRODUCT_TOKENS)
+        whole, scales = _rounded(weights[..., some])
+        highest = jax.lax.Precision.HIGHEST
+        product = "...kgc,...kcd->...kgd"
+        mixed += scales * jnp.einsum(product, whole, values[..., some, :], precision=highest)
+    return mixed
+
+
+def _rounded(
+    rows: Float32[Array, "*rows width"],
+) -> tuple[Float32[Array, "*rows width"], Float32[Array, "*rows 1"]]:
+    """Rows as whole numbers from -127 to 127, and what they are multiples of."""
+    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
+    scales = jnp.where(largest == 0, 1.0, largest / 127)
+    return jnp.round(rows / scales), scales
 
 
 def _gather(

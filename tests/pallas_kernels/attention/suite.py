@@ -34,6 +34,8 @@ class Sizes(NamedTuple):
     cache: str = "float32"
     """float32, bfloat16, int8 or fp8 (its bits)."""
     window: int = 0
+    products: int = 0
+    """Positions whose probabilities share a scale in INT8; 0: products are in floats."""
 
 
 class Case(NamedTuple):
@@ -58,18 +60,34 @@ def rows_in_format(rng, shape, cache):
     return kept, scales, values.astype(np.float64) * scales[..., None]
 
 
-def attend(query, keys, values, last, window):
-    """One token's attention: query [q_heads, d], keys and values [length, kv_heads, _]."""
-    first = max(0, last - window + 1) if window else 0
+def attend(query, keys, values, last, sizes, scales):
+    """One token's attention: query [q_heads, d], keys and values [length, kv_heads, _]; with
+    products in INT8 the values' scales [length, kv_heads], too."""
+    first = max(0, last - sizes.window + 1) if sizes.window else 0
     seen = slice(first, last + 1)
     group = query.shape[0] // keys.shape[1]
     output, lse = [], []
     for head, row in enumerate(query.astype(np.float64)):
-        scores = SCALE * keys[seen, head // group] @ row
+        place = seen, head // group
+        if sizes.products:
+            latent = slice(sizes.head_dim - sizes.rope)
+            row[latent] = round_to_int8(row[latent])
+        scores = SCALE * keys[place] @ row
         weights = np.exp(scores - scores.max())
-        output.append(weights @ values[seen, head // group] / weights.sum())
-        lse.append(scores.max() + np.log(weights.sum()))
+        total = weights.sum()
+        if sizes.products:
+            weights *= scales[place]
+            parts = np.split(weights, range(sizes.products, len(weights), sizes.products))
+            weights = np.concatenate([round_to_int8(part) for part in parts]) / scales[place]
+        output.append(weights @ values[place] / total)
+        lse.append(scores.max() + np.log(total))
     return np.stack(output), np.asarray(lse)
+
+
+def round_to_int8(row):
+    """Multiples of a 127th of the largest magnitude."""
+    step = np.abs(row).max() / 127
+    return np.round(row / step) * step
 
 
 def poison(shape, kept):
@@ -110,10 +128,11 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         length, new = chunk
         used = [free.pop() for _ in range(-(-length // page_size))]
         table[sequence, : len(used)] = used
-        meanings = []
+        meanings, every_scale = [], []
         for index, width in enumerate(widths):
             kept, scale, meaning = rows_in_format(rng, (*shape, width), formats[index])
             meanings.append(meaning)
+            every_scale.append(scale)
             if pages[index] is None:
                 pages[index] = poison((pool, sizes.kv_heads, page_size, width), kept)
                 scales[index] = np.full((pool, sizes.kv_heads, page_size), np.nan, np.float32)
@@ -128,7 +147,9 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         for place in range(length - new, length):
             query = rng.normal(size=nothing.shape)
             query = np.asarray(jnp.asarray(query, dtype)).astype(np.float64)
-            add(sequence, place, query, attend(query, meanings[0], values, place, sizes.window))
+            v_scales = every_scale[0 if sizes.shared else 1]
+            result = attend(query, meanings[0], values, place, sizes, v_scales)
+            add(sequence, place, query, result)
         sequence += 1
     eight_bits = sizes.cache in ("int8", "fp8")
     options = {
@@ -138,6 +159,7 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         "k_scales": jnp.asarray(scales[0]) if eight_bits else None,
         "v_scales": jnp.asarray(scales[1]) if eight_bits and not sizes.shared else None,
         "rope_pages": jnp.asarray(pages[1]) if sizes.rope else None,
+        "int8_products": sizes.products > 0,
         "with_lse": True,
     }
     arguments = (
@@ -242,7 +264,26 @@ class PagedAttentionSuite:
 
 
 class RotatedPartSuite(PagedAttentionSuite):
-    """With latents whose rotated part has an array of its own, which not every backend reads."""
+    """With what not every backend does: latents whose rotated part has an array of its own, and
+    products in INT8."""
+
+    products: int = 32
+    """Positions whose probabilities share a scale."""
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            Sizes(kv_heads=2, cache="int8", v_width=24),
+            Sizes(shared=True, head_dim=24, rope=8, cache="int8"),
+        ],
+        ids=["two heads", "rotated part"],
+    )
+    def test_products_in_int8(self, sizes):
+        """A probability that lies between two whole numbers may be rounded to either."""
+        page = self.page_size
+        chunks = [(9 * page + 3, 1), PADDING, (5, 3), (2 * page + 1, 2)]
+        sizes = sizes._replace(products=self.products)
+        self.check(self.case(sizes, chunks), tolerance=0.005)
 
     def test_latent_in_eight_bits_without_its_rotated_part(self):
         sizes = Sizes(shared=True, head_dim=24, rope=8, cache="int8")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import mosaic_tpu, paged_attention, tiles
+from pallas_kernels.attention import mosaic_tpu, mosaic_tpu_kernel, paged_attention, tiles
 from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
@@ -30,6 +30,12 @@ def tiny(monkeypatch):
 class TestMosaicTpu(RotatedPartSuite):
     target = TINY
 
+    products = 16
+
+    @pytest.fixture(autouse=True)
+    def parts_of_a_block(self, monkeypatch):
+        monkeypatch.setattr(mosaic_tpu_kernel, "PRODUCT_TOKENS", self.products)
+
     @pytest.mark.parametrize("wait", ["await_block", "await_pages", None])
     def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch):
         """Copies that happen at once, so that leaving out a wait does not leave out the copy."""
@@ -43,7 +49,9 @@ class TestMosaicTpu(RotatedPartSuite):
         assert race_is_reported(lambda: self.compiled(case)(*case.arguments))
 
 
-def call(device_kind, dtype, *, page_size=128, width=128, sequences=2, pages_per_sequence=4):
+def call(
+    device_kind, dtype, *, page_size=128, width=128, sequences=2, pages_per_sequence=4, **options
+):
     """Traces a call for a TPU that is not interpreted."""
     pages = jax.ShapeDtypeStruct((8, 1, page_size, width), dtype)
     eight_bits = jnp.dtype(dtype).itemsize == 1
@@ -56,7 +64,7 @@ def call(device_kind, dtype, *, page_size=128, width=128, sequences=2, pages_per
 
     def attend(queries, pages, scales, *where):
         return inspect.unwrap(paged_attention)(
-            queries, pages, pages, *where, scale=1.0, k_scales=scales, v_scales=scales
+            queries, pages, pages, *where, scale=1.0, k_scales=scales, v_scales=scales, **options
         )
 
     with use_target(Target("mosaic_tpu", device_kind)):
@@ -88,3 +96,9 @@ def test_a_page_table_that_does_not_fit_into_scalar_memory():
 
 def test_it_traces_for_a_tpu():
     assert call("TPU v5 lite", jnp.int8).shape == (2, 4, 128)
+    assert call("TPU v6 lite", jnp.int8, int8_products=True).shape == (2, 4, 128)
+
+
+def test_a_generation_without_products_in_int8():
+    with pytest.raises(NotImplementedError, match="TPU7x has no INT8 matrix products"):
+        call("TPU7x", jnp.int8, int8_products=True)

@@ -1,5 +1,7 @@
 """The suite for plain XLA."""
 
+import pytest
+
 from pallas_kernels.attention import reference
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
@@ -7,6 +9,10 @@ from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
 
 class TestReference(RotatedPartSuite):
     target = Target("reference", "cpu")
+
+    @pytest.fixture(autouse=True)
+    def few_positions(self, monkeypatch):
+        monkeypatch.setattr(reference, "PRODUCT_TOKENS", self.products)
 
     def test_tokens_in_parts(self, monkeypatch):
         """Two tokens at a time, the last one with padding; more than one block of positions."""
