@@ -4,7 +4,7 @@ No weight is read, and no device touched, unless an accelerator's memory decides
 
 import sys
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.sections import AttentionRole, FFNRole
@@ -24,27 +24,27 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     Args:
       sizing: what chose the keys that were not written.
     """
-    config, _ = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
-    reported = sizing.reported(config, deployment) if sizing else {}
+    models = {title: read_model(worker)[0] for title, worker in workers.items()}
+    reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
-        parts.append(title + describe(config, worker, memory_of(worker, reported)))
+        parts.append(title + describe(models[title], worker, memory_of(worker, reported)))
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
     try:
-        for worker in workers.values():
-            check_capacity(config, worker, memory_of(worker, reported))
+        for title, worker in workers.items():
+            check_capacity(models[title], worker, memory_of(worker, reported))
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
-    return _check_kernels(config, workers)
+    return _check_kernels(models, workers)
 
 
-def _check_kernels(config: ModelConfig, workers: dict[str, Deployment]) -> int:
+def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment]) -> int:
     """Prints what has no kernel on hardware that is named; returns the exit code."""
     code = 0
     for title, worker in workers.items():
@@ -55,7 +55,7 @@ def _check_kernels(config: ModelConfig, workers: dict[str, Deployment]) -> int:
         known: dict[Role, str] = {role: kind for role, kind in kinds.items() if kind}
         if not known:
             continue
-        slow, impossible = kernel_gaps(config, worker, known)
+        slow, impossible = kernel_gaps(models[title], worker, known)
         names = ", ".join(f"{role} on {kind}" for role, kind in known.items())
         lines = [f"kernels ({names}): {'' if slow or impossible else 'all there'}", *slow]
         print(f"\n{title}" + "\n  ".join(lines))

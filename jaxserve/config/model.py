@@ -17,9 +17,11 @@ class LayerKind(NamedTuple):
     ffn: FFNKind
     window: int = 0
     """Size of the attention window, the token itself included; 0: unlimited."""
+    int8_products: bool = False
+    """Whether attention multiplies in INT8 (`attention.int8_products`)."""
 
     def __str__(self) -> str:
-        return f"{self.ffn}_window" if self.window else self.ffn
+        return self.ffn + "_window" * bool(self.window) + "_int8" * self.int8_products
 
 
 class Yarn(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +158,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0
     """Of those, the ones that are loaded: each has a decoder layer, numbered behind `layers`."""
+    int8_layers: frozenset[int] = frozenset()
+    """Layers whose attention multiplies in INT8, as a deployment has it; never those of modules."""
 
     @property
     def experts(self) -> int:
@@ -179,6 +183,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return LayerKind(
             "moe" if layer in self.moe_layers else "dense",
             self.window if layer in self.window_layers else 0,
+            layer in self.int8_layers,
         )
 
     def kinds(self) -> list[LayerKind]:

@@ -14,6 +14,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
 Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8", "int4"]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
+Layer = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
 
@@ -37,6 +38,14 @@ class AttentionRole(Section, frozen=True):
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
     `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or
     groups as the checkpoint has them). Embedding, head, norms and router are never quantised."""
+    int8_products: Literal["none", "auto"] | list[Layer] = "none"
+    """Layers whose attention multiplies in INT8 (xDeepServe §4.7), with `cache.format: int8` only:
+    queries and probabilities are rounded to INT8, and keys and values are not converted. A list of
+    their numbers, from 0; `auto`: those that `convert --int8-products` found to bear it, in
+    `int8_products.json` beside the weights; `none`. The rotated part of latents is as `cache.rope`
+    says; within a prompt's chunk latent attention stays in floats, and so do prediction modules.
+    Colocated, each run of layers that differs from the one before is compiled for itself. On TPUs
+    v5e and v6e (v7x has no INT8 products); plain XLA on GPUs."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each device, in 10^9 bytes; a deployment that needs
     more is refused. 0: what the devices report (CPUs report nothing)."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.int8_products import read_model, with_int8_products
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
@@ -46,9 +46,8 @@ def open_model(
     use_compilation_cache()
     refuse_fallbacks(deployment.strict_kernels)
     if config is None or names is None:
-        config, names = read_config(
-            deployment.model, deployment.ignored_model_keys, deployment.modules
-        )
+        config, names = read_model(deployment)
+    config = with_int8_products(config, deployment)
     meshes = Submeshes(deployment)
     check_capacity(config, deployment, available_memory(config, deployment, meshes))
     templates = ModelTemplates(config, deployment, meshes)

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import jax
 
+from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, JaxserveError
 from jaxserve.fleet.addresses import listening_address
@@ -106,7 +107,7 @@ def _end_of_the_control_plane(
     on_failure: Callable[[EngineFailedError, Peers], None],
     on_drain: Callable[[str, Leader], None],
 ) -> Peers:
-    here = identity(arguments.process_id, arguments.processes, deployment)
+    here = identity(arguments.process_id, arguments.processes, listed(deployment))
     if arguments.is_leader:
         control = arguments.control_address
         leader = Leader(

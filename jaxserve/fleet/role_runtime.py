@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
@@ -57,7 +57,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     """
     use_compilation_cache()
     refuse_fallbacks(deployment.strict_kernels)
-    config, names = read_config(deployment.model, deployment.ignored_model_keys, deployment.modules)
+    config, names = read_model(deployment)
     runtime = RoleRuntime.of(config, names, deployment, role)
     own = runtime.mesh.local_devices
     reported: dict[Role, int | None] = {

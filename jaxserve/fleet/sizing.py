@@ -42,15 +42,13 @@ class Sizing:
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
         """See `Choose`; nothing where processes share the deployment, or its model is unreadable:
         whoever loads it says why."""
-        from jaxserve.checkpoint.hf import read_config
+        from jaxserve.checkpoint.int8_products import read_model
         from jaxserve.roles.sizing import choose_sizes
 
         if written.issuperset(AUTO_KEYS) or is_shared(deployment):
             return {}
         try:
-            config, _ = read_config(
-                deployment.model, deployment.ignored_model_keys, deployment.modules
-            )
+            config, _ = read_model(deployment)
         except CheckpointError:
             return {}
         if self._elsewhere:

@@ -62,7 +62,7 @@ class AttentionBlock(Module):
     ):
         self.config, self.dispatch = config, dispatch
         self.input_norm = scale(formats.dtype, d_model=config.d_model)
-        self.attention = attention_module(config, kind.window, formats, rngs)
+        self.attention = attention_module(config, kind, formats, rngs)
         self.post_norm = scale(formats.dtype, d_model=config.d_model)
         routed = config.router if kind.ffn == "moe" else None
         self.router = Router(config.d_model, routed, formats.dtype, rngs) if routed else None

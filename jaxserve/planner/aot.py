@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxserve.checkpoint.int8_products import with_int8_products as with_int8_products
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError

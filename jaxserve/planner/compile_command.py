@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{deployment.model}: the engine cannot run it, only plan it")
     from jaxserve.planner import aot  # imports JAX
 
+    config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
     hardware = hardware_of(there.device_kind, options.configs)
     start = time.perf_counter()

@@ -421,7 +421,7 @@ def merge(
     return reference.merge(outputs, lses)
 
 
-def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool) -> reference.Cache:
+def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> reference.Cache:
     k_pages, v_pages, k_scales, v_scales, rope_pages = arrays
     return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages, int8_products)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, LayerKind, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import places
@@ -15,20 +15,20 @@ from jaxserve.model.module import Formats, Rngs
 
 
 def attention_module(
-    config: ModelConfig, window: int, formats: Formats, rngs: Rngs
+    config: ModelConfig, kind: LayerKind, formats: Formats, rngs: Rngs
 ) -> mfa.MFA | gqa.GQA | mla.MLA:
     """The attention module of a layer: normed tokens, pages and batch in; this device's share of
     the output, and the pages, out.
 
     Args:
-      window: tokens that a token attends to; 0: all before it.
+      kind: of the layer: its window, and whether it multiplies in INT8.
     """
     sizes = config.attention
     if isinstance(sizes, MFA):
-        return mfa.MFA(config, sizes, window, formats, rngs)
+        return mfa.MFA(config, sizes, kind, formats, rngs)
     if isinstance(sizes, GQA):
-        return gqa.GQA(config, sizes, window, formats, rngs)
-    return mla.MLA(config, sizes, window, formats, rngs)
+        return gqa.GQA(config, sizes, kind, formats, rngs)
+    return mla.MLA(config, sizes, kind, formats, rngs)
 
 
 def with_shared(

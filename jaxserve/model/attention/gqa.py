@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import GQA as Sizes
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
@@ -38,9 +38,9 @@ class GQA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
     ):
-        self.sizes, self.window = sizes, window
+        self.sizes, self.kind = sizes, kind
         self.rope, self.epsilon = config.rope, config.norm_epsilon
         dtype, d_model = formats.dtype, config.d_model
         heads = {"q_heads": sizes.q_heads * sizes.head_dim}
@@ -72,7 +72,7 @@ class GQA(Module):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch, self._norms())
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
-            mixed = attend(query, pages, batch, scale=scale, window=self.window, dtype=x.dtype)
+            mixed = attend(query, pages, batch, scale=scale, kind=self.kind, dtype=x.dtype)
         share = linear(mixed.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.quant import as_bits
@@ -32,6 +32,9 @@ Pages = tuple[Array, ...]
 latent's scales)."""
 
 PAGES_SPEC = PartitionSpec("dp", "tp")
+
+PLAIN = LayerKind("dense")
+"""All that attention asks of a kind: no window, and products in floats."""
 
 
 def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -126,7 +129,7 @@ def attend(
     batch: RaggedBatch,
     *,
     scale: float,
-    window: int = 0,
+    kind: LayerKind = PLAIN,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens q_heads v_width"]:
     """Attention of every token to the cached tokens of its sequence, itself included, in `dtype`:
@@ -141,11 +144,12 @@ def attend(
         batch.sequence_of_token,
         batch.position,
         scale=scale,
-        window=window,
+        window=kind.window,
+        int8_products=kind.int8_products,
         k_scales=k_scales,
         v_scales=v_scales,
         out_dtype=dtype,
-        places=batch.places.get(window, ()),
+        places=batch.places.get(kind.window, ()),
     )
 
 
@@ -156,6 +160,7 @@ def attend_latent(
     *,
     scale: float,
     v_width: int,
+    kind: LayerKind = PLAIN,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
     """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
     values; also returns the log-sum-exp of every row and head."""
@@ -169,6 +174,7 @@ def attend_latent(
         batch.position,
         scale=scale,
         v_width=v_width,
+        int8_products=kind.int8_products,
         k_scales=pages[-1] if len(pages) > 1 else None,
         rope_pages=pages[1] if split else None,
         with_lse=True,

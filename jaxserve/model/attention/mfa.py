@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MFA as Sizes
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
@@ -36,9 +36,9 @@ class MFA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
     ):
-        self.sizes, self.window = sizes, window
+        self.sizes, self.kind = sizes, kind
         self.rope, self.epsilon = config.rope, config.norm_epsilon
         heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         parts = (sizes.latent, kv, kv)
@@ -70,5 +70,5 @@ class MFA(Module):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch)
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5
-            mixed = attend(query, pages, batch, scale=scale, window=self.window, dtype=x.dtype)
+            mixed = attend(query, pages, batch, scale=scale, kind=self.kind, dtype=x.dtype)
         return linear(mixed.reshape(tokens, -1), self.out), pages

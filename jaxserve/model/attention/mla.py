@@ -8,15 +8,19 @@ Two formulations give the same result. *Absorbed*: queries are projected to the 
 attend to the cached latents directly. It reads little, which suits decode. *Naive*: keys and values
 of every head are expanded from the latents. It takes a third of the FLOPs for each pair of tokens,
 which suits prefill. A step with more tokens than sequences has prefill chunks: it attends naively
-within the chunks, absorbed to what was cached before, and merges both by their log-sum-exps.
+within the chunks, absorbed to what was cached before, and merges both by their log-sum-exps. With
+`attention.int8_products` the absorbed one multiplies in INT8; the naive one, whose keys and values
+are not the cache's, stays in floats.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MLA as Sizes
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write_latents
@@ -53,11 +57,11 @@ class MLA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, window: int, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
     ):
-        if window:
+        if kind.window:
             raise ConfigError("latent attention with a sliding window is not supported")
-        self.sizes, self.rope = sizes, config.rope
+        self.sizes, self.kind, self.rope = sizes, kind, config.rope
         dtype, d_model = formats.dtype, config.d_model
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
@@ -90,16 +94,18 @@ class MLA(Module):
         with jax.named_scope("write_pages"):
             pages = write_latents(pages, row, batch)
         absorbed = self._absorb(nope, rope)
-        scale, width = self.sizes.scale, self.sizes.kv_latent
+        attend = functools.partial(
+            attend_latent, scale=self.sizes.scale, v_width=self.sizes.kv_latent, kind=self.kind
+        )
         with jax.named_scope("paged_attention"):
             if tokens <= batch.page_table.shape[0]:
-                mixed, _ = attend_latent(absorbed, pages, batch, scale=scale, v_width=width)
+                mixed, _ = attend(absorbed, pages, batch)
                 heads = self._values(mixed)
             else:
                 before = batch._replace(
                     position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), places={}
                 )
-                mixed, history = attend_latent(absorbed, pages, before, scale=scale, v_width=width)
+                mixed, history = attend(absorbed, pages, before)
                 inside, chunk = self._naive(nope, rope, stored(row, pages), batch)
                 heads = merge((self._values(mixed), inside), (history, chunk))
         share = linear(heads.reshape(tokens, -1), self.out)

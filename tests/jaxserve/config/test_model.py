@@ -47,6 +47,14 @@ def test_is_frozen_and_keyword_only():
 
 def test_a_window_makes_another_kind():
     windowed = msgspec.structs.replace(config(3, (2,)), window=4, window_layers=frozenset({1, 2}))
-    assert windowed.kinds() == [("dense", 0), ("dense", 4), ("moe", 4)]
-    assert windowed.runs() == [(("dense", 0), 0, 1), (("dense", 4), 1, 2), (("moe", 4), 2, 3)]
+    kinds = [LayerKind("dense"), LayerKind("dense", 4), LayerKind("moe", 4)]
+    assert windowed.kinds() == kinds
+    assert windowed.runs() == [(kinds[0], 0, 1), (kinds[1], 1, 2), (kinds[2], 2, 3)]
     assert list(map(str, windowed.kinds())) == ["dense", "dense_window", "moe_window"]
+
+
+def test_products_in_int8_make_another_kind():
+    mixed = msgspec.structs.replace(config(3, (1, 2)), int8_layers=frozenset({1, 3}), modules=1)
+    assert [mixed.kind(layer) for layer in range(4)] == [DENSE, LayerKind("moe", 0, True), MOE, MOE]
+    assert list(map(str, mixed.kinds())) == ["dense", "moe_int8", "moe"]
+    assert [(start, stop) for _, start, stop in mixed.runs()] == [(0, 1), (1, 2), (2, 3)]

@@ -58,6 +58,7 @@ class Options(NamedTuple):
     rope: str = "auto"
     weights: str = "plain"
     """Or fp8, int8; "fp8 multiplied out" are the same values in `dtype`."""
+    int8_products: bool = False
 
 
 class Layer:
@@ -89,8 +90,8 @@ class Layer:
         self.dtype = jnp.dtype(options.dtype)
         weights: Any = "plain" if " " in options.weights else options.weights
         formats = Formats(self.dtype, weights, shards(self.mesh, ATTENTION_RULES))
-        window = config.kind(layer).window
-        self.template = Template(lambda rngs: attention_module(config, window, formats, rngs))
+        kind = config.kind(layer)._replace(int8_products=options.int8_products)
+        self.template = Template(lambda rngs: attention_module(config, kind, formats, rngs))
         self.specs = self.template.specs(ATTENTION_RULES)
         tensors, sources = model.tensors(), family.names(config).attention[layer]
         self.leaves = [

@@ -60,6 +60,11 @@ def test_in_chunks_and_token_by_token(name: str):
     check(token_by_token(layer, X), expected(name), EXACT)
 
 
+def test_products_in_int8():
+    layer = Layer(model("window"), Options(cache="int8", int8_products=True))
+    check(whole(layer, X), expected("window"), 0.05)
+
+
 def test_the_window_is_felt():
     """Or the tests above would say nothing of it."""
     plain, windowed = expected("plain"), expected("window")

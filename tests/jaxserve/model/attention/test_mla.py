@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.deepseek import deepseek_config
+from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.module import Formats, Rngs
@@ -114,6 +115,12 @@ def test_rotated_part_in_bf16_beside_latents_in_int8():
     assert kinds == shapes
 
 
+def test_products_in_int8():
+    """Of tokens that attend to latents as they are, and beside a chunk, whose own are in floats."""
+    layer = Layer(model(), Options(cache="int8", rope="bfloat16", int8_products=True))
+    check(in_pieces(layer, X, MIXED_STEPS), expected(), 0.05)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fp8_weights_are_the_values_that_they_stand_for(tp: int):
     quantised = whole(Layer(model("biases"), Options(tp=tp, weights="fp8")), X)
@@ -145,4 +152,4 @@ def test_leaves():
 def test_a_window_is_refused():
     config = deepseek_config(SIZES.config())
     with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-        attention_module(config, 8, Formats(np.dtype("float32")), Rngs(0))
+        attention_module(config, LayerKind("dense", 8), Formats(np.dtype("float32")), Rngs(0))
