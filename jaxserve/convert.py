@@ -1,13 +1,15 @@
 """`python -m jaxserve.convert SRC DST [--weights fp8|int8|int4|bf16]`: a Hugging Face folder
 becomes a checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
 `--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7), and
-so does `int4`, for FFNs alone.
+so does `int4`, for FFNs alone. `--int8-products DST --calibrate TEXT` measures which layers bear
+attention in INT8, and writes the list that `attention.int8_products: auto` reads.
 
 An interrupted run resumes when it is started again. Exit codes: 1 the verified checkpoint is
 damaged, 2 wrong arguments, 130 Ctrl-C.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +20,10 @@ from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.int8_products import INT8_PRODUCTS
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
+from jaxserve.checkpoint.sensitivity import Loss, measure
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
@@ -39,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.verify:
             return _verify(options.verify)
+        if options.int8_products:
+            return _int8_products(options)
         return _convert(options)
     except KeyboardInterrupt:
         print("convert: stopped; the same command goes on from here", file=sys.stderr)
@@ -102,16 +108,41 @@ def parser() -> argparse.ArgumentParser:
         help="entry of config.json that means nothing",
     )
     made.add_argument("--verify", metavar="DST", help="check a converted checkpoint")
+    made.add_argument(
+        "--int8-products",
+        metavar="DST",
+        help="measure with --calibrate FILE what attention in INT8 costs, layer by layer; the "
+        f"layers that bear it are written to {INT8_PRODUCTS} in the model's folder DST",
+    )
+    made.add_argument(
+        "--budget",
+        type=float,
+        default=0.1,
+        metavar="PERCENT",
+        help="of perplexity, that all of them may cost together (%(default)s)",
+    )
     return made
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser()
     options = made.parse_args(arguments)
-    if options.verify is None and options.target is None:
-        made.error("SRC and DST are required, or --verify DST")
-    if options.verify is not None and options.source is not None:
-        made.error("--verify takes no SRC and DST beside it")
+    alone = "verify" if options.verify is not None else "int8-products"
+    folder = options.verify if options.verify is not None else options.int8_products
+    if folder is None and options.target is None:
+        made.error("SRC and DST are required, or --verify DST, or --int8-products DST")
+    if folder is not None and options.source is not None:
+        made.error(f"--{alone} takes no SRC and DST beside it")
+    if options.int8_products is not None:
+        if options.verify is not None or options.weights is not None:
+            made.error("--int8-products measures a model as it is, without --verify and --weights")
+        if options.calibrate is None:
+            made.error("--int8-products needs --calibrate FILE")
+        if is_url(options.int8_products):
+            made.error(f"--int8-products {options.int8_products}: the list is written to a folder")
+        if not 0 < options.budget < math.inf:
+            made.error(f"--budget {options.budget:g}: needs a number above 0")
+        return options
     if options.target is not None and is_url(options.target):
         made.error(f"DST {options.target}: a conversion is written to a folder; copy it afterwards")
     if options.calibrate is not None and options.weights not in ("int8", "int4"):
@@ -160,13 +191,48 @@ def _calibration(options: argparse.Namespace) -> Calibration:
     """
     config, _ = read_config(options.source, options.ignore_key)
     settings = Settings(options.expert_samples, options.calibration_tokens)
-    text = options.calibrate.read_text(encoding="utf-8")
-    token_ids = Tokenizer.from_folder(options.source).encode(text)
+    token_ids = _token_ids(options.calibrate, options.source)
     try:
         target = Target(4, options.group, int8_rows=False) if options.weights == "int4" else INT8
         return Calibration(settings, cut(token_ids, settings, config.max_positions), target)
     except ValueError as error:
         raise ConfigError(f"{options.calibrate}: {error}") from None
+
+
+def _token_ids(file: Path, folder: str) -> list[int]:
+    return Tokenizer.from_folder(folder).encode(file.read_text(encoding="utf-8"))
+
+
+def _int8_products(options: argparse.Namespace) -> int:
+    """Measures the layers and shows what they cost."""
+    folder = options.int8_products
+    config, _ = read_config(folder, options.ignore_key)
+    token_ids = _token_ids(options.calibrate, folder)
+    if len(token_ids) < 4:
+        raise ConfigError(
+            f"{options.calibrate}: {len(token_ids)} tokens; two sequences of 2 or more are needed"
+        )
+    # What differs between sequences says how sure a loss is.
+    length = min(Settings().sequence, len(token_ids) // 2)
+    settings = Settings(tokens=options.calibration_tokens, sequence=length)
+    sequences = cut(token_ids, settings, config.max_positions)
+    sequences = sequences[: max(2, settings.tokens // sequences.shape[1])]
+    with Progress("sensitivity", 1) as progress:
+        alone, chosen = measure(folder, sequences, options.budget, _counted(progress))
+    print(f"{sequences.size} tokens; against products in floats with the same INT8 pages:")
+    print("layer    KL, nats   perplexity, % (standard error)")
+    for loss in alone:
+        print(_line(f"{loss.layers[0]:5}", loss))
+    if chosen is None:
+        print(f"no layer is within {options.budget:g} %, two standard errors included")
+    else:
+        print(_line("these", chosen) + f"   {', '.join(map(str, chosen.layers))}")
+    print(f"written: {Path(folder) / INT8_PRODUCTS}; serve with attention.int8_products: auto")
+    return 0
+
+
+def _line(name: str, loss: Loss) -> str:
+    return f"{name}  {loss.divergence:10.2e}   {loss.perplexity:+.4f} ({loss.noise:.4f})"
 
 
 def _say_rounded(report: LayerReport, enough: int) -> None:

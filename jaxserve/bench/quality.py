@@ -28,6 +28,7 @@ from jaxserve.bench.workers import BenchError
 from jaxserve.calibration.gptq import Target
 from jaxserve.calibration.run import Calibration, Settings, cut
 from jaxserve.checkpoint import conversion
+from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build_runtime import build_runtime
@@ -58,9 +59,12 @@ class Format(NamedTuple):
     wire: str
     answers: str = "auto"
     """Format of the wire back."""
+    products: tuple[int, ...] = ()
+    """Layers whose attention multiplies in INT8."""
 
     def __str__(self) -> str:
         names = self[:3] if self.answers == "auto" else (*self[:3], f"answers {self.answers}")
+        names = (*names, "products int8") if self.products else names
         return " × ".join("bf16" if name == "bfloat16" else name for name in names)
 
     @property
@@ -72,6 +76,7 @@ class Format(NamedTuple):
             "cache.format": self.cache,
             "link.dispatch": self.wire,
             "link.combine": self.answers,
+            "attention.int8_products": list(self.products),
         }
 
 
@@ -112,9 +117,10 @@ def measure(quick: bool, config: Path) -> Part:
     """Scores every format on the same texts."""
     folder = Path(load_deployment(config).model)
     texts = held_out(folder, files=2 if quick else 24, tokens=256 if quick else 1024)
-    formats = [Format(*names) for names in itertools.product(FORMATS, repeat=3)]
+    formats = [Format(a, b, c) for a, b, c in itertools.product(FORMATS, repeat=3)]
     if quick:
-        formats = [format for format in formats if len(set(format)) == 1]
+        formats = [format for format in formats if len(set(format[:3])) == 1]
+    formats.append(Format("bfloat16", "int8", "bfloat16", products=every_layer(folder)))
     scores: dict[Format, Score] = {}
     for format in [BASE, *(format for format in formats if format != BASE)]:
         scores[format] = score(build_runtime(deployment(config, texts, format)), texts)
@@ -146,6 +152,7 @@ def measure_outliers(quick: bool, config: Path) -> Part:
     texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
     formats = [Format("int8", other, other) for other in ("bfloat16", "int8")]
     formats.append(Format("int8", "int8", "int8", "int8"))
+    formats.append(Format("int8", "int8", "int8", products=every_layer(source)))
     with tempfile.TemporaryDirectory() as directory:
         wide, calibrated = Path(directory) / "outliers", Path(directory) / "int8"
         channels = write_outliers(source, wide)
@@ -230,6 +237,11 @@ def measure_int4(quick: bool, config: Path) -> Part:
     ]
     details = {name: {"bits": found.bits} for name, found in scores.items()}
     return Part("int4", "FFNs in INT4", measures, notes, details)
+
+
+def every_layer(folder: Path) -> tuple[int, ...]:
+    """The layers of a model."""
+    return tuple(range(read_config(folder)[0].layers))
 
 
 def calibration_text(folder: Path, tokens: int) -> list[int]:

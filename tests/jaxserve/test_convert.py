@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve import convert
 from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.int8_products import INT8_PRODUCTS, read_model
 from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.store import open_blocks
@@ -164,9 +165,33 @@ def test_calibrates_on_a_text(tmp_path, capsys):
     assert f"{text}: 1 tokens, calibration needs at least 2" in capsys.readouterr().err
 
 
+def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
+    folder = CATALOGUE["kimi_k2"].write(tmp_path / "source")
+    text = tmp_path / "text"
+    text.write_text("7 2 9")
+    options = ["--int8-products", str(folder), "--calibrate", str(text)]
+    assert convert.main(options) == 2
+    assert f"{text}: 3 tokens; two sequences of 2 or more" in capsys.readouterr().err
+    text.write_text(" ".join(str(2 + n * n % 11) for n in range(48)))
+    assert convert.main([*options, "--budget", "50"]) == 0
+    found = json.loads((folder / INT8_PRODUCTS).read_text())
+    alone = found["measured"]["alone"]
+    assert [one["layers"] for one in alone] == [[0], [1], [2]]
+    assert all(1e-9 < one["divergence"] < 1e-2 for one in alone)
+    assert found["measured"]["together"]["layers"] == [0, 1, 2]
+    assert "these" in capsys.readouterr().out
+    wanted = layouts.deployment(folder, {"attention.int8_products": "auto", "cache.format": "int8"})
+    assert read_model(wanted)[0].int8_layers == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--int8-products", "a"], "--int8-products needs --calibrate FILE"),
+        (["a", "b", "--int8-products", "c"], "--int8-products takes no SRC and DST beside it"),
+        (["--int8-products", "a", "--calibrate", "b", "--budget", "0"], "--budget 0: needs a"),
+        (["--int8-products", "a", "--weights", "int8"], "measures a model as it is, without"),
+        (["--int8-products", "gs://a/b", "--calibrate", "b"], "the list is written to a folder"),
         (["a", "b", "--calibrate", "c"], "--calibrate needs --weights int8 or int4, and not None"),
         (["a", "b", "--group", "32"], "--group needs --weights int4, and not None"),
         (["a", "b", "--weights", "int4", "--group", "48"], "--group: invalid choice: 48"),
