@@ -104,6 +104,7 @@ def grouped_swiglu(
     source: Int32[Array, " picked"] | None = None,
     narrow: QuantArray | None = None,
     zero_padding: bool = True,
+    average: int | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
@@ -125,6 +126,9 @@ def grouped_swiglu(
         on a Hopper GPU these values are multiplied, and not rounded again in blocks.
       zero_padding: False: results past the groups' rows may be anything, and cost no memory
         traffic.
+      average: how many rows a group has on average, where that is not all rows over all groups:
+        rows that may exist, groups that surely have none. Only sizes of tiles on Hopper GPUs
+        depend on it.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -167,6 +171,7 @@ def grouped_swiglu(
             return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, **options)
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
+        options["average"] = average
         return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
 
     out: Array = _run("grouped_swiglu", compute, group_sizes, rows, weights, source, narrow)

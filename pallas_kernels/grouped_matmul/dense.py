@@ -8,8 +8,8 @@ counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): XLA 1.3 for FP8 and 
 blocks, partly XLA's own estimate; the kernel 0.6 and 0.9, so that it is limited by memory.
 
 On a GPU kernels are used for block scales only, which XLA multiplies in 127 rounds of six launches.
-For other FP8 weights XLA converts while loading and splits a long d_in over the multiprocessors,
-which the kernel does not.
+Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. For other
+FP8 weights XLA converts while loading and splits likewise.
 """
 
 from typing import Any

@@ -76,7 +76,14 @@ def grouped_matmul(
     operand, _ = _whole_blocks(rows, row_format)
     as_floats = row_format == "float"
     found = _product(
-        operand, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
+        operand,
+        (weights,),
+        group_sizes,
+        rows.dtype,
+        target,
+        as_floats=as_floats,
+        given=tiles,
+        one_group=isinstance(group_sizes, np.ndarray) and group_sizes.tolist() == [rows.shape[0]],
     )
     return found[0][: rows.shape[0]]
 
@@ -93,6 +100,7 @@ def grouped_swiglu(
     narrow: QuantArray | None = None,
     *,
     zero_padding: bool = True,
+    average: int | None = None,
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down;
@@ -110,6 +118,7 @@ def grouped_swiglu(
         group_sizes=group_sizes,
         target=target,
         as_floats=row_format == "float",
+        average=average,
         given=tiles,
     )
     gate_and_up = (gate_weights, up_weights)
@@ -205,7 +214,9 @@ def _product(
     as_floats: bool = False,
     picked: Picked | None = None,
     zero_padding: bool = True,
+    average: int | None = None,
     given: Fields | None = None,
+    one_group: bool = False,
 ) -> tuple[Array, ...]:
     """Run the kernel: `epilogue` of the products with all weights, which are of one format.
 
@@ -213,7 +224,7 @@ def _product(
       as_floats: floats stay floats, even for INT8 weights.
       picked: which of the rows, which are no `_Rows` then; None: all.
       zero_padding: rows of padding become zeros; else they are not written.
-      given: tiles that a caller of the op set.
+      average, given, one_group: as of `pick_tiles`; rows that fill up a block are no group's.
 
     Returns:
       what `grouped_product` does.
@@ -222,13 +233,23 @@ def _product(
     count = (all_rows if picked is None else picked.source).shape[0]
     kind = kind_of(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
     quantised = quantises(out_dtype)
-    tiles = pick_tiles(count, weights, group_sizes.shape[0], target, kind, quantised, given)
+    groups = group_sizes.shape[0]
+    tiles = pick_tiles(
+        *(count, weights, groups, target, kind, quantised, given),
+        average=average,
+        one_group=one_group,
+    )
     operands = _operands(rows, weights, tiles, as_floats=as_floats, picked=picked)
+    zero_padding = zero_padding and tiles.splits == 1
     tile_list = when_known(list_tiles, group_sizes, count, tiles.listed_rows, zero_padding)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
-    return grouped_product(
+    found = grouped_product(
         operands, tile_list, epilogue, out_dtype, tiles, processors(target), interpret
     )
+    if tiles.splits == 1:
+        return found
+    sums = functools.reduce(jnp.add, found[0])  # in order, whatever XLA makes of a sum over an axis
+    return (sums[: weights[0].shape[1], :count].T.astype(out_dtype),)
 
 
 def kind_of(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:

@@ -74,7 +74,8 @@ def grouped_product(
 
     Returns:
       [rows, d_out], and if it is quantised its scales, FP32 [d_out / tiles.out, rows +
-      SPARE_SCALES].
+      SPARE_SCALES]. With `tiles.splits`, for a single group of all rows: the sums of every part of
+      d_in, FP32 [splits, d_out, rows], both rounded up to whole tiles.
     """
     groups, d_out, d_in = operands.weights[0].shape
     rows = operands.rows.shape[0]
@@ -83,13 +84,19 @@ def grouped_product(
         scales_shape = (d_out // tiles.out, rows + SPARE_SCALES)
         out_type.append(jax.ShapeDtypeStruct(scales_shape, jnp.float32))
 
+    if tiles.splits > 1:
+        whole = (
+            pl.cdiv(size, tile) * tile for size, tile in ((d_out, tiles.out), (rows, tiles.rows))
+        )
+        out_type = [jax.ShapeDtypeStruct((tiles.splits, *whole), jnp.float32)]
+
     def grouped_kernel(operands: Operands, tile_list: TileList, output: Ref, *refs: Any) -> None:
         *output_scales, scratch = refs
         context = Context(
             tiles,
             groups,
-            pl.cdiv(d_out, tiles.listed_out),
-            pl.cdiv(d_in, tiles.inner),
+            pl.cdiv(d_out, tiles.listed_out) * tiles.splits,
+            pl.cdiv(d_in, tiles.inner) // tiles.splits,
             operands,
             tile_list,
             output,
@@ -154,7 +161,7 @@ def _scratch_types(
             wide = plgpu.SMEM((tiles.rows, tiles.out), jnp.float32)
             met = plgpu.Barrier(num_arrivals=tiles.consumers)
             narrowing = dataclasses.replace(narrowing, wide=wide, met=met)
-    else:
+    elif tiles.splits == 1:
         output = buffer((tiles.consumers, tiles.store_rows, tiles.store_columns), out_dtype)
         edge = plgpu.SMEM((tiles.consumers, BLOCK_ROWS, tiles.store_columns), out_dtype)
     with_scales = operands.row_block_scales is not None

@@ -27,6 +27,13 @@ SHARED_MEMORY = 231_424
 BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows in blocks")
 """Kinds of operands whose rows are in 8 bits."""
 
+SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks")
+"""Kinds of which a long d_in may be split: their sums are added up in FP32 anyway."""
+
+FEW_COLUMNS = 16  # of tiles, an eighth of an H200's multiprocessors
+MOST_SPLITS = 4  # all of which are written, and read again
+LEAST_STEPS = 16  # worth it
+
 WeightArray = Array | QuantArray
 
 
@@ -38,12 +45,19 @@ def pick_tiles(
     kind: Kind,
     quantises: bool = False,
     given: Fields | None = None,
+    *,
+    average: int | None = None,
+    one_group: bool = False,
 ) -> Tiles:
     """The tiles for a call: its row tile holds a group of average size, if it may be that large.
 
     Two blocks form a cluster where an average group fills the largest row tiles of both. With fewer
     rows what takes time is its weights, which come from memory, and not that blocks read them again
     from the L2 cache.
+
+    Args:
+      average: rows of a group, if not all rows over all groups.
+      one_group: there is one group, and all rows are known to be its.
 
     Raises:
       ValueError: tiles that a caller gave do not fit.
@@ -52,7 +66,8 @@ def pick_tiles(
     first = weights[0]
     d_out, d_in = first.shape[1:]
     # Groups begin anywhere in a block of rows, and no group is of average size.
-    wanted = min(rows, rows // groups * 5 // 4 + BLOCK_ROWS)
+    average = rows // groups if average is None else average
+    wanted = min(rows, average * 5 // 4 + BLOCK_ROWS)
     find = functools.partial(hopper_tiles, target.device_kind, products=len(weights))
     entry = find(kind, widths=(d_in, d_out), given=given)
     rows_first = kind == "rows in blocks" and wanted > entry.rows[-1] and _has_whole_parts(first)
@@ -63,14 +78,20 @@ def pick_tiles(
         rows_first = False
     _check_given(given, entry, find(kind, widths=(d_in, d_out)), quantises)
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
+    if groups == 1:  # whose rows are all there are: no larger a tile than as many of them need
+        count = -(-rows // row_tile)
+        row_tile = next(size for size in entry.rows if -(-rows // size) == count)
     inner = inner_of(first)
     out = ROW_BLOCK if quantises else entry.out
     tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
     row_bytes = 1 if kind in BYTES else 2
-    if entry.cluster > 1:
+    splits = _splits(-(-d_out // out), d_in // inner)
+    if one_group and kind in SPLIT and splits > 1:
+        tiles = tiles._replace(splits=splits)
+    elif entry.cluster > 1:
         of_weights = out * len(weights) * first.dtype.itemsize
         most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
-        enough = "cluster" in given or rows >= groups * CLUSTER * row_tile
+        enough = "cluster" in given or average >= CLUSTER * row_tile
         tiles = tiles._replace(shared=_shared(tiles, d_out, most) if enough else "")
     fixed, stage = shared_memory(
         tiles,
@@ -117,6 +138,13 @@ def _has_whole_parts(weights: WeightArray) -> bool:
     """Whether no part of columns that is summed up at once has scales of two blocks."""
     assert isinstance(weights, QuantArray)
     return is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
+
+
+def _splits(columns: int, steps: int) -> int:
+    """Parts of d_in that CTAs add up by themselves: more, where columns of tiles are too few for
+    the multiprocessors. Rows do not count, so that a row has the same sums among any number."""
+    few = steps >= LEAST_STEPS and columns <= FEW_COLUMNS
+    return next(part for part in (MOST_SPLITS, 2, 1) if part == 1 or (few and steps % part == 0))
 
 
 def _shared(tiles: Tiles, d_out: int, most: Shared) -> Shared:

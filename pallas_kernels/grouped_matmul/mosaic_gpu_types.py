@@ -56,6 +56,7 @@ class Tiles(NamedTuple):
       band: row tiles that are worked on together.
       rows_first: whether rows are wgmma's left operand (its M), and not the weights.
       shared: what the two blocks of a cluster load together; empty: there are no clusters.
+      splits: parts of d_in, each of which is summed up by itself, by a CTA of its own.
     """
 
     rows: int
@@ -66,6 +67,7 @@ class Tiles(NamedTuple):
     band: int
     rows_first: bool = False
     shared: Shared = ""
+    splits: int = 1
 
     @property
     def listed_rows(self) -> int:
@@ -153,18 +155,19 @@ jax.tree_util.register_dataclass(
 
 
 class Tile(NamedTuple):
-    """One row tile: see `TileList`."""
+    """One row tile: see `TileList`; and which part of d_in of it, where there are `splits`."""
 
     group: jax.Array
     block: jax.Array
     begin: jax.Array
     end: jax.Array
+    split: jax.Array
 
     def part(self, first_block: int | jax.Array, rows: int) -> "Tile":
         """Its `rows` rows from this block of `BLOCK_ROWS` rows on."""
         first = first_block * BLOCK_ROWS
         begin, end = (jnp.clip(edge - first, 0, rows) for edge in (self.begin, self.end))
-        return Tile(self.group, self.block + first_block, begin, end)
+        return self._replace(block=self.block + first_block, begin=begin, end=end)
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,9 @@ class Context:
     """The static sizes and references that every part of the kernel uses.
 
     Attributes:
-      out_tiles: columns of places in the order, each of `tiles.listed_out` output columns.
+      out_tiles: columns of places in the order, each of `tiles.listed_out` output columns; all of
+        them once for every split.
+      inner_steps: steps of one split.
     """
 
     tiles: Tiles
@@ -252,6 +257,10 @@ class Context:
     def steps_of(self, tile: Tile) -> jax.Array:
         """Steps of the ring that a tile takes; padding rows need no products."""
         return jnp.where(tile.group < self.groups, self.inner_steps, 0)
+
+    def inner_of(self, tile: Tile, index: jax.Array) -> jax.Array:
+        """Which step of d_in a tile's step is."""
+        return tile.split * self.inner_steps + index if self.tiles.splits > 1 else index
 
     @property
     def group_tiles(self) -> jax.Array:

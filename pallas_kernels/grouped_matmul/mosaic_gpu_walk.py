@@ -54,7 +54,13 @@ def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
     out_tile = jnp.where(padding < 0, column, jax.lax.rem(padding, out_tiles))
     row_tile = jnp.where(padding < 0, row, of_groups + jax.lax.div(padding, out_tiles))
     row_tile = jnp.maximum(jnp.minimum(row_tile, total - 1), 0)
-    tile = Tile(*(context.tile_list.tiles[field, row_tile] for field in range(4)))
+    split = jnp.int32(0)
+    if context.tiles.splits > 1:
+        columns = out_tiles // context.tiles.splits
+        split = jax.lax.div(out_tile, columns)
+        out_tile -= split * columns
+    group, block, begin, end = (context.tile_list.tiles[field, row_tile] for field in range(4))
+    tile = Tile(group, block, begin, end, split)
     return _of_block(context, tile, out_tile)
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
     wait_until_loaded,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
+from pallas_kernels.mosaic_gpu import store as store_all
 
 Products = tuple[jax.Array, ...]
 
@@ -38,7 +39,8 @@ def load(context: Context) -> None:
         def run(index: jax.Array, step: jax.Array) -> jax.Array:
             stage = context.stage_of(step)
             wait_until_free(context, stage)
-            load_step(context, tile.group, tile.block, out_tile, index, stage)
+            inner = context.inner_of(tile, index)
+            load_step(context, tile.group, tile.block, out_tile, inner, stage)
             return step + 1
 
         return jax.lax.fori_loop(0, context.steps_of(tile), run, step)
@@ -76,6 +78,11 @@ def _compute_tile(
     else:
         products, step = _products(context, consumer, step, tile)
     result = epilogue(*_scale(context, products, tile, column))
+    if tiles.splits > 1:
+        rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
+        columns = pl.ds(column, tiles.consumer_out)
+        store_all(context.output.at[tile.split, columns, rows], result)
+        return step
     if scratch.narrowing is not None:
         store_quantised(context, consumer, result, tile, out_tile)
         return step
@@ -138,7 +145,7 @@ def _products_of_blocks(
         totals, step = carry
         stage = context.stage_of(step)
         # Loaded before anything is waited for, so that the loads' latency is hidden.
-        scales = block_scales(context, tile, column, index)
+        scales = block_scales(context, tile, column, context.inner_of(tile, index))
         wait_until_loaded(context, stage)
         added = []
         # One after the other: registers suffice for one sum beside the totals.

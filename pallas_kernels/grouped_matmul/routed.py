@@ -179,6 +179,7 @@ def routed_choices(
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
+    among: int | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
@@ -189,6 +190,7 @@ def routed_choices(
         window contribute nothing.
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
+      among: how many networks there are to choose from, on all devices; None: those of the window.
       row_format, narrow, implementation, tiles: see `grouped_swiglu`.
 
     Returns:
@@ -220,6 +222,7 @@ def routed_choices(
         source=order.source,
         narrow=narrow,
         zero_padding=False,
+        average=choices.size // (among or count),
         implementation=implementation,
         tiles=tiles,
     )

@@ -125,4 +125,5 @@ class Experts(Module):
             window=(layer * self.local, self.local) if stacked else None,
             row_format=row_format,
             narrow=narrow,
+            among=self.sizes.all_slots,
         )

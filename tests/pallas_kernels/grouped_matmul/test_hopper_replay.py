@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import (
+    grouped_matmul,
     grouped_swiglu,
     mosaic_gpu,
     mosaic_gpu_kernel,
@@ -14,6 +15,7 @@ from pallas_kernels.grouped_matmul import (
     mosaic_gpu_weights_first,
 )
 from pallas_kernels.quantize import quantize_weight
+from pallas_kernels.quantize.product import quant_product
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import rows_come_first
 from tests.pallas_kernels.hopper_memory import Unordered
@@ -110,6 +112,23 @@ def test_clusters_change_no_bit(format, row_format, tiles, monkeypatch):
     )
     np.testing.assert_array_equal(together, alone)
     np.testing.assert_allclose(together, reference(format, row_format), 5e-2, 5e-2)
+
+
+def test_a_split_product_of_a_row_is_the_same_among_few():
+    """Four parts of d_in; the last tile has rows of padding."""
+    rng = np.random.default_rng(0)
+    weights = quantize_weight(jnp.asarray(rng.normal(size=(1, 64, 2048))) / 32, "fp8_block")
+    rows = jnp.asarray(rng.normal(size=(21, 2048)), jnp.bfloat16)
+
+    def product(rows, weights):
+        sizes, tiles = np.asarray([len(rows)], np.int32), {"rows": (16,)}
+        return grouped_matmul(rows, weights, sizes, tiles=tiles)
+
+    many, few = (replay(product, rows[:count], weights) for count in (21, 3))
+    np.testing.assert_array_equal(few, many[:3])
+    with use_target(Target("reference", "cpu")):
+        expected = jax.jit(quant_product)(rows, jax.tree.map(lambda array: array[0], weights))
+    np.testing.assert_allclose(np.asarray(many, np.float32), expected, 1e-2, 2e-2)
 
 
 @pytest.mark.usefixtures("clusters")

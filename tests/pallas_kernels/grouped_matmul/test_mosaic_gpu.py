@@ -193,13 +193,13 @@ def quantised(dtype, shape, block):
     )
 
 
-def tiles_for(rows, *weights, in_blocks=False, given=None):
+def tiles_for(rows, *weights, in_blocks=False, given=None, groups=24, **options):
     found = []
 
     def pick(*traced):
         kind = mosaic_gpu.kind_of(traced[0], in_blocks=in_blocks)
         quantises = in_blocks and len(weights) == 2
-        found.append(pick_tiles(rows, traced, 24, H200, kind, quantises, given))
+        found.append(pick_tiles(rows, traced, groups, H200, kind, quantises, given, **options))
 
     jax.eval_shape(pick, *weights)
     return found[0]
@@ -216,6 +216,29 @@ class TestPickTiles:
     def test_row_tile_follows_the_average_group(self, rows, row_tile):
         weights = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
         assert tiles_for(rows, weights).rows == row_tile
+
+    @pytest.mark.parametrize(("rows", "row_tile"), [(16, 16), (128, 64), (160, 96), (2048, 96)])
+    def test_one_group_has_tiles_of_one_size(self, rows, row_tile):
+        """128 rows are two tiles of 64, not one of 96 and a third of another."""
+        weights = quantised(jnp.float8_e4m3fn, (1, 7168, 16384), (128, 128))
+        assert tiles_for(rows, weights, groups=1).rows == row_tile
+
+    @pytest.mark.parametrize(
+        ("shape", "block", "splits"),
+        [
+            ((576, 7168), (128, 128), 4),  # 5 tiles of columns, 56 steps
+            ((1536, 6400), (128, 128), 2),  # 50 steps
+            ((7168, 16384), (128, 128), 1),  # 56 tiles are enough
+            ((576, 1920), (128, 128), 1),  # 15 steps are few
+            ((576, 7168), (1, 0), 1),  # sums of all of d_in are scaled once
+        ],
+    )
+    @pytest.mark.parametrize("rows", [8, 128, 2048])
+    def test_a_long_d_in_is_split_for_narrow_products(self, shape, block, splits, rows):
+        """However many rows there are: a row's sums do not depend on that."""
+        weights = quantised(jnp.float8_e4m3fn, (1, *shape), block)
+        assert tiles_for(rows, weights, groups=1, one_group=True).splits == splits
+        assert tiles_for(rows, weights, groups=1).splits == 1  # some rows may be padding
 
     def test_stages_fill_the_shared_memory(self):
         """16 bits: 48 KiB a stage beside 34 KiB for output; FP8: 24 KiB and less output."""
@@ -250,6 +273,15 @@ class TestPickTiles:
         for rows in (768, 24 * 256 - 8):
             assert not tiles_for(rows, floats, floats).shared
         assert not tiles_for(24 * 512 - 8, down).shared
+
+    def test_the_average_is_said_where_rows_and_groups_do_not_tell(self):
+        """Weights of 57 layers, one of which has rows; 4 of 64 experts, room for all choices."""
+        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
+        assert tiles_for(24576, floats, floats, groups=24 * 57).rows == 32
+        tiles = tiles_for(24576, floats, floats, groups=24 * 57, average=1024)
+        assert (tiles.rows, tiles.shared) == (128, "weights")
+        tiles = tiles_for(16384, floats, floats, groups=4, average=64)
+        assert (tiles.rows, tiles.shared) == (128, "")
 
     def test_no_columns_are_left_without_a_block(self):
         """640 columns are 5 tiles, of which two blocks that share rows would leave one."""

@@ -11,7 +11,7 @@ from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.model.ffn.experts import Experts
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, Rngs
-from pallas_kernels.grouped_matmul import grouped_swiglu
+from pallas_kernels.grouped_matmul import grouped_swiglu, routed
 from tests.reference.tiny_step3 import TinyStep3
 
 D_MODEL, D_FF, EXPERTS = 16, 10, 7
@@ -80,6 +80,20 @@ def total(ranks, x, experts, gates, values):
     ]
     assert all(share.dtype == jnp.float32 for share in shares)
     return np.sum([np.asarray(share) for share in shares], axis=0)
+
+
+def test_kernels_are_told_how_many_rows_an_expert_has(monkeypatch):
+    """Of 2 x 24 choices of 8 slots on two ranks: 6, whatever there is room for on each."""
+    said = []
+
+    def network(rows, *weights, source, average, **options):
+        said.append(average)
+        return jnp.zeros((source.size, D_MODEL))
+
+    monkeypatch.setattr(routed, "grouped_swiglu", network)
+    x, experts, gates = map(jnp.asarray, routing(24, 2, 0, EXPERTS))
+    run(device_share(weights(), (2, 1), 0, 0), x, experts, gates, jnp.int32(0))
+    assert said == [6]
 
 
 def test_shapes_are_padded_to_the_mesh():
