@@ -149,7 +149,8 @@ class _Warpgroup(Pages):
         """Copy, or attend for every unit of the range, or both."""
         if not self.plan.has_copier:
             cursor = self.walk.first_cursor()
-            for _ in range(self.walk.stages):
+            # Of several that share a slot, the last one is filled in the first step.
+            for _ in range(self.walk.stages - (not self.plan.own_ranges)):
                 cursor = self.walk.copy(cursor, self.leads)
             self._attend(cursor)
             return
@@ -220,7 +221,7 @@ class _Warpgroup(Pages):
 
         cursor, own_ranges = state.cursor, self.plan.own_ranges
         if isinstance(cursor, Cursor) and not own_ranges:
-            cursor = self._copy_beside(step, cursor)
+            self._copy_beside(step, cursor)
         self._wait_until_loaded(slot)
         first = (step + unit.block_shift) * BLOCK  # position
         scores, cursor = self._scores(unit, slot, first, cursor)
@@ -239,11 +240,11 @@ class _Warpgroup(Pages):
             plgpu.barrier_arrive(smem.released.at[slot])
         return _State(cursor, largest, total, mixed)
 
-    def _copy_beside(self, step: Any, cursor: Cursor) -> Cursor:
+    def _copy_beside(self, step: Any, cursor: Cursor) -> None:
         """Start the next copy, into the slot of the step before this one."""
-        started = step > self.walk.begin
-        pl.when(started & self.leads)(lambda: self._wait_until_released(step - 1))
-        return lax.cond(started, lambda: self.walk.copy(cursor, self.leads), lambda: cursor)
+        after_one = self.leads & (step > self.walk.begin)
+        pl.when(after_one)(lambda: self._wait_until_released(step - 1))
+        self.walk.start(cursor, self.leads, tuple(self.walk.parts))
 
     def _scores(
         self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None
@@ -262,7 +263,7 @@ class _Warpgroup(Pages):
             plgpu.wgmma(acc, smem.q_smem.at[self.buffer + zero(slot)], keys.T)
             # While the tensor cores are at work.
             later = cursor
-            if isinstance(cursor, Cursor) and self.plan.own_ranges:
+            if isinstance(cursor, Cursor):
                 later = self.walk.after(cursor)
             if self.converts and not self.shared and not one_buffer:
                 self._convert_values(slot, cursor)

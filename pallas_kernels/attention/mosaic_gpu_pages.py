@@ -105,21 +105,25 @@ class Pages:
         layout = plgpu.Layout.WGMMA_UPCAST_4X
         by_row = plgpu.load(scales, layout=layout.reduce(1), optimized=False) * self.factor
         by_row = by_row.astype(target.dtype)
-        warpgroups, me = self.plan.warpgroups // self.plan.walkers, self.me - self.walker
+        warpgroups = self.plan.warpgroups // self.plan.walkers
+        # The one that copies has the last share, which may be smaller.
+        me = warpgroups - 1 - (self.me - self.walker)
         shares = source.shape[1] // CONVERTED_COLUMNS
 
-        def convert(index: Any, _: None = None) -> None:
-            start = (index * warpgroups + me) * CONVERTED_COLUMNS
-            columns = pl.ds(start, CONVERTED_COLUMNS)
-            part = plgpu.load(source.at[:, columns], layout=layout, optimized=False)
-            store(target.at[:, columns], part.astype(target.dtype) * along(by_row, part, 0))
+        def columns(index: int) -> Any:
+            return pl.ds((index * warpgroups + me) * CONVERTED_COLUMNS, CONVERTED_COLUMNS)
 
-        if warpgroups == 1:
-            for index in range(shares):
-                convert(index)
-        else:  # not unrolled, for want of registers
-            mine = (shares - me + warpgroups - 1) // warpgroups
-            lax.fori_loop(0, mine, convert, None)
+        def load(index: int) -> Any:
+            return plgpu.load(source.at[:, columns(index)], layout=layout, optimized=False)
+
+        mine = (shares - me + warpgroups - 1) // warpgroups
+        # The next part is on its way while one is converted.
+        part = load(0)
+        for index in range(mine):
+            later = load(index + 1) if index + 1 < mine else None
+            converted = part.astype(target.dtype) * along(by_row, part, 0)
+            store(target.at[:, columns(index)], converted)
+            part = later
         plgpu.commit_smem()
         if self.plan.own_ranges and isinstance(cursor, Cursor):
             self.walk.start(cursor, self.leads, (name, name + "_scales"))

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, bundles, gpu_resources
 from pallas_kernels.attention.gpu_cases import FORMATS, KV_LENGTH, SEQUENCES
-from pallas_kernels.attention.mosaic_gpu_pages import CONVERTED_COLUMNS
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.estimate import sass
@@ -36,15 +35,13 @@ GROUPED = (
     *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 16384)),
 )
 TPU = ("step3 bf16", "step3 int8", "step3 fp8")
-WIDE = "deepseek-v3"
-"""Where two warpgroups share their rows."""
 PLATFORMS = ("v6e", "v7x")
 H200 = Target("mosaic_gpu", "NVIDIA H200")
 
 
-def loops_of(text: str, trips: int = 1, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
-    """Of every innermost loop of a kernel with products, one turn. A loop inside it, which has
-    none, is taken `trips` times; what begins with one of `through` is not passed by."""
+def loops_of(text: str, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
+    """Of every innermost loop of a kernel with products, one turn; what begins with one of
+    `through` is not passed by."""
     program = sass.parse(text)
     found: list[tuple[int, int]] = []
     costs = []
@@ -56,8 +53,7 @@ def loops_of(text: str, trips: int = 1, through: tuple[str, ...] = ("UTMALDG",))
             continue
         over = {at for at in body if program[at].columns or program[at].op.startswith(through)}
         found.append((first, last))
-        way = sass.unrolled(program, sass.way(program, first, last, over), trips)
-        costs.append(sass.cost(program, way, LATENCIES))
+        costs.append(sass.cost(program, sass.way(program, first, last, over), LATENCIES))
     return costs
 
 
@@ -68,18 +64,9 @@ def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
     texts = sorted(set(folder.glob("*.sass_ctrl")) - before, key=lambda path: path.stat().st_mtime)
     if not texts:
         raise RuntimeError(f"{case.name}: no machine code was dumped; is nvdisasm on the PATH?")
-    trips = _conversions(case) if case.name.startswith(WIDE) else 1
     # A grouped product adds up scaled sums behind a branch that is always taken.
     through = ("UTMALDG", "FFMA") if case.name in GROUPED else ("UTMALDG",)
-    return [loops_of(path.read_text(), trips, through) for path in texts]
-
-
-def _conversions(case: gpu_resources.Case) -> int:
-    """Turns of the loop in which the first of two warpgroups converts its share of a step."""
-    model, form, _ = case.name.split()
-    if jnp.dtype(FORMATS[form]).itemsize > 1:
-        return 1
-    return -(-SHAPES[model].head_dim // CONVERTED_COLUMNS // 2)
+    return [loops_of(path.read_text(), through) for path in texts]
 
 
 def prepare(folder: Path) -> None:

@@ -189,18 +189,6 @@ def _shortest(program: Sequence[Instruction], start: int, stop: int, last: int) 
     return found[::-1]
 
 
-def unrolled(program: Sequence[Instruction], found: Sequence[int], trips: int) -> list[int]:
-    """A way with the loops inside it taken so often."""
-    result: list[int] = []
-    for place, at in enumerate(found):
-        result.append(at)
-        target = program[at].target
-        if target is not None and target < at and place + 1 < len(found) and target in found:
-            again = found[found.index(target) : place + 1]
-            result += [*again] * (trips - 1)
-    return result
-
-
 def cost(program: Sequence[Instruction], found: Sequence[int], cycles: Latencies) -> Cost:
     """Of a way that is taken again and again."""
     turns = [_clock(program, [*found] * count, cycles) for count in (2, 3)]
