@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.gpu_resources import Case
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
+from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray
 
@@ -47,9 +49,37 @@ DENSE = {
 
 
 def cases() -> list[Case]:
-    """Both kernels of an expert layer: gate and up, then down; and products of one weight."""
+    """Both kernels of an expert layer: gate and up, then down; products of one weight; and what is
+    around experts."""
     dense = [_dense(name, "fp8_block", tokens) for name in DENSE for tokens in (128, 2048)]
-    return [*(_case(*call) for call in CALLS), *dense]
+    return [*(_case(*call) for call in CALLS), *dense, *around()]
+
+
+def around() -> list[Case]:
+    """Step-3's choices in a decode step, sorted; their results added up, and packed in INT8; such
+    sums of other devices. Each a kernel, whose name the case's begins with."""
+    d_model, words, tokens, top_k, groups = 7168, 7296, 2048, 3, 24
+
+    def array(*shape: int, dtype: Any = jnp.int8) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def pack(base: jax.Array, choices: Choices) -> jax.Array:
+        return Unsummed(base, choices).packed(words, (2, 8))
+
+    choices = array(tokens, top_k, dtype=jnp.int32)
+    sort = functools.partial(sort_choices, groups=groups)
+    of_choices = Choices(
+        array(tokens * top_k, d_model, dtype=jnp.bfloat16),
+        array(tokens, top_k, dtype=jnp.float32),
+        jax.eval_shape(sort, choices),
+    )
+    base = array(tokens, d_model, dtype=jnp.bfloat16)
+    return [
+        Case("sort_choices step3", sort, (choices,)),
+        Case("pack_sums step3", pack, (base, of_choices)),
+        Case("sum_and_pack step3", lambda x: sum_and_pack(x, d_model), (array(8, 256, words),)),
+        Case("sum_packed step3", lambda x: sum_packed(x, d_model), (array(2, 128, words),)),
+    ]
 
 
 def _case(name: str, format: str, tokens: int) -> Case:

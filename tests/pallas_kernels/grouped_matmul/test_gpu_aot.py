@@ -2,15 +2,26 @@
 
 import pytest
 
-from pallas_kernels.grouped_matmul.gpu_cases import cases
+from pallas_kernels.grouped_matmul.gpu_cases import around, cases
 from tests.pallas_kernels import gpu_aot
 
 pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
 
 
-@pytest.mark.parametrize("case", [case.name for case in cases()])
+AROUND = [case.name for case in around()]
+
+
+@pytest.mark.parametrize("case", [case.name for case in cases() if case.name not in AROUND])
 def test_registers_and_shared_memory(case):
     """Gate and up in one pass, then down. 3 warpgroups leave 168 registers a thread; 2, which many
     rows in 8-bit blocks have, as many as a thread can have."""
     registers = 255 if case.endswith("rows 16384") else 168
     gpu_aot.check("grouped_matmul", case, ("grouped_kernel",), registers)
+
+
+@pytest.mark.parametrize("case", AROUND)
+def test_what_is_around_experts(case):
+    """A block is a row, or some choices, and a multiprocessor holds 4 of them; 2 where few rows
+    have many parts, which are all loaded at once."""
+    name, _ = case.split()
+    gpu_aot.check("grouped_matmul", case, (name,), 255 if name == "sum_and_pack" else 128)
