@@ -303,14 +303,13 @@ class Engine:
           OverloadedError: too many prompts wait.
           DrainingError, EngineFailedError: nothing new is taken.
         """
-        if not self.hand_offs.prefills:
-            raise InvalidRequestError("prefill", "this engine has no pages server")
         params = msgspec.structs.replace(PREFILL_PARAMS, cache_salt=cache_salt, priority=priority)
         request = self._checks.request(prompt, params, request_id or uuid.uuid4().hex, deadline)
         size = self.deployment.cache.page_size
         # Of whole pages: the last token is always fed elsewhere.
         held = list(request.prompt[: (len(request.prompt) - 1) // size * size])
         request = msgspec.structs.replace(request, prompt=held, hold=True)
+        on_output = self.hand_offs.told(request, on_held)
         with self._wake:
             self._raise_unless_ready()
             self._raise_if_open(request.request_id)
@@ -319,7 +318,7 @@ class Engine:
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} prompts wait already")
             if held:
-                self._open[request.request_id] = self.hand_offs.told(request, on_held)
+                self._open[request.request_id] = on_output
                 self._queued += 1
                 self._commands.append(lambda: self._add(request))
             else:

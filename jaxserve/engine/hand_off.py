@@ -85,11 +85,6 @@ class LinkedHandOffs(HandOffs):
         self.domains, self._loop.fetch_policy = domains, policy
 
     @property
-    def prefills(self) -> bool:
-        """Whether prompts are held here."""
-        return self.prefill is not None
-
-    @property
     def held(self) -> int:
         """Prompts whose pages are held."""
         return self._loop.holds.held if self._loop.holds is not None else 0
@@ -156,7 +151,9 @@ class LinkedHandOffs(HandOffs):
             client.leave(source)
 
     def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
-        """What becomes of a prompt's outputs: its last one says whether it is held."""
+        """See `HandOffs`."""
+        if self.prefill is None:
+            return super().told(request, on_held)
 
         def on_output(output: TokenOutput) -> None:
             if output.finish_reason is None:

@@ -29,11 +29,6 @@ class HandOffs:
     """Of an engine that holds no prompts for others and fetches no pages."""
 
     @property
-    def prefills(self) -> bool:
-        """Whether prompts are held here."""
-        return False
-
-    @property
     def held(self) -> int:
         """Prompts whose pages are held."""
         return 0
@@ -63,7 +58,11 @@ class HandOffs:
         """Begins leases anew; unknown ones are fine."""
 
     def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
-        """What becomes of a prompt's outputs: its last one says whether it is held."""
+        """What becomes of a prompt's outputs: its last one says whether it is held.
+
+        Raises:
+          InvalidRequestError: this engine has no pages server.
+        """
         raise InvalidRequestError("prefill", "this engine has no pages server")
 
     # ----------------------------------------------------- the loop's actions, engine's thread
