@@ -188,6 +188,8 @@ def _compressed_tensors(inner: Entries) -> Quantisation:
     own.only("output_activations", {})
     format = own.any("format") or whole_format
     found = _scheme(own.inside(f"{path}.weights", weights), format, inner)
+    if found.stored == "int8" and not inputs:
+        found = found._replace(stored="plain")  # INT8 here multiplies rows in INT8
     given = own.inside(f"{path}.input_activations", inputs)
     # They are quantised a token at a time for INT8 weights, and not at all for others.
     given.only("dynamic", *((True,) if inputs else (None,)))

@@ -158,6 +158,10 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
             Quantisation("int8", Packing("scaled", 8, 0)),
         ),
         (
+            compressed("int-quantized", **CHANNEL),
+            Quantisation("plain", Packing("scaled", 8, 0)),
+        ),
+        (
             compressed("float-quantized", TOKENS | {"type": "float"}, **CHANNEL, type="float"),
             Quantisation("fp8", Packing("scaled", 8, 0)),
         ),
