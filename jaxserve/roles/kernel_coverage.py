@@ -46,8 +46,10 @@ def kernel_gaps(
     slow: list[str] = []
     impossible: list[str] = []
     for role, kind in device_kinds.items():
-        for program in _programs(config, deployment, role):
-            target = target_of(platform_of(kind), kind)
+        target = target_of(platform_of(kind), kind)
+        with use_target(target):  # what layers share of a batch is the kernels'
+            programs = list(_programs(config, deployment, role))
+        for program in programs:
             arguments = [
                 jax.ShapeDtypeStruct(
                     given.shape, given.dtype, sharding=cached_sharding(program.mesh, spec)

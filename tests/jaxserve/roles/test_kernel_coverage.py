@@ -3,7 +3,8 @@
 import pytest
 
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.config.shipped import device_kind
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS, device_kind
 from jaxserve.roles.kernel_coverage import kernel_gaps
 from tests.jaxserve import layouts
 
@@ -28,6 +29,13 @@ def test_a_tiny_model_has_no_kernels_on_a_gpu(tiny_model, mode):
     assert roles == set(kinds)
     assert any("a cache in float32 (there are some for 16 and 8 bits)" in text for text in slow)
     assert any("grouped_swiglu" in text for text in slow)
+
+
+def test_step3_has_all_kernels_on_hopper():
+    """What `attend` takes of a batch depends on the kernels that the hardware has."""
+    deployment = load_deployment(CONFIGS / "step3.yaml")
+    config, _ = read_config(deployment.model, [], 0)
+    assert kernel_gaps(config, deployment, {"attention": "NVIDIA H200"}) == ([], [])
 
 
 def test_a_tpu_refuses_pages_that_are_too_short(tiny_model):
