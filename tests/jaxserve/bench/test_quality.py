@@ -55,9 +55,13 @@ def test_formats_are_overrides():
         "cache.format": "int8",
         "link.dispatch": "bfloat16",
         "link.combine": "auto",
+        "attention.int8_products": [],
     }
     assert str(Format("int8", "int8", "int8", "int8")) == "int8 × int8 × int8 × answers int8"
     assert str(Format("fp8", "int8", "bfloat16")) == "fp8 × int8 × bf16"
+    products = Format("int8", "int8", "int8", products=(0, 2))
+    assert str(products) == "int8 × int8 × int8 × products int8"
+    assert products.overrides["attention.int8_products"] == [0, 2]
 
 
 @pytest.mark.slow
@@ -69,4 +73,5 @@ def test_command(tmp_path, capsys):
         "bf16 × bf16 × bf16",
         "fp8 × fp8 × fp8",
         "int8 × int8 × int8",
+        "bf16 × int8 × bf16 × products int8",
     }

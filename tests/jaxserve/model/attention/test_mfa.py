@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.model import LayerKind
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.mfa import MFA
 from jaxserve.model.module import Formats, Rngs
@@ -39,7 +40,7 @@ def module(tensors, dtype=jnp.float32, heads=slice(None)) -> MFA:
     name = "model.layers.0.self_attn."
     get = lambda part: tensors[f"{name}{part}.weight"]  # noqa: E731
     rows = np.arange(SHAPE.q_heads * SHAPE.head_dim).reshape(SHAPE.q_heads, -1)[heads].ravel()
-    mfa = MFA(CONFIG, SHAPE, 0, Formats(jnp.dtype(dtype)), Rngs(0))
+    mfa = MFA(CONFIG, SHAPE, LayerKind("dense"), Formats(jnp.dtype(dtype)), Rngs(0))
     down = np.concatenate([get("q_proj"), get("k_proj"), get("v_proj")])
     for weight, value in (
         (mfa.down, down),
