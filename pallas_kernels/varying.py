@@ -1,4 +1,4 @@
-"""Loops inside `shard_map` in plain `jax.numpy`; for the references of the ops."""
+"""Loops inside `shard_map` in plain `jax.numpy`."""
 
 import jax
 from jaxtyping import Array

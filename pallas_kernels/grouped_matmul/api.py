@@ -45,6 +45,7 @@ from pallas_kernels.tuned import Fields
 RowFormat = Literal["fp8", "int8", "float"]
 
 _Weights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
+_EIGHT_BITS = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "fp8"}
 _COST = "multiplies 8 rows at a time, one block after the other"
 
 
@@ -54,6 +55,7 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
+    narrow: QuantArray | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
@@ -62,6 +64,7 @@ def grouped_matmul(
     Args:
       row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
         "float": rows are not quantised; None: as the format of the weights requires.
+      narrow: see `grouped_swiglu`.
       implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
@@ -78,18 +81,26 @@ def grouped_matmul(
     _check_row_format(row_format, weights=weights)
     target = _target("grouped_matmul", implementation, rows, (weights,), row_format, tiles)
 
-    def compute(rows: Array, weights: Array | QuantArray, group_sizes: Array | np.ndarray) -> Array:
+    def compute(
+        rows: Array,
+        weights: Array | QuantArray,
+        narrow: QuantArray | None,
+        group_sizes: Array | np.ndarray,
+    ) -> Array:
         if target is None:
             return reference.grouped_matmul(rows, weights, group_sizes, row_format)
         if target.backend == "mosaic_tpu":
             from pallas_kernels.grouped_matmul import mosaic_tpu
 
-            return mosaic_tpu.grouped_matmul(rows, weights, group_sizes, target, row_format, tiles)
+            return mosaic_tpu.grouped_matmul(
+                rows, weights, group_sizes, target, row_format, narrow, tiles=tiles
+            )
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
         return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format, tiles)
 
-    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights)
+    narrow = _in_format(narrow, weights)
+    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow)
     return product
 
 
@@ -122,8 +133,9 @@ def grouped_swiglu(
       source: for each row of the groups, the index into `rows` (a token of several experts is
         several rows of the groups); None: `rows` in order. A row that is picked more than once is
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
-      narrow: `rows` in the `row_format`, one scale a row, if they came in it. Where rows are picked
-        on a Hopper GPU these values are multiplied, and not rounded again in blocks.
+      narrow: `rows` in 8 bits, one scale a row, if they came so. A kernel multiplies these values,
+        and neither `rows` nor values rounded again, by weights of the same 8 bits: on TPUs without
+        a `row_format`, INT8, and on v7x FP8; on a Hopper GPU with one, where rows are picked.
       zero_padding: False: results past the groups' rows may be anything, and cost no memory
         traffic.
       average: how many rows a group has on average, where that is not all rows over all groups:
@@ -168,14 +180,23 @@ def grouped_swiglu(
         if target.backend == "mosaic_tpu":
             from pallas_kernels.grouped_matmul import mosaic_tpu
 
-            return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, **options)
+            return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
         options["average"] = average
         return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
 
+    narrow = _in_format(narrow, gate_weights, up_weights)
     out: Array = _run("grouped_swiglu", compute, group_sizes, rows, weights, source, narrow)
     return out
+
+
+def _in_format(narrow: QuantArray | None, *weights: Array | QuantArray) -> QuantArray | None:
+    """Rows in 8 bits if these are those of the weights, too; FP8 weights may be their bits."""
+    if narrow is None:
+        return None
+    formats = {_EIGHT_BITS.get(array.dtype.name) for array in (narrow, *weights)}
+    return narrow if len(formats) == 1 and None not in formats else None
 
 
 def _run(

@@ -59,10 +59,15 @@ def _in_blocks(weights: QuantArray) -> bool:
 
 
 def dense_matmul(
-    rows: Float[Array, "*batch rows d_in"], weights: Float[Array, "*batch d_out d_in"] | QuantArray
+    rows: Float[Array, "*batch rows d_in"],
+    weights: Float[Array, "*batch d_out d_in"] | QuantArray,
+    narrow: QuantArray | None = None,
 ) -> Float32[Array, "*batch rows d_out"]:
     """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
     Leading axes are batch axes, equal in both operands, and always go to XLA.
+
+    Args:
+      narrow: see `grouped_swiglu`; only kernels use it.
 
     Returns:
       FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
@@ -70,7 +75,8 @@ def dense_matmul(
     if rows.shape[-2] == 1 and current_target().device_kind == "cpu":
         return dense_matmul(_two_rows(rows), weights)[..., :1, :]
     if covers(rows, weights):
-        return grouped_matmul(rows, _stack(weights), _one_group(rows)).astype(jnp.float32)
+        group = _one_group(rows)
+        return grouped_matmul(rows, _stack(weights), group, narrow=narrow).astype(jnp.float32)
     if isinstance(weights, QuantArray):
         product = quant_product
         for _ in rows.shape[:-2]:
@@ -91,19 +97,20 @@ def dense_swiglu(
     the dtype of `rows`.
 
     Args:
-      narrow: `rows` in 8 bits, one scale a row, if they came in it. On a GPU XLA multiplies these
-        values, and the sums by the scales: it reads 8 bits, and nobody writes 16.
+      narrow: `rows` in 8 bits, one scale a row, if they came in it. For kernels see
+        `grouped_swiglu`. On a GPU XLA multiplies these values, and the sums by the scales: it reads
+        8 bits, and nobody writes 16.
     """
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights):
         gate, up, down = map(_stack, weights)
-        return grouped_swiglu(rows, gate, up, down, _one_group(rows))
+        return grouped_swiglu(rows, gate, up, down, _one_group(rows), narrow=narrow)
     scales: Array | None = None
     if narrow is not None and _takes_narrow(rows, gate_weights, up_weights):
         rows, scales = narrow.values.astype(rows.dtype), narrow.scales  # 16 bits have every value
 
     def product(weights: Array | QuantArray) -> Array:
-        sums = dense_matmul(rows, weights)
+        sums = dense_matmul(rows, weights, narrow)
         return sums if scales is None else sums * scales
 
     hidden = jax.nn.silu(product(gate_weights)) * product(up_weights)

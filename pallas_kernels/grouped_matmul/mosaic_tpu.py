@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
+from pallas_kernels.grouped_matmul.mosaic_tpu_pick import pick_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
     Pieces,
@@ -57,10 +58,12 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: RowFormat | None = None,
+    narrow: QuantArray | None = None,
+    *,
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
-    factor, as_floats = _factor(rows, row_format, target), row_format == "float"
+    factor, as_floats = _factor(rows, row_format, target, narrow), row_format == "float"
     return _grouped_products(
         factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
     )
@@ -75,12 +78,13 @@ def grouped_swiglu(
     target: Target,
     row_format: RowFormat | None = None,
     source: Int32[Array, " picked"] | None = None,
+    narrow: QuantArray | None = None,
     *,
     zero_padding: bool = True,
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
-    factor, as_floats = _factor(rows, row_format, target), row_format == "float"
+    factor, as_floats = _factor(rows, row_format, target, narrow), row_format == "float"
     products = partial(
         _grouped_products,
         group_sizes=group_sizes,
@@ -104,15 +108,24 @@ def grouped_swiglu(
     return products(hidden, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
 
 
-def _factor(rows: Array, row_format: RowFormat | None, target: Target) -> Array | QuantArray:
+def _factor(
+    rows: Array, row_format: RowFormat | None, target: Target, narrow: QuantArray | None = None
+) -> Array | QuantArray:
     """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns, if the format asks for that.
+
+    Args:
+      narrow: the rows in the format of the weights, with a scale each; used where the device
+        multiplies that and no other format is asked for.
 
     Raises:
       NotImplementedError: the device does not multiply such numbers.
     """
+    has_fp8 = "7" in target.device_kind
+    if row_format is None and narrow is not None and (has_fp8 or narrow.dtype == jnp.int8):
+        return narrow
     if row_format is None or row_format == "float":
         return rows
-    if row_format == "fp8" and "7" not in target.device_kind:
+    if row_format == "fp8" and not has_fp8:
         raise NotImplementedError(
             f"{target.device_kind} multiplies no float8_e4m3fn by itself: leave row_format None, "
             "and FP8 weights are multiplied by the rows as they are; or use INT8 weights"
@@ -173,7 +186,7 @@ def _grouped_products(
     """Rows times one weight, or SwiGLU of two of the same format.
 
     Args:
-      factor: the rows, floats, or in 8 bits in blocks of `ROW_BLOCK`.
+      factor: the rows, floats, or in 8 bits, with a scale for a row or for `ROW_BLOCK` columns.
       out_dtype: of the result.
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
@@ -196,12 +209,13 @@ def _grouped_products(
         return quantize_weight(empty, out_format, (1, ROW_BLOCK)) if out_format else empty
     if out_format:
         out_dtype = jnp.int8 if out_format == "int8" else jnp.float8_e4m3fn
-    in_blocks = bool(row_scales)
-    if weights[0].dtype == jnp.int8 and not in_blocks and not as_floats:
+    in_blocks = isinstance(factor, QuantArray) and factor.block[1] == ROW_BLOCK
+    if weights[0].dtype == jnp.int8 and not row_scales and not as_floats:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
     if source is not None:
-        rows, row_scales = jax.tree.map(lambda array: array[source], (rows, row_scales))
+        rows = pick_rows(rows, source, jnp.sum(group_sizes, dtype=jnp.int32))
+        row_scales = tuple(scales[source] for scales in row_scales)
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     # INT4 in VMEM takes a byte a value.
     column_bytes = d_in * values[0].dtype.itemsize * len(values)

@@ -1,11 +1,11 @@
 """The experts of one device, from tokens to tokens: permute, grouped products, unpermute.
 
-Called by the expert layer of a model. Knows groups, not ranks. Around the kernels XLA does the work
-with gathers both ways: a token for each row of an expert, and a row for each choice of a token. A
-scatter-add gives the same sum, but TPUs execute it one row at a time, and GPUs in a different order
-each time. For Step-3's layer on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900
-thousand bundles; gathers take 150 thousand, besides those on the way back, which XLA gives to the
-SparseCores (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
+Called by the expert layer of a model. Knows groups, not ranks. Around the products XLA does the
+work with gathers: a token for each row of an expert, and a row for each choice of a token; on TPUs
+a kernel fetches and sums the latter (`mosaic_tpu_combine.py`). A scatter-add gives the same sum,
+but TPUs execute it one row at a time, and GPUs in a different order each time. For Step-3's layer
+on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900 thousand bundles; the gathers of
+tokens take 150 thousand (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
 
 import functools
@@ -20,6 +20,7 @@ from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import current_target
+from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
 
@@ -115,10 +116,26 @@ def _places(
 
 
 def combine(
-    rows: Float[Array, "rows d"], gates: Float[Array, "tokens top_k"], order: Order
+    rows: Float[Array, "rows d"],
+    gates: Float[Array, "tokens top_k"],
+    order: Order,
+    implementation: Implementation = "auto",
 ) -> Float32[Array, "tokens d"]:
     """For every token, the sum of its choices' rows times their gates, in the order of choices.
-    Rows and gates that are no choice's may be anything."""
+    Rows and gates that are no choice's may be anything.
+
+    Args:
+      implementation: "reference": XLA's gathers, where there is a kernel, too (on TPUs).
+    """
+    target = current_target()
+    if target.backend == "mosaic_tpu" and implementation != "reference":
+        from pallas_kernels.grouped_matmul import mosaic_tpu_combine as kernel
+
+        if kernel.covers(rows.shape, rows.dtype, order.place.shape):
+            by_kernel = functools.partial(kernel.combine, target=target)
+            arrays = (rows, gates, order.place, order.here)
+            total: Array = run_op("routed_swiglu", by_kernel, *arrays)
+            return total
     # Choices that are not here all read one row, which stays in caches.
     place = jnp.where(order.here, order.place, 0)
     products = [
@@ -165,7 +182,7 @@ def routed_swiglu(
         implementation=implementation,
         tiles=tiles,
     )
-    return combine(*found), found.order.sizes
+    return combine(*found, implementation), found.order.sizes
 
 
 def routed_choices(

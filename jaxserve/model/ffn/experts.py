@@ -6,7 +6,6 @@ per slot is data. Choices of slots elsewhere, and padding tokens, contribute not
 slot holds is not known here; on ranks of the shared expert it is a part of that one.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
@@ -112,8 +111,7 @@ class Experts(Module):
         row_format, narrow = self.row_format, None
         if row_format is None:
             row_format = fastest_row_format(x, (gate, up, down))
-            if row_format == "fp8" and encoded and encoded.values.dtype == jnp.float8_e4m3fn:
-                narrow = encoded.quantised()
+            narrow = None if encoded is None else encoded.quantised()
         stacked = gate.shape[0] > self.local
         return routed_choices(
             x,

@@ -1,12 +1,14 @@
 """The TPU kernel, interpreted on the CPU with a race detector, and its plans."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_tpu
+from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
@@ -65,3 +67,71 @@ def test_rows_in_fp8_are_for_v7x(function):
     with use_target(Target("mosaic_tpu", "TPU v6 lite")):
         with pytest.raises(NotImplementedError, match=r"TPU v6 lite .* leave row_format None"):
             function(*arguments, row_format="fp8")
+
+
+class TestNarrowRows:
+    """Rows that came in 8 bits over a wire."""
+
+    @pytest.mark.parametrize("format", ["int8", "fp8"])
+    def test_their_values_are_multiplied(self, format):
+        """The rows themselves are not looked at. Their values in BF16 are exact, and those in INT8
+        are the same if they are quantised again."""
+        rng = np.random.default_rng(0)
+        if format == "int8":
+            values = rng.integers(-126, 126, (5, 128)).astype(np.int8)
+            values[:, 0] = 127
+        else:
+            values = rng.normal(size=(5, 128)).astype(jnp.float8_e4m3fn)
+        scales = 2.0 ** np.arange(-9, -4, dtype=np.float32)[:, None]
+        rows = jnp.asarray(values.astype(np.float32) * scales, jnp.bfloat16)
+        gate, up, down = (
+            quantize_weight(
+                jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32), format, (1, 0)
+            )
+            for _ in range(3)
+        )
+        source, sizes = jnp.array([0, 2, 4, 1, 3, 0, 2], jnp.int32), jnp.array([3, 2], jnp.int32)
+        narrow = QuantArray(jnp.asarray(values), jnp.asarray(scales), (1, 0))
+
+        def run(rows, narrow=None):
+            if format == "int8":
+                return grouped_matmul(rows, gate, sizes, narrow=narrow)
+            return grouped_swiglu(rows, gate, up, down, sizes, source=source, narrow=narrow)[:5]
+
+        with use_target(TARGET):
+            found = np.asarray(run(jnp.full_like(rows, jnp.nan), narrow), np.float32)
+        expected = np.asarray(run(rows), np.float32)
+        assert (np.abs(found - expected).max(axis=1) <= 2e-2 * np.abs(expected).max(axis=1)).all()
+
+    @pytest.mark.parametrize(
+        ("rows", "weights", "device_kind", "row_format", "used"),
+        [
+            (jnp.int8, jnp.int8, "TPU v6 lite", None, True),
+            (jnp.int8, jnp.int8, "TPU v6 lite", "float", False),
+            (jnp.int8, jnp.float8_e4m3fn, "TPU7x", None, False),
+            (jnp.float8_e4m3fn, jnp.int8, "TPU7x", None, False),
+            (jnp.float8_e4m3fn, jnp.uint8, "TPU7x", None, True),
+            (jnp.float8_e4m3fn, jnp.float8_e4m3fn, "TPU v6 lite", None, False),
+            (jnp.int8, jnp.int4, "TPU v6 lite", None, False),
+        ],
+    )
+    def test_where_they_are_used(self, monkeypatch, rows, weights, device_kind, row_format, used):
+        """In the weights' own 8 bits, on devices that multiply these, unless floats are asked
+        for."""
+        factors = []
+
+        def products(factor, *_, **__):
+            factors.append(factor)
+            return floats
+
+        monkeypatch.setattr(mosaic_tpu, "_grouped_products", products)
+        weight = QuantArray(jnp.zeros((2, 128, 128), weights), jnp.ones((2, 128, 1)), (1, 0))
+        narrow = QuantArray(jnp.zeros((5, 128), rows), jnp.ones((5, 1)), (1, 0))
+        floats, sizes = jnp.zeros((5, 128), jnp.bfloat16), jnp.array([3, 2], jnp.int32)
+        with use_target(Target("mosaic_tpu", device_kind)):
+            grouped_matmul(floats, weight, sizes, narrow=narrow, row_format=row_format)
+            if row_format is None:
+                one = QuantArray(weight.values[0], weight.scales[0], (1, 0))
+                dense_matmul(floats, one, narrow)
+        assert [isinstance(factor, QuantArray) for factor in factors] == [used] * len(factors)
+        assert len(factors) == 1 + (row_format is None)

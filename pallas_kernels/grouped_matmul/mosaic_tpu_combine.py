@@ -1,0 +1,196 @@
+"""Sums every token's rows on TPU (Pallas, Mosaic): each row that is there is fetched by one copy.
+
+Called by `routed.py`. Tokens are cut into blocks, and one block's rows are on their way while those
+of the block before are multiplied by their gates and added up, in the order of a token's choices,
+so that a sum does not depend on what else is in the batch. XLA, instead, gathers a row for each
+choice of each token, here or not, and adds these up afterwards.
+
+Rows of BF16 lie in pairs, which are copied together: a copy moves 32-bit words.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from pallas_kernels.target import Target
+
+INTERPRET = pltpu.InterpretParams(detect_races=True)
+
+LANES = 128
+
+BLOCK_TOKENS = 32
+"""Tokens of a block; a multiple of `TILE_TOKENS`."""
+
+TILE_TOKENS = 8
+"""Tokens that are added up at a time: the rows of a register tile."""
+
+CHUNK_COLUMNS = 1024
+"""Columns of these."""
+
+VMEM_BYTES = 40 * 2**20
+"""Of rows on their way, in two blocks."""
+
+SMEM_BYTES = 512 * 2**10
+"""Of the rows' places."""
+
+
+def covers(shape: tuple[int, ...], dtype: DTypeLike, choices: tuple[int, ...]) -> bool:
+    """Whether the kernel takes rows of this shape [rows, d] and [tokens, top_k] choices."""
+    (rows, d), (tokens, top_k) = shape, choices
+    return (
+        dtype in (jnp.bfloat16, jnp.float32)
+        and tokens % TILE_TOKENS == 0
+        and rows % TILE_TOKENS == 0
+        and d % LANES == 0
+        and 4 * tokens * top_k <= SMEM_BYTES
+        and 2 * 4 * top_k * BLOCK_TOKENS * d <= VMEM_BYTES
+    )
+
+
+def combine(
+    rows: Float[Array, "rows d"],
+    gates: Float[Array, "tokens top_k"],
+    place: Int32[Array, "tokens top_k"],
+    here: Bool[Array, "tokens top_k"],
+    target: Target,
+) -> Float32[Array, "tokens d"]:
+    """For every token, the sum of the rows at `place` times their gates, of choices that are
+    `here`; for what `covers`."""
+    tokens, top_k = place.shape
+    block = math.gcd(tokens, BLOCK_TOKENS)
+    d, per_word = rows.shape[1], 4 // rows.dtype.itemsize
+    places = jnp.where(here, place, -1).reshape(-1)
+    counts = jnp.sum(here.reshape(-1, block * top_k), axis=1, dtype=jnp.int32)
+    # A word's half is shifted up and the other one cut off; all of a word that was not copied.
+    low = (place % per_word == 0) & (per_word == 2)
+    kept = jnp.where(here, jnp.uint32(0xFFFF0000 if per_word == 2 else 0xFFFFFFFF), 0)
+    beside = (jnp.where(low, jnp.uint32(16), 0), kept, jnp.where(here, gates, 0.0))
+    of_block = pl.BlockSpec((block, top_k), lambda index, *_: (index, 0))
+    out: Array = pl.pallas_call(
+        functools.partial(_kernel, block, tokens // block, per_word),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(tokens // block,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY), *[of_block] * len(beside)],
+            out_specs=pl.BlockSpec((block, d), lambda index, *_: (index, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((2, top_k, block, d), jnp.uint32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=_varying_shape((tokens, d), (rows, *beside)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_BYTES + 16 * 2**20,
+            disable_bounds_checks=True,  # rows are where `Order` has put them
+        ),
+        interpret=INTERPRET if target.interpret else False,
+        name="combine_rows",
+    )(places, counts, _words(rows) if target.interpret else rows, *beside)
+    return out
+
+
+def _kernel(
+    block: int,
+    blocks: int,
+    per_word: int,
+    places: Any,  # [tokens * top_k], the row of a choice or -1
+    counts: Any,  # [blocks], how many of a block there are
+    rows: Any,  # [rows, d] in HBM; interpreted, its words
+    shift: Any,  # [block, top_k]
+    kept: Any,  # [block, top_k]
+    gates: Any,  # [block, top_k]
+    out: Any,  # [block, d]
+    buffer: Any,  # [2, top_k, block, d], words
+    arrived: Any,  # [2] semaphores
+) -> None:
+    """One block of tokens."""
+    index, top_k = pl.program_id(0), buffer.shape[1]
+    slot, following = index % 2, jnp.minimum(index + 1, blocks - 1)
+    # [rows / per_word, d]
+    words = rows if rows.dtype == jnp.uint32 else rows.bitcast(jnp.uint32)
+
+    def fetch(to: Any, first: Any, place: Any, there: Any, number: int) -> None:
+        """Start copy `number` of those of a tile of tokens into slot `to`."""
+        token, choice = divmod(number, top_k)
+        row = places[first * top_k + number]
+        copy = pltpu.make_async_copy(
+            words.at[pl.ds(lax.div(jnp.maximum(row, 0), per_word), 1)],
+            buffer.at[to, choice, pl.ds(place + token, 1)],
+            arrived.at[to],
+        )
+        pl.when((row >= 0) & there)(copy.start)
+
+    copies = TILE_TOKENS * top_k
+
+    def fetch_first(tile: Any, carry: None) -> None:
+        place = tile * TILE_TOKENS
+        for number in range(copies):
+            fetch(slot, place, place, True, number)
+
+    def add(tile: Any, carry: None) -> None:
+        place = pl.multiple_of(tile * TILE_TOKENS, TILE_TOKENS)
+        here = pl.ds(place, TILE_TOKENS)
+        firsts = range(0, out.shape[1], CHUNK_COLUMNS)
+        for chunk, first in enumerate(firsts):
+            # Copies are started between the sums: scalars of one beside vectors of the other.
+            for number in range(copies)[chunk :: len(firsts)]:
+                fetch(1 - slot, following * block + place, place, index + 1 < blocks, number)
+            columns = slice(first, min(first + CHUNK_COLUMNS, out.shape[1]))
+            products = []
+            for choice in range(top_k):
+                own = slice(choice, choice + 1)
+                bits = buffer[slot, choice, here, columns] << shift[here, own]
+                row = lax.bitcast_convert_type(bits & kept[here, own], jnp.float32)
+                products.append(row * gates[here, own])
+            out[here, columns] = functools.reduce(jnp.add, products)
+
+    tiles = block // TILE_TOKENS
+    pl.when(index == 0)(lambda: lax.fori_loop(0, tiles, fetch_first, None))
+    wait(buffer.at[slot, 0], counts[index], arrived.at[slot])
+    lax.fori_loop(0, tiles, add, None)
+
+
+def wait(
+    buffer: Any,  # [block, d]
+    count: Any,
+    arrived: Any,
+) -> None:
+    """Wait for the copies of `count` rows: semaphores count bytes. A test replaces it to see that
+    this is noticed."""
+
+    def wait_for(rows: int) -> None:
+        there = buffer.at[pl.ds(0, rows)]
+        pltpu.make_async_copy(there, there, arrived).wait()
+
+    block = buffer.shape[0]
+    lax.fori_loop(0, lax.div(count, block), lambda _, carry: wait_for(block), None)
+    for bit in range(block.bit_length() - 1):
+        pl.when((count >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
+
+
+def _words(rows: Float[Array, "rows d"]) -> UInt32[Array, "words d"]:
+    """What `bitcast` of a ref gives, for the interpreter, which has no copies of such refs."""
+    per_word = 4 // rows.dtype.itemsize
+    if per_word == 1:
+        return lax.bitcast_convert_type(rows, jnp.uint32)
+    pairs = rows.reshape(-1, per_word, rows.shape[1])
+    return lax.bitcast_convert_type(jnp.swapaxes(pairs, 1, 2), jnp.uint32)
+
+
+def _varying_shape(shape: tuple[int, ...], inputs: tuple[Array, ...]) -> jax.ShapeDtypeStruct:
+    """Inside `shard_map` the result differs along every mesh axis along which an input does."""
+    varying = (jax.typeof(array).manual_axis_type.varying for array in inputs)
+    return jax.ShapeDtypeStruct(
+        shape,
+        jnp.float32,
+        manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset[str]().union(*varying)),
+    )

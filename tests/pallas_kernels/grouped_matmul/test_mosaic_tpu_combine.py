@@ -1,0 +1,78 @@
+"""The TPU kernel that sums every token's rows, interpreted on the CPU, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul import mosaic_tpu_combine
+from pallas_kernels.grouped_matmul.routed import combine, sort_choices
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
+
+pytestmark = pytest.mark.unoptimised
+
+TARGET = Target("mosaic_tpu", "TPU7x", interpret=True)
+TOKENS, TOP_K, GROUPS, D = 24, 2, 4, 128
+
+
+def arguments(dtype):
+    """Choices of which some are elsewhere, and of which one token, and one block, have none; what
+    nobody chose is poison."""
+    rng = np.random.default_rng(0)
+    choices = np.stack([rng.permutation(GROUPS + 3)[:TOP_K] for _ in range(TOKENS)])
+    choices[3], choices[8:16] = GROUPS, -1
+    order = sort_choices(jnp.asarray(choices, jnp.int32), GROUPS)
+    rows = rng.normal(size=(TOKENS * TOP_K, D)).astype(dtype)
+    rows[int(order.sizes.sum()) :] = np.nan
+    gates = np.where(order.here, rng.random(choices.shape), np.inf).astype(np.float32)
+    return jnp.asarray(rows), jnp.asarray(gates), order
+
+
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_as_numpy(dtype):
+    rows, gates, order = arguments(dtype)
+    with use_target(TARGET):
+        found = combine(rows, gates, order)
+    expected = np.zeros((TOKENS, D), np.float32)
+    for token, choice in np.ndindex(TOKENS, TOP_K):  # in FP32, in this order
+        if order.here[token, choice]:
+            row = np.asarray(rows[order.place[token, choice]], np.float32)
+            expected[token] += row * np.float32(gates[token, choice])
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.any(expected != 0, axis=1), np.asarray(order.here).any(1))
+
+
+def test_a_dropped_wait_is_noticed(monkeypatch):
+    """The sums would read rows that are still on their way."""
+    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    monkeypatch.setattr(mosaic_tpu_combine, "INTERPRET", eager)
+    rows, gates, order = arguments(jnp.bfloat16)
+    gates = gates[:8]
+    order = order._replace(place=order.place[:8], here=order.here[:8])
+
+    def run():
+        with use_target(TARGET):
+            return combine(rows, gates, order)
+
+    assert not race_is_reported(run)
+    monkeypatch.setattr(mosaic_tpu_combine, "wait", lambda *_: None)
+    assert race_is_reported(run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "choices", "covered"),
+    [
+        (jnp.bfloat16, (3072, 7168), (1024, 3), True),
+        (jnp.float32, (16384, 7168), (2048, 8), True),
+        (jnp.float16, (3072, 7168), (1024, 3), False),
+        (jnp.bfloat16, (3072, 7104), (1024, 3), False),
+        (jnp.bfloat16, (3060, 7168), (1020, 3), False),
+        (jnp.bfloat16, (2**18, 7168), (2**15, 8), False),  # too many places
+        (jnp.bfloat16, (32768, 16384), (1024, 32), False),  # too much on its way
+    ],
+)
+def test_what_is_covered(dtype, shape, choices, covered):
+    assert mosaic_tpu_combine.covers(shape, dtype, choices) is covered
