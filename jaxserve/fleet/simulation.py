@@ -28,7 +28,7 @@ from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages import NOTHING_HELD, PagesSource
-from jaxserve.planner.simulate import Percentiles, percentiles
+from jaxserve.planner.simulate import Percentiles, no_garbage_collection, percentiles
 from jaxserve.planner.simulated_engine import News, SimulatedEngine
 from jaxserve.planner.stage_times import StageTimes
 
@@ -147,8 +147,9 @@ class FleetSimulation:
             gap = 1 / self._traffic.rate
             at += gap if self._traffic.even else float(self._random.exponential(gap))
             self._at(at, functools.partial(self._arrive, number))
-        while self._turn():
-            pass
+        with no_garbage_collection():
+            while self._turn():
+                pass
         return self._result()
 
     def _turn(self) -> bool:

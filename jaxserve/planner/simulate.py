@@ -189,7 +189,7 @@ class Simulation:
 
     def run(self) -> tuple[Result, list[Span]]:
         """Simulates to the end."""
-        with _no_garbage_collection():
+        with no_garbage_collection():
             if not self._traffic.rate:
                 self._fill()
             while self._turn():
@@ -361,7 +361,7 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Millions of objects that hang together are looked through for nothing."""
     was = gc.isenabled()
     gc.disable()
