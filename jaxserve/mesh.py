@@ -38,12 +38,7 @@ ATTENTION_RULES: Rules = {
 """Attention mesh. Low-rank queries and latents are replicated over tp, as are the weights of K and
 V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
 
-FFN_RULES: Rules = {
-    "slots": "ep",
-    "expert_d_ff": "tp",
-    "d_ff": ("ep", "tp"),
-    "shared_d_ff": "tp",
-}
+FFN_RULES: Rules = {"slots": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp"), "shared_d_ff": "tp"}
 """ffn mesh. Slots of routed experts over ep, every expert's d_ff over tp; dense FFN over all
 devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows
 (`shared_d_ff`, with `ffn.exchange` = alltoall) or some have slots of it (`ffn.shared_ranks`)."""

@@ -33,12 +33,12 @@ one; the only process of a runtime, which may have its weights from running work
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
     "leader, colocated": 14_100,
-    "leader, attention and ffn": 15_000,
-    "follower, attention and ffn": 11_300,
+    "leader, attention and ffn": 15_050,
+    "follower, attention and ffn": 11_400,
     "alone, colocated": 14_800,
     "alone, attention and ffn": 15_750,
     "attention": 13_700,
-    "ffn": 11_750,
+    "ffn": 11_800,
     "router": 5_150,
     "serve": 27_200,
 }

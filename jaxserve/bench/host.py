@@ -192,7 +192,7 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
         x, message, k, v, *shared = enter(
-            last, batch, table, k, v, *weights.embedding, *attention[0]
+            last, table, batch, k, v, *weights.embedding, *attention[0]
         )
         pages[0] = k, v
         (arrived,) = dispatch((message,))
@@ -222,7 +222,7 @@ def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is)
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
         k, v = pages[0]
         x, values, scales, experts, gates, k, v, *shared = naive.enter(
-            last, batch, table, k, v, *weights.embedding, *attention[0]
+            last, table, batch, k, v, *weights.embedding, *attention[0]
         )
         message = [values, scales, experts, gates]
         pages[0] = k, v

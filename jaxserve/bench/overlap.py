@@ -197,7 +197,7 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
     k, v = zeroed(programs.page_arrays, programs.mesh)
     x, message, k, v, *shared = enter(
-        put.last_tokens(), batch, table, k, v, *model.weights.embedding, *leaves
+        put.last_tokens(), table, batch, k, v, *model.weights.embedding, *leaves
     )
     combined = jax.device_put(np.asarray(x), x.sharding)
 

@@ -245,10 +245,7 @@ def _prepare(target: Path, conversion: Conversion) -> None:
 
 
 def _convert_blocks(
-    model: _Model,
-    checkpoint: HFCheckpoint,
-    target: Path,
-    on_block: Callable[[int, int, str], None],
+    model: _Model, checkpoint: HFCheckpoint, target: Path, on_block: Callable[[int, int, str], None]
 ) -> dict[str, Records]:
     """Makes and writes every block that is missing or damaged."""
     blocks = blocks_of(model.names)

@@ -225,12 +225,7 @@ class HFCheckpoint(Blocks):
         )
 
     def _int4(
-        self,
-        sources: Sequence[Source],
-        group: int,
-        values: Leaf,
-        scales: Leaf,
-        zeros: Leaf | None,
+        self, sources: Sequence[Source], group: int, values: Leaf, scales: Leaf, zeros: Leaf | None
     ) -> tuple[jax.Array, ...]:
         """The leaves of an INT4 matrix."""
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}

@@ -80,10 +80,7 @@ def blocks_of(names: CheckpointNames) -> list[Block]:
     have beside their layer."""
     blocks = [Block("embedding", names.embedding), Block("head", names.head)]
     for layer, (attention, ffn) in enumerate(zip(names.attention, names.ffn, strict=True)):
-        blocks += [
-            Block(f"layers.{layer}.attention", attention),
-            Block(f"layers.{layer}.ffn", ffn),
-        ]
+        blocks += [Block(f"layers.{layer}.attention", attention), Block(f"layers.{layer}.ffn", ffn)]
     first = len(names.attention) - len(names.predictions)
     return blocks + [
         Block(f"layers.{first + index}.prediction", sources)

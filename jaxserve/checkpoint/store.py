@@ -336,10 +336,7 @@ def _opened(path: Path, int4: tuple[int, ...]) -> StoredArray | CheckpointError:
 def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
     is_, says = (
         f"{kind} {list(shape)}"
-        for kind, shape in (
-            (str(array.dtype), array.shape),
-            (entry.dtype, entry.shape),
-        )
+        for kind, shape in ((str(array.dtype), array.shape), (entry.dtype, entry.shape))
     )
     return [f"{name} is {is_}, and the manifest says {says}"] if is_ != says else []
 

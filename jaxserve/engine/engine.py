@@ -29,12 +29,7 @@ from jaxserve.engine.request_checks import RequestChecks
 from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import Broadcast, Driver, Stepper
-from jaxserve.errors import (
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView

@@ -187,8 +187,7 @@ class LinkedHandOffs(HandOffs):
                     raise ExportError("the lease is unknown here, or is over")
                 if hold.digest != fetch.digest:
                     raise ExportError(
-                        f"digest {fetch.digest} was asked for, {hold.digest} is held",
-                        mismatch=True,
+                        f"digest {fetch.digest} was asked for, {hold.digest} is held", mismatch=True
                     )
                 job = Export(fetch, reply)
                 self._loop.export(fetch.hand_off, fetch.start, fetch.stop, job)

@@ -151,12 +151,7 @@ class Sequence:
         """Its sampling parameters, as the workers keep them."""
         params = self.request.params
         return NewSequence(
-            row,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            self.request.seed,
+            row, params.temperature, params.top_k, params.top_p, params.min_p, self.request.seed
         )
 
     def options(

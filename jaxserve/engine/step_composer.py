@@ -103,11 +103,7 @@ class StepComposer:
         return drafts
 
     def _beside_prefill(
-        self,
-        slots: LaneSlots,
-        decoding: np.ndarray,
-        prefilling: np.ndarray,
-        drafts: np.ndarray,
+        self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray, drafts: np.ndarray
     ) -> np.ndarray:
         """As many of the drafts, the first rows first, as prompts leave room for."""
         unfed = np.where(prefilling, slots.length - slots.cached, 0)

@@ -32,13 +32,7 @@ from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_balancer import expert_facts, make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import (
-    FFNExecutables,
-    FFNWorker,
-    build_ffn,
-    ffn_executables,
-    ffn_programs,
-)
+from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn, ffn_executables, ffn_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import serve_weights

@@ -115,9 +115,7 @@ class Follower:
         attach: Any = self._channel.stream_stream(PATH)
         self._outbox.put(encode(Register(self.identity)))
         self._call = attach(
-            iter(self._outbox.get, None),
-            metadata=((TOKEN_KEY, self._token),),
-            wait_for_ready=True,
+            iter(self._outbox.get, None), metadata=((TOKEN_KEY, self._token),), wait_for_ready=True
         )
         self._reader.start()
         self._accepted.wait(self._cluster.start_seconds)

@@ -260,8 +260,7 @@ class RouterEngine:
             self._note_limits()
         if replays:
             logger.warning(
-                "%d requests of %s go on elsewhere: %s",
-                *(replays, place.address, _named(affected)),
+                "%d requests of %s go on elsewhere: %s", *(replays, place.address, _named(affected))
             )
         self._deliver(ended)
 

@@ -13,12 +13,7 @@ import msgspec
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetResult, FleetSimulation, decode_workers
-from jaxserve.fleet.simulation_conditions import (
-    FleetConditions,
-    FleetTraffic,
-    Loss,
-    PagesLink,
-)
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
 from jaxserve.planner import simulate_command
 from jaxserve.planner.deployment_options import read_deployment, read_scenario
 from jaxserve.planner.hardware import load_hardware
@@ -155,13 +150,7 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
         hardware = load_hardware(named, None, configs)
         roles = Roles(hardware, hardware, (named, named))
     return scenario(
-        made,
-        calculator.model,
-        Stored(),
-        roles,
-        context,
-        calculator.assumed,
-        calculator.measured,
+        made, calculator.model, Stored(), roles, context, calculator.assumed, calculator.measured
     )
 
 

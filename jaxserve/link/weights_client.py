@@ -12,13 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from jaxserve.link.channel import (
-    DEFAULT_DEADLINES,
-    AuthenticationError,
-    Deadlines,
-    cut_off,
-    dial,
-)
+from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, cut_off, dial
 from jaxserve.link.frames import Refused
 from jaxserve.link.hello import Hello, refusal
 from jaxserve.link.weights_frames import (

@@ -159,12 +159,7 @@ class FFNBlock(Module):
             assert message.gates is not None
             with jax.named_scope("experts"):
                 choices = self.experts.choices(
-                    message.tokens,
-                    message.experts,
-                    message.gates,
-                    rank,
-                    layer,
-                    message.encoded,
+                    message.tokens, message.experts, message.gates, rank, layer, message.encoded
                 )
         if share is None and choices is None:
             share = jnp.zeros(message.tokens.shape, jnp.float32)
@@ -203,9 +198,7 @@ class Head(Module):
         return _all_columns(matmul(hidden, self.weight[...]))[:, : self.config.vocab]
 
 
-def _all_columns(
-    local: Float[Array, "rows local_columns"],
-) -> Float[Array, "rows columns"]:
+def _all_columns(local: Float[Array, "rows local_columns"]) -> Float[Array, "rows columns"]:
     """The columns of all tp devices. XLA:CPU stores what it gathers along columns column after
     column: to gather [devices, rows, columns] saves the logits two transpositions."""
     if jax.lax.axis_size("tp") == 1:
@@ -223,10 +216,7 @@ class ModelTemplates:
     """The templates of every block of a model on a deployment's meshes."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        deployment: Deployment,
-        meshes: Submeshes | AbstractSubmeshes,
+        self, config: ModelConfig, deployment: Deployment, meshes: Submeshes | AbstractSubmeshes
     ):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)

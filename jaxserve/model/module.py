@@ -222,9 +222,7 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
 
 
 def linear(
-    x: Float[Array, "tokens d_in"],
-    w: Weight | QuantWeight,
-    bias: Weight | None = None,
+    x: Float[Array, "tokens d_in"], w: Weight | QuantWeight, bias: Weight | None = None
 ) -> Float[Array, "tokens d_out"]:
     """x · w with FP32 accumulation, plus the bias, in x's dtype."""
     product = matmul(x, w[...])

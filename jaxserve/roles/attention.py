@@ -251,17 +251,11 @@ class AttentionWorker:
         drafting = executables.drafting
         if self._drafting is not None and drafting is not None:
             batch = self._drafting.resolve(drafting, plan, batch, before)
-        (enter, send, receive, leaves), *later = self._layers[lane, plan.bucket]
-        embedding, kinds = self._weights.embedding, len(pages[0])
-        x, message, *made = enter(x, batch, table, *pages[0], *embedding, *leaves)
-        pages[0], shared = made[:kinds], made[kinds:]
-        send(message)
-        yield message
-        del message
-        combined: Arrays = receive()
-        yield combined[0]
-        for layer, (attend, send, receive, leaves) in enumerate(later, 1):
-            x, message, *pages[layer] = attend(x, table, *shared, *pages[layer], *combined, *leaves)
+        combined: Arrays = self._weights.embedding
+        shared, kinds = [batch], len(pages[0])
+        for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
+            x, message, *made = attend(x, table, *shared, *pages[layer], *combined, *leaves)
+            pages[layer], shared = made[:kinds], made[kinds:] or shared
             send(message)
             yield message
             del message

@@ -18,7 +18,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import answer_format, message_formats
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding
-from jaxserve.model.attention.batch import RaggedBatch, of_shared
+from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.layout import BatchLayout, Bucket
@@ -43,30 +43,28 @@ class AttentionPrograms(TokenPrograms):
         self._shapes: dict[Bucket, Any] = {}
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(last_tokens, batch, page_table, pages…, embedding…, layer…) → (x, message, pages…,
+        """(last_tokens, page_table, batch, pages…, embedding…, layer…) → (x, message, pages…,
         shared…): the last are what `attend` takes in place of the batch."""
         embedding, layer = self.templates.embedding, self.templates.attention[kind]
         cuts = (len(self.page_arrays), len(embedding.leaves), len(layer.leaves))
 
-        def body(last: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
+        def body(last: Array, table: Array, batch: Array, *rest: Array) -> tuple[Array, ...]:
             pages, table_leaves, leaves = cut(rest, cuts)
             context = self.step_context(bucket, batch, table)
             x = self.embed(context, last, table_leaves)
             made = self._attend(kind, x, pages, context.batch, leaves)
-            return *made, *jax.tree.leaves(context.batch.shared())
+            return *made, *jax.tree.leaves(_without_table(context.batch))
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
-        shared = jax.tree.leaves(self._shared(bucket))
+        shared, (last, batch, table) = (
+            jax.tree.leaves(self._shared(bucket)),
+            self.step_shapes(bucket),
+        )
         return Program(
             f"enter_{kind}",
             body,
             self.mesh,
-            (
-                *self.step_shapes(bucket),
-                *self.page_arrays,
-                *embedding.leaves,
-                *layer.leaves,
-            ),
+            (last, table, batch, *self.page_arrays, *embedding.leaves, *layer.leaves),
             (
                 *(ROWS, ROWS, ROWS),
                 *pages,
@@ -86,7 +84,7 @@ class AttentionPrograms(TokenPrograms):
 
         def body(x: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
             of_batch, pages, (combined,), leaves = cut(rest, cuts)
-            batch = of_shared(jax.tree.unflatten(form, of_batch), table[0])
+            batch = jax.tree.unflatten(form, of_batch)._replace(page_table=table[0])
             return self._attend(kind, self._add_combined(x, combined), pages, batch, leaves)
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
@@ -102,13 +100,7 @@ class AttentionPrograms(TokenPrograms):
                 self._answer_shape(bucket),
                 *layer.leaves,
             ),
-            (
-                *(ROWS, ROWS),
-                *[ROWS] * len(shared),
-                *pages,
-                PIECES,
-                *layer.specs(ATTENTION_RULES),
-            ),
+            (*(ROWS, ROWS), *[ROWS] * len(shared), *pages, PIECES, *layer.specs(ATTENTION_RULES)),
             (ROWS, PIECES, *pages),
             donated=(0, *range(2 + len(shared), 2 + len(shared) + len(pages))),
             cuda_graphs="off",
@@ -274,24 +266,18 @@ class AttentionPrograms(TokenPrograms):
         return x, packed, *pages
 
     def _shared(self, bucket: Bucket) -> Any:
-        """Shapes of what layers share of a batch (`RaggedBatch.shared`)."""
+        """What layers share of a batch: a `RaggedBatch` of shapes, without its page table."""
         if bucket not in self._shapes:
 
             def shared(batch: Array, table: Array) -> Any:
-                return self.step_context(bucket, batch, table).batch.shared()
+                return _without_table(self.step_context(bucket, batch, table).batch)
 
             mapped = jax.shard_map(
                 shared, mesh=self.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
             )
             rows = cached_sharding(self.mesh, ROWS)
-            arrays = [
-                jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
-                for array in self.step_shapes(bucket)[1:]
-            ]
-            made = jax.eval_shape(mapped, *arrays)
-            self._shapes[bucket] = jax.tree.map(
-                lambda leaf: self.shape(*leaf.shape, dtype=leaf.dtype), made
-            )
+            arrays = [array.update(sharding=rows) for array in self.step_shapes(bucket)[1:]]
+            self._shapes[bucket] = jax.eval_shape(mapped, *arrays)
         return self._shapes[bucket]
 
     def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
@@ -308,6 +294,11 @@ class AttentionPrograms(TokenPrograms):
         with jax.named_scope("combine"):
             answer = jax.lax.all_gather(combined, "tp", axis=0, tiled=True)
             return x + self.answers.unpack(answer, x.dtype)
+
+
+def _without_table(batch: RaggedBatch) -> Any:
+    """The page table is the host's array; None is no leaf."""
+    return batch._replace(page_table=None)  # type: ignore[arg-type]
 
 
 def _share(message: Any, axis: str) -> Any:

@@ -23,12 +23,7 @@ from jaxserve.model.quant import sliceable
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import BatchLayout, Bucket
-from jaxserve.roles.prediction_programs import (
-    enter_module,
-    first_pass,
-    leave_module,
-    next_pass,
-)
+from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import REPLICATED, ROWS, Program, cut
 from jaxserve.roles.token_programs import TokenPrograms
 

@@ -26,10 +26,7 @@ others.
 """
 
 _FLAG = "xla_gpu_enable_command_buffer"
-_KINDS = {
-    "off": "",
-    "branches": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE",
-}
+_KINDS = {"off": "", "branches": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE"}
 
 
 def compiler_options(graphs: CudaGraphs, platform: str) -> dict[str, str] | None:

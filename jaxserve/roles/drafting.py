@@ -93,11 +93,7 @@ class Drafting:
         self._lookup = None if programs.config.modules else PromptLookup(programs, put)
 
     def resolve(
-        self,
-        executables: DraftingExecutables,
-        plan: StepPlan,
-        batch: jax.Array,
-        last: jax.Array,
+        self, executables: DraftingExecutables, plan: StepPlan, batch: jax.Array, last: jax.Array
     ) -> jax.Array:
         """The step's batch array, complete."""
         lane = plan.lane

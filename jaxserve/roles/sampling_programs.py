@@ -12,13 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.mesh import ATTENTION_RULES
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
-from jaxserve.roles.layout import (
-    FROM_DEVICE,
-    MAX_LOGPROBS,
-    BatchLayout,
-    Bucket,
-    RulesLayout,
-)
+from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Program
 from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
 

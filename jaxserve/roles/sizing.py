@@ -74,11 +74,7 @@ class _Sizes:
     """The choice, key after key: each sees the ones before."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        deployment: Deployment,
-        written: frozenset[str],
-        machine: Machine,
+        self, config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: Machine
     ):
         self._config, self._written, self._machine = config, written, machine
         self._now = deployment

@@ -307,11 +307,7 @@ def plan_of_rows(
     pages = [(at, *page) for at, row in rows for page in enumerate(row.page_ids)]
     options = [
         RowOptions(
-            at,
-            row.rules,
-            row.logprobs if row.sample else None,
-            row.targets,
-            row.target_logprobs,
+            at, row.rules, row.logprobs if row.sample else None, row.targets, row.target_logprobs
         )
         for at, row in rows
     ]

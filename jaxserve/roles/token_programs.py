@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import AnyMesh, axis_product
+from jaxserve.mesh import AnyMesh, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
-from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.sampler import SamplerState, sample
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
@@ -49,11 +49,8 @@ class TokenPrograms:
         ragged = ragged_batch(
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
-        tp, groups = axis_product(self.mesh, "tp"), self.groups
-        pages = [
-            jax.ShapeDtypeStruct((a.shape[0] // groups, a.shape[1] // tp, *a.shape[2:]), a.dtype)
-            for a in self.page_arrays
-        ]
+        piece = cached_sharding(self.mesh, PAGES_SPEC).shard_shape
+        pages = [self.shape(*piece(a.shape), dtype=a.dtype) for a in self.page_arrays]
         return StepContext(with_shared(ragged, self.config, self.dtype, pages), fields)
 
     def embed(

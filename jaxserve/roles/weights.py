@@ -13,11 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import (
-    Rules,
-    cached_sharding,
-    sharded_zeros,
-)
+from jaxserve.mesh import Rules, cached_sharding, sharded_zeros
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.module import Template
 from jaxserve.progress import Progress

@@ -24,17 +24,7 @@ class RaggedBatch(NamedTuple):
     turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
     """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
     places: dict[int, Any] = {}  # noqa: RUF012  # never changed
-    """By window what the attention kernels compute of positions alone (`kv_cache.places`)."""
-
-    def shared(self) -> tuple[Any, ...]:
-        """All but the page table, which has the host's shape: a pytree of arrays."""
-        return self.sequence_of_token, self.position, self.chunk_start, self.turn, self.places
-
-
-def of_shared(shared: Any, page_table: Int[Array, "slots pages"]) -> RaggedBatch:
-    """The batch again."""
-    sequence, position, chunk_start, turn, places = shared
-    return RaggedBatch(sequence, position, page_table, chunk_start, turn, places)
+    """By window what the attention kernels compute of positions alone (`family.with_shared`)."""
 
 
 def ragged_batch(

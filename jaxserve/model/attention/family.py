@@ -1,6 +1,7 @@
 """Which module computes a model's attention, and what its layers share. Called by `blocks.py` and
 by a step's first program; each family has its own file."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 from jaxserve.config.model import GQA, MFA, MLA, LayerKind, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import places
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats, Rngs
+from pallas_kernels.attention.api import attention_places
 
 
 def attention_module(
@@ -42,16 +43,16 @@ def with_shared(
       pages: a layer's arrays, as on a device of the surrounding `shard_map`.
     """
     sizes, tokens = config.attention, batch.position.shape[0]
-    heads = sizes.q_heads // jax.lax.axis_size("tp")
-    latent = sizes.kv_latent if isinstance(sizes, MLA) else 0
-    rotated = sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
+    latent, rotated = 0, sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
     batch = batch._replace(turn=rotation(batch.position, rotated, config.rope))
-    if latent and tokens > batch.page_table.shape[0]:
-        return batch  # which attends to the cache from other positions (`mla.py`)
-    width = latent + rotated if latent else rotated
-    queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
+    keys, values, rope_pages = pages[0], pages[1] if len(pages) > 1 else None, None
+    if isinstance(sizes, MLA):
+        if tokens > batch.page_table.shape[0]:
+            return batch  # which attends to the cache from other positions (`mla.py`)
+        latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
+    heads = sizes.q_heads // jax.lax.axis_size("tp")
+    queries = jax.ShapeDtypeStruct((tokens, heads, latent + rotated), dtype)
+    where = batch.page_table, batch.sequence_of_token, batch.position
+    find = functools.partial(attention_places, queries, keys, values, *where, v_width=latent)
     windows = sorted({kind.window for kind in config.kinds()})
-    found = {
-        window: places(queries, pages, batch, window=window, v_width=latent) for window in windows
-    }
-    return batch._replace(places=found)
+    return batch._replace(places={w: find(window=w, rope_pages=rope_pages) for w in windows})

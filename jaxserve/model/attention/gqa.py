@@ -14,16 +14,7 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
-from jaxserve.model.module import (
-    Formats,
-    Module,
-    Rngs,
-    add_once,
-    linear,
-    matrix,
-    scale,
-    zeros,
-)
+from jaxserve.model.module import Formats, Module, Rngs, add_once, linear, matrix, scale, zeros
 
 
 class GQA(Module):

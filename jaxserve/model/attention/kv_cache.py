@@ -9,8 +9,7 @@ page ids in a page table are relative to the group. `pallas_kernels/attention` d
 inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.quant import as_bits
 from jaxserve.model.quant.rows import STORAGE, quantize_heads
 from pallas_kernels import rotate_and_write as kernels
-from pallas_kernels.attention.api import attention_places, paged_attention, write_rows
+from pallas_kernels.attention.api import paged_attention, write_rows
 from pallas_kernels.quantize.api import Format
 
 Pages = tuple[Array, ...]
@@ -183,33 +182,6 @@ def attend_latent(
     return out, lse
 
 
-def places(
-    queries: jax.ShapeDtypeStruct,
-    pages: Sequence[jax.ShapeDtypeStruct],
-    batch: RaggedBatch,
-    *,
-    window: int = 0,
-    v_width: int = 0,
-) -> Any:
-    """What `attend`, or with `v_width` `attend_latent`, computes of the batch's positions alone: a
-    pytree of arrays.
-
-    Args:
-      queries, pages: as on a device.
-    """
-    return attention_places(
-        queries,
-        pages[0],
-        None if v_width else pages[1],
-        batch.page_table,
-        batch.sequence_of_token,
-        batch.position,
-        window=window,
-        v_width=v_width,
-        rope_pages=pages[1] if v_width and _is_split(pages) else None,
-    )
-
-
 def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "tokens heads _"]:
     """The row, with its rotated part if it is a latent, rounded as the cache stores it: quantised
     and dequantised."""
@@ -223,7 +195,7 @@ def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "t
     return jnp.concatenate([latent, rotated.astype(pages[1].dtype).astype(row.dtype)], axis=-1)
 
 
-def _is_split(pages: Sequence[Any]) -> bool:
+def _is_split(pages: Pages) -> bool:
     """Whether latents are without their rotated part, which is in an array of its own."""
     return len(pages) == 3
 

@@ -18,18 +18,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
-from jaxserve.model.ffn.collectives import (
-    ragged_all_to_all,
-    summed,
-    summed_int8_rows,
-    summed_rows,
-)
-from jaxserve.model.ffn.replicas import (
-    choose_shared_rank,
-    choose_slots,
-    expert_load,
-    work_of_rank,
-)
+from jaxserve.model.ffn.collectives import ragged_all_to_all, summed, summed_int8_rows, summed_rows
+from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import EncodedRows, WireFormat, pack_int8, unpack_int8

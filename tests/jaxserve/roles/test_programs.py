@@ -42,8 +42,8 @@ def test_shapes_of_1a1f(tmp_path):
     assert enter.name == "enter_dense"
     assert [a.shape for a in enter.arguments[:5]] == [
         (1, 5),
-        (1, width),
         (1, 5, 18),
+        (1, width),
         (160, 1, 8, 32),
         (160, 1, 8, 32),
     ]
