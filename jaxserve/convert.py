@@ -20,13 +20,13 @@ from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.checkpoint.int8_products import INT8_PRODUCTS
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import Loss, measure
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
+from jaxserve.storage.mirror import INT8_PRODUCTS
 from jaxserve.text.tokenizer import Tokenizer
 
 GROUPS = (32, 64, 128)
@@ -218,7 +218,8 @@ def _int8_products(options: argparse.Namespace) -> int:
     sequences = cut(token_ids, settings, config.max_positions)
     sequences = sequences[: max(2, settings.tokens // sequences.shape[1])]
     with Progress("sensitivity", 1) as progress:
-        alone, chosen = measure(folder, sequences, options.budget, _counted(progress))
+        report = _counted(progress)
+        alone, chosen = measure(folder, sequences, options.budget, report, options.ignore_key)
     print(f"{sequences.size} tokens; against products in floats with the same INT8 pages:")
     print("layer    KL, nats   perplexity, % (standard error)")
     for loss in alone:

@@ -32,7 +32,7 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_100,
+    "leader, colocated": 14_150,
     "leader, attention and ffn": 15_050,
     "follower, attention and ffn": 11_400,
     "alone, colocated": 14_800,

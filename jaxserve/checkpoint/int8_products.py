@@ -15,9 +15,7 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.storage.mirror import local_folder
-
-INT8_PRODUCTS = "int8_products.json"
+from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
 
 
 class Int8Products(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ of layers that is tried, and sets that have differed in no layer so far share th
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxtyping import Array
 from jaxserve.calibration import forward
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint, read_config
-from jaxserve.checkpoint.int8_products import INT8_PRODUCTS, Int8Products
+from jaxserve.checkpoint.int8_products import Int8Products
 from jaxserve.checkpoint.manifest import Block, blocks_of
 from jaxserve.checkpoint.records import write_record
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
@@ -33,6 +33,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
+from jaxserve.storage.mirror import INT8_PRODUCTS
 
 PAGE = 16
 Layers = frozenset[int]
@@ -60,6 +61,7 @@ def measure(
     sequences: np.ndarray,
     budget: float,
     on_layer: Callable[[int, int, str], None] = lambda done, layers, note: None,
+    ignored: Collection[str] = (),
 ) -> tuple[list[Loss], Loss | None]:
     """Measures every layer alone, and then the least sensitive ones together; writes the list.
 
@@ -72,6 +74,7 @@ def measure(
       budget: percent of perplexity that all chosen layers together may cost, two standard errors
         included.
       on_layer: called with the number of layers that are done, of all, and a note.
+      ignored: see `read_config`.
 
     Returns:
       the losses of single layers, in their order, and that of the chosen ones; None: there are
@@ -80,7 +83,7 @@ def measure(
     Raises:
       ConfigError, CheckpointError: the model cannot be read.
     """
-    model = _Model(folder, sequences)
+    model = _Model(folder, sequences, ignored)
     count = model.config.layers
 
     def losses(sets: Sequence[Layers], passes: int) -> list[Loss]:
@@ -122,8 +125,8 @@ def longest(together: Sequence[Loss], budget: float) -> Loss | None:
 class _Model:
     """The rows of a text on their way through the layers, by the layers that multiply in INT8."""
 
-    def __init__(self, folder: str | Path, sequences: np.ndarray):
-        self.config, names = read_config(folder)
+    def __init__(self, folder: str | Path, sequences: np.ndarray, ignored: Collection[str]):
+        self.config, names = read_config(folder, ignored)
         self._sequences = sequences
         tokens = sequences.shape[1]
         self._deployment = _deployment(folder, tokens)

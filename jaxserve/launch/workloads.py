@@ -71,9 +71,9 @@ def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     (jaxserve/README.md, Measured)."""
     on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
     all_roles = deployment.mode == "afd" and work.role in ("", "decode")
-    return (
-        [f"--host-processes={work.devices}"] if on_gpus and all_roles and work.devices > 1 else []
-    )
+    if not (on_gpus and all_roles and work.devices > 1):
+        return []
+    return [f"--host-processes={work.devices}"]
 
 
 def workloads(

@@ -26,7 +26,7 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: int
     """Arrays that a call takes."""
     exchanging: int = 0
-    """Of them those that collectives read and write: while the links move them, and faster."""
+    """Of the bytes those that collectives read and write: while the links move them, and faster."""
     absent: int = 0
     """Of the others, those of rows that no token chose on average: there is room for all choices,
     and kernels touch the rows of the experts that are here."""

@@ -252,10 +252,10 @@ class AttentionWorker:
         if self._drafting is not None and drafting is not None:
             batch = self._drafting.resolve(drafting, plan, batch, before)
         combined: Arrays = self._weights.embedding
-        shared, kinds = [batch], len(pages[0])
+        shared, arrays = [batch], len(pages[0])
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *made = attend(x, table, *shared, *pages[layer], *combined, *leaves)
-            pages[layer], shared = made[:kinds], made[kinds:] or shared
+            pages[layer], shared = made[:arrays], made[arrays:] or shared
             send(message)
             yield message
             del message

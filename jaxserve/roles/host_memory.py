@@ -10,9 +10,17 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Role
 from jaxserve.roles.capacity import role_bytes
 
+GROUPS = (
+    ("", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Of control groups, version 2 and 1: folder, limit, what is used, and how entries of memory.stat
+begin that count the groups inside, too."""
+
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of the host's memory that nobody uses, of the container's where it has fewer."""
+    """Bytes of the host's memory that nobody needs, of the container's where it has fewer: what was
+    read of files and stays in memory is free in both, since the kernel drops it first."""
     sizes = []
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
@@ -20,12 +28,15 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
                 sizes.append(int(line.split()[1]) * 1024)
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        sizes.append(max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        pass
+    for folder, *names, prefix in GROUPS:
+        group = root / "sys/fs/cgroup" / folder
+        try:
+            limit, used = (int((group / name).read_text()) for name in names)
+            entries = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+        except (OSError, ValueError):  # the other version, or no limit ("max")
+            continue
+        files = sum(int(entries.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+        sizes.append(max(0, limit - used + files))
     return min(sizes, default=None)
 
 

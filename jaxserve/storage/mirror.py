@@ -23,7 +23,9 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*"
 """Files that are copied; of these the ones that a model has directly in its folder."""
 WEIGHTS = "*.safetensors"
 MANIFEST = "manifest.json"
-"""Of a converted checkpoint: names all its files."""
+"""Of a converted checkpoint: names all its files but the next."""
+INT8_PRODUCTS = "int8_products.json"
+"""Which layers bear attention in INT8: measured when the rest is there."""
 
 _HEAD = 8
 """Bytes of a weight file that are read to learn its version."""
@@ -82,7 +84,11 @@ def _converted(bucket: Bucket) -> dict[str, Part] | None:
     except (msgspec.DecodeError, KeyError, TypeError):  # its reader reports it
         names = []
     plain = [name for name in names if "/" not in name and not name.startswith(".")]
-    return {MANIFEST: manifest} | _read(bucket, [Span(name) for name in plain])
+    found = {MANIFEST: manifest} | _read(bucket, [Span(name) for name in plain])
+    try:
+        return found | _read(bucket, [Span(INT8_PRODUCTS)])
+    except CheckpointError:  # as above
+        return found
 
 
 def _read(bucket: Bucket, spans: list[Span]) -> dict[str, Part]:

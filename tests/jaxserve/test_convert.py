@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import convert
 from jaxserve.checkpoint.hf import read_config
-from jaxserve.checkpoint.int8_products import INT8_PRODUCTS, read_model
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.store import open_blocks
@@ -19,6 +19,7 @@ from jaxserve.config.model import Int4
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.storage.mirror import INT8_PRODUCTS
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
@@ -173,14 +174,17 @@ def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
     assert convert.main(options) == 2
     assert f"{text}: 3 tokens; two sequences of 2 or more" in capsys.readouterr().err
     text.write_text(" ".join(str(2 + n * n % 11) for n in range(48)))
-    assert convert.main([*options, "--budget", "50"]) == 0
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"surprise": 1}))
+    assert convert.main([*options, "--budget", "50", "--ignore-key", "surprise"]) == 0
     found = json.loads((folder / INT8_PRODUCTS).read_text())
     alone = found["measured"]["alone"]
     assert [one["layers"] for one in alone] == [[0], [1], [2]]
     assert all(1e-9 < one["divergence"] < 1e-2 for one in alone)
     assert found["measured"]["together"]["layers"] == [0, 1, 2]
     assert "these" in capsys.readouterr().out
-    wanted = layouts.deployment(folder, {"attention.int8_products": "auto", "cache.format": "int8"})
+    keys = {"cache.format": "int8", "ignored_model_keys": ["surprise"]}
+    wanted = layouts.deployment(folder, keys | {"attention.int8_products": "auto"})
     assert read_model(wanted)[0].int8_layers == {0, 1, 2}
 
 

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.checkpoint.int8_products import INT8_PRODUCTS, Int8Products, listed, read_model
+from jaxserve.checkpoint.int8_products import Int8Products, listed, read_model
 from jaxserve.checkpoint.records import write_record
 from jaxserve.commands.checking import check
 from jaxserve.errors import ConfigError
+from jaxserve.storage.mirror import INT8_PRODUCTS
 from tests.jaxserve import layouts
 
 

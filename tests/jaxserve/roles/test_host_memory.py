@@ -15,9 +15,25 @@ def test_what_is_free_on_the_host_and_in_the_container(tmp_path):
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("5000000\n")
-    (group / "memory.current").write_text("1000000\n")
-    assert free_host_memory(tmp_path) == 4_000_000
+    (group / "memory.current").write_text("4000000\n")
+    (group / "memory.stat").write_text("anon 900000\ninactive_file 2000000\nactive_file 1000000\n")
+    assert free_host_memory(tmp_path) == 4_000_000  # what was read of files is dropped first
     (group / "memory.max").write_text("max\n")
+    assert free_host_memory(tmp_path) == 8_192_000
+
+
+def test_a_container_of_cgroup_v1(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:    8000 kB\n")
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("5000000\n")
+    (group / "memory.usage_in_bytes").write_text("4000000\n")
+    (group / "memory.stat").write_text(
+        "inactive_file 1\ntotal_inactive_file 2000000\ntotal_active_file 1000000\n"
+    )
+    assert free_host_memory(tmp_path) == 4_000_000
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     assert free_host_memory(tmp_path) == 8_192_000
 
 

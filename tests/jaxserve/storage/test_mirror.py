@@ -44,6 +44,10 @@ def test_converted(objects):
         "manifest.json",
         "origin.json",
     ]
+    # Measured afterwards: the manifest does not know it.
+    objects.files["m/int8_products.json"] = b"[]"
+    _mirrored.cache_clear()
+    assert (local_folder("s3://models/m") / "int8_products.json").read_bytes() == b"[]"
 
 
 def test_nothing_there(objects):
