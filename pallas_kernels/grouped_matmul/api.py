@@ -27,6 +27,7 @@ of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, wh
 refused (`pallas_kernels/coverage.py`).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -36,7 +37,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.quantize import QuantArray, check_quant_array
+from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
@@ -192,9 +193,10 @@ def grouped_swiglu(
 
 
 def _in_format(narrow: QuantArray | None, *weights: Array | QuantArray) -> QuantArray | None:
-    """Rows in 8 bits if these are those of the weights, too; FP8 weights may be their bits."""
+    """Rows in 8 bits if these are those of the weights, too; FP8 of either may be its bits."""
     if narrow is None:
         return None
+    narrow = dataclasses.replace(narrow, values=from_bits(narrow.values))
     formats = {_EIGHT_BITS.get(array.dtype.name) for array in (narrow, *weights)}
     return narrow if len(formats) == 1 and None not in formats else None
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import QuantArray, from_bits
 from pallas_kernels.quantize.product import product_of_rows, quant_product
 from pallas_kernels.target import current_target
 
@@ -107,7 +107,8 @@ def dense_swiglu(
         return grouped_swiglu(rows, gate, up, down, _one_group(rows), narrow=narrow)
     scales: Array | None = None
     if narrow is not None and _takes_narrow(rows, gate_weights, up_weights):
-        rows, scales = narrow.values.astype(rows.dtype), narrow.scales  # 16 bits have every value
+        values = from_bits(narrow.values)
+        rows, scales, narrow = values.astype(rows.dtype), narrow.scales, None  # 16 bits have each
 
     def product(weights: Array | QuantArray) -> Array:
         sums = dense_matmul(rows, weights, narrow)

@@ -47,8 +47,8 @@ def covers(shape: tuple[int, ...], dtype: DTypeLike, choices: tuple[int, ...]) -
     (rows, d), (tokens, top_k) = shape, choices
     return (
         dtype in (jnp.bfloat16, jnp.float32)
-        and tokens % TILE_TOKENS == 0
-        and rows % TILE_TOKENS == 0
+        and tokens > 0 == tokens % TILE_TOKENS
+        and rows > 0 == rows % TILE_TOKENS
         and d % LANES == 0
         and 4 * tokens * top_k <= SMEM_BYTES
         and 2 * 4 * top_k * BLOCK_TOKENS * d <= VMEM_BYTES

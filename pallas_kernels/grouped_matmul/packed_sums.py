@@ -5,6 +5,7 @@ and zeros. Hopper GPUs have kernels (`mosaic_gpu_sums.py`): a row's scale is kno
 and XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -48,8 +49,15 @@ class Unsummed(NamedTuple):
         Args:
           words: of a packed row.
           major: (a, b): rows, which are a x b blocks, as b x a blocks.
+
+        Raises:
+          ValueError: the rows are no a x b blocks.
         """
         tokens, d = self.shape
+        if 1 in major:  # the same order
+            major = 1, 1
+        if tokens % math.prod(major):
+            raise ValueError(f"{tokens} rows are not {major[0]} x {major[1]} equal blocks")
         target = _target(d, words)
         if target is not None and tokens:
             from pallas_kernels.grouped_matmul import mosaic_gpu_sums
@@ -58,7 +66,7 @@ class Unsummed(NamedTuple):
         values, scales = quantize_rows(self.total(), "int8")
         packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
         packed = jnp.pad(packed, ((0, 0), (0, words - packed.shape[1])))
-        if 1 in major:
+        if major == (1, 1):
             return packed
         return jnp.swapaxes(packed.reshape(*major, -1, words), 0, 1).reshape(-1, words)
 

@@ -78,11 +78,12 @@ def test_without_kernels(format):
 
 @pytest.mark.parametrize(("target", "taken"), [("gpu", True), ("cpu", False)])
 def test_rows_that_came_in_8_bits(target, taken):
-    """On a GPU their values are multiplied, and the rows themselves are not looked at."""
+    """On a GPU their values, here as bits, are multiplied, and the rows are not looked at."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(ROWS, D_IN)).astype(jnp.float8_e4m3fn)
     scales = 2.0 ** rng.integers(-6, 0, (ROWS, 1)).astype(np.float32)
-    narrow = QuantArray(jnp.asarray(values), jnp.asarray(scales), (1, 0))
+    kept = jnp.asarray(values.view(np.uint8) if taken else values)
+    narrow = QuantArray(kept, jnp.asarray(scales), (1, 0))
     rows = (values.astype(np.float32) * scales).astype(jnp.bfloat16)  # exactly
     shapes = ((24, D_IN), (24, D_IN), (8, 24))
     weights, arrays = zip(*(dense_weight(rng, *s, "fp8") for s in shapes), strict=True)

@@ -70,6 +70,7 @@ def test_a_dropped_wait_is_noticed(monkeypatch):
         (jnp.float16, (3072, 7168), (1024, 3), False),
         (jnp.bfloat16, (3072, 7104), (1024, 3), False),
         (jnp.bfloat16, (3060, 7168), (1020, 3), False),
+        (jnp.bfloat16, (0, 7168), (0, 3), False),
         (jnp.bfloat16, (2**18, 7168), (2**15, 8), False),  # too many places
         (jnp.bfloat16, (32768, 16384), (1024, 32), False),  # too much on its way
     ],

@@ -1,9 +1,12 @@
 """Sums to and from packed INT8: the Hopper kernels, interpreted, and XLA, against NumPy."""
 
+import inspect
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 from pallas_kernels.grouped_matmul.packed_sums import (
     Unsummed,
     sum_and_pack,
@@ -98,3 +101,16 @@ def test_rows_without_a_kernel():
     with use_target(TARGETS["gpu"]._replace(interpret=False)):
         assert Unsummed(jnp.ones((2, 5))).packed(9).shape == (2, 9)
         assert Unsummed(jnp.ones((0, D))).packed(WORDS).shape == (0, WORDS)
+
+
+def test_blocks_of_rows(monkeypatch):
+    """Of one row or column of blocks the order stays, whatever their number."""
+    asked = []
+    monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *arguments: asked.append(arguments[2]))
+    six = Unsummed(jnp.ones((6, D)))
+    with use_target(TARGETS["gpu"]):
+        for major in ((2, 3), (4, 1), (1, 4)):
+            inspect.unwrap(Unsummed.packed)(six, WORDS, major)
+        with pytest.raises(ValueError, match="6 rows are not 2 x 4 equal blocks"):
+            six.packed(WORDS, (2, 4))
+    assert asked == [(2, 3), (1, 1), (1, 1)]
