@@ -141,7 +141,7 @@ class Cache(Section, frozen=True):
     """The paged KV cache of one DP group."""
 
     page_size: Size = 16
-    """Tokens per page. `auto`: 64, on CPUs 16."""
+    """Tokens per page. `auto`: 64, on CPUs 16, on TPUs 128, or 256 with 8 bits."""
     pages: Annotated[int, Meta(ge=1, le=2**30)] = 512
     """Pages per DP group, shared by its lanes. `auto`: what fits beside weights and activations, no
     more than twice what all slots can fill; on CPUs 1,024 tokens a slot, or one longest sequence,

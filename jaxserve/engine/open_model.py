@@ -71,8 +71,7 @@ def available_memory(
     for role, own in devices.items():
         known = [size for device in own if (size := memory_limit(device)) is not None]
         reported[role] = min(known, default=None)
-    simulated = jax.default_backend() == "cpu"
-    if simulated and all(size is None for size in reported.values()):
+    if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
         counts = {role: len(own) for role, own in devices.items() if own}
         reported |= simulated_memory(config, deployment, counts, free_host_memory())
     return memory_of(deployment, reported)

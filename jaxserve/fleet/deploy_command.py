@@ -11,19 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.config.auto import page_tokens
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation_command import add_fleet, read_simulation
 from jaxserve.planner import deploy_view
 from jaxserve.planner.advice import why_not
+from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.deploy import Asked, Deployment, Hosts, NoUnitError, Planned, Sizer
 from jaxserve.planner.deploy_demand import Demand, Level, level
 from jaxserve.planner.deploy_file import Named, Writer
 from jaxserve.planner.deploy_fleet import Times
 from jaxserve.planner.deploy_spares import spares
 from jaxserve.planner.deploy_view import Shown, Simulated
-from jaxserve.planner.deployment_file import PAGE
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.measurements import read_calibration
@@ -87,12 +88,13 @@ def run(options: argparse.Namespace) -> int:
         options, options.prefill_hardware, options.attention_hardware, options.ffn_hardware
     )
     hardware = {**prefill, **attention, **ffn}
-    asked = _asked(options, hardware)
+    formats = read_formats(options, hardware)
+    asked = _asked(options, hardware, formats)
     requests = asked.demand.requests(asked.longest, asked.page)
     calculator = Calculator(
         load_model(options.model, options.configs),
         round(requests.context),
-        read_formats(options, hardware),
+        formats,
         assumptions(options.assume),
         read_calibration(options.calibration, options.configs).of(Path(options.model).name),
     )
@@ -149,7 +151,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _asked(options: argparse.Namespace, hardware: dict[str, Hardware]) -> Asked:
+def _asked(options: argparse.Namespace, hardware: dict[str, Hardware], formats: Formats) -> Asked:
     prompt, output = tokens(options.prompts, "--prompts"), tokens(options.outputs, "--outputs")
     most = positions(options) or UNLIMITED
     if prompt + output > most:
@@ -169,7 +171,7 @@ def _asked(options: argparse.Namespace, hardware: dict[str, Hardware]) -> Asked:
         ttft=level(options.ttft, "--ttft"),
         tpot=tpot,
         positions=most,
-        page=max(PAGE.get(one.platform, 64) for one in hardware.values()),
+        page=max(page_tokens(one.platform, formats.cache) for one in hardware.values()),
         target=Target(
             tpot=tpot.seconds,
             max_devices=max(options.max_devices, options.prefill_devices, options.decode_devices),

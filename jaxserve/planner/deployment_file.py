@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.config.auto import page_tokens
 from jaxserve.config.deployment import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
@@ -15,8 +16,6 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import token_budget, usable
 from jaxserve.planner.search import Plan, Searcher
 
-PAGE = {"gpu": 64, "tpu": 128}
-"""Tokens of a page. The TPU kernels take an 8-bit cache in multiples of 128."""
 REBALANCE_SECONDS = 600
 """Of plans with slots for replicas, whose predicted balance needs experts that are placed by what
 they get: ten times the default window of counting, as `expert_balancer.SLICES` are looked back
@@ -40,7 +39,7 @@ def deployment_text(
       hardware: the plan's hardware by name.
     """
     layout = plan.layout
-    page = PAGE.get(hardware[layout.attention].platform, 64)
+    page = page_tokens(hardware[layout.attention].platform, formats.cache)
     colocated = layout.mode != "afd"
     a, f = hardware[layout.attention], hardware[layout.ffn]
     kept = config.stored == "fp8_block" and formats.weights == "fp8"

@@ -21,7 +21,8 @@ from pallas_kernels.estimate import model as kernels
 from pallas_kernels.estimate.assumptions import assumed
 
 COMMITTED = CONFIGS / "estimates" / "step3-h200.json"
-PROGRAMS = ("enter_dense", "attend_dense", "attend_moe", "leave", "ffn_dense", "ffn_moe")
+PROGRAMS = ("enter", "attend", "leave", "ffn")
+"""Of a step; a layer's have their kind behind it."""
 
 
 def add_estimate(command: argparse.ArgumentParser) -> None:
@@ -63,6 +64,11 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
     config = model_config(model_folder(deployment.model, options.configs))
     if config is None or deployment.mode != "afd":
         raise ConfigError(f"{options.config}: an AFD deployment that the engine runs is expected")
+    if config.window_layers or deployment.attention.int8_products not in ("none", []):
+        raise ConfigError(
+            f"{options.config}: attention with a window (layers {sorted(config.window_layers)}) or "
+            f"attention.int8_products = {deployment.attention.int8_products} is not counted"
+        )
     rows, _, pages = options.bucket.partition("x")
     if not (rows.isdecimal() and pages.isdecimal()):
         raise ConfigError(f"--bucket {options.bucket!r}: expected tokens x pages, as in 128x64")
@@ -74,7 +80,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
     for one in aot.compile_deployment(config, deployment, there, [bucket]):
         if one.error:
             raise ConfigError(f"{one.name}: {one.error}")
-        if one.name in PROGRAMS:
+        if one.name.partition("_")[0] in PROGRAMS:
             programs[one.name] = estimate.ProgramCounts(
                 layers=one.layers,
                 instructions=one.instructions,
@@ -128,7 +134,7 @@ def _counts(
             "dispatch": bucket.tokens * message.packed,
             "combine": bucket.tokens * message.result,
         },
-        programs={name: programs[name] for name in PROGRAMS if name in programs},
+        programs=programs,
     )
 
 

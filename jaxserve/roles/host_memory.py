@@ -21,13 +21,11 @@ begin that count the groups inside, too."""
 def free_host_memory(root: Path = Path("/")) -> int | None:
     """Bytes of the host's memory that nobody needs, of the container's where it has fewer: what was
     read of files and stays in memory is free in both, since the kernel drops it first."""
-    sizes = []
     try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                sizes.append(int(line.split()[1]) * 1024)
+        lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for folder, *names, prefix in GROUPS:
         group = root / "sys/fs/cgroup" / folder
         try:
@@ -54,8 +52,5 @@ def simulated_memory(
     needed = {
         part.role: part.total * devices.get(part.role, 0) for part in role_bytes(config, deployment)
     }
-    left: dict[Role, int | None] = {}
-    for role, count in devices.items():
-        others = sum(size for other, size in needed.items() if other != role)
-        left[role] = max(0, free - others) // max(count, 1)
-    return left
+    spare = free - sum(needed.values())
+    return {role: max(0, spare + needed.get(role, 0)) // count for role, count in devices.items()}

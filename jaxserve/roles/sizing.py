@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from jaxserve.config.auto import AUTO_KEYS
+from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.checks import scratch_pages
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, ModelConfig
@@ -29,7 +29,6 @@ CPU_SMALL_STEPS = (1, 8)
 CPU_LAYER_BYTES = 8_000_000
 """Weights of a layer for each core that takes part in it: half a millisecond, at what a core of a
 server reads, beside the 0.1 ms that collectives between two cores take."""
-PAGE_SIZE, CPU_PAGE_SIZE = 64, 16
 SMALLEST_PAGES = 1024
 """Tokens of the smallest page bucket on accelerators."""
 AFD_KEYS = frozenset(
@@ -115,7 +114,7 @@ class _Sizes:
 
     def _step_sizes(self) -> None:
         """First values of what `_room` may make smaller."""
-        size = CPU_PAGE_SIZE if self._on_cpu else PAGE_SIZE
+        size = page_tokens(self._machine.platform, self._now.cache_format)
         self._set("cache.page_size", size, "tokens that kernels read at a time")
         self._set("scheduler.max_length", self._config.max_positions, "the model's positions")
         if self._on_cpu:

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner import estimate
@@ -163,3 +164,10 @@ def test_a_file_that_is_none(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigError, match="missing required field"):
         estimate.read(path)
+
+
+def test_layers_that_are_not_counted(capsys):
+    """Rather than with the cycles of kernels that do not run."""
+    asked = ["estimate", "--count", "--config", str(CONFIGS / "step3.yaml")]
+    assert main([*asked, "--set", "attention.int8_products=[0]"]) == 2
+    assert "attention.int8_products = [0] is not counted" in capsys.readouterr().err

@@ -33,7 +33,8 @@ def check(path, model, hardware, mode, cache, capsys) -> bool:
     assert serve(["--config", str(path), "--check"]) == 0, capsys.readouterr().err
     deployment, one = load_deployment(path), load_hardware(hardware)
     if one.platform == "tpu":
-        assert deployment.cache.page_size == 128
+        eight_bits = deployment.cache_format in ("fp8", "int8")
+        assert deployment.cache.page_size == (256 if eight_bits else 128)
         assert one.slice_of(deployment.devices)
         assert deployment.cache_format != "fp8" or "fp8" in one.teraflops
     return True

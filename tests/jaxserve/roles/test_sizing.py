@@ -66,7 +66,7 @@ def test_a_dense_model_on_eight_chips():
     limits = deployment.scheduler
     assert (limits.slots, limits.max_length, limits.token_budget) == (128, 40_960, 512)
     assert limits.token_buckets == [128, 512]
-    assert limits.page_buckets == [40, 160, 640]
+    assert limits.page_buckets == [20, 80, 320]
     config = read_config(deployment.model)[0]
     check_capacity(config, deployment, {"attention": TPUS.memory, "ffn": TPUS.memory})
     more = msgspec.structs.replace(deployment.cache, pages=deployment.cache.pages + 1)
@@ -96,7 +96,7 @@ def test_one_device_that_the_model_is_too_large_for():
     [
         ({"scheduler__slots": 5}, {"scheduler.slots": 5}),
         ({"attention__tp": 2}, {"attention.tp": 2, "attention.dp": 4}),
-        ({"cache__pages": 100}, {"cache.pages": 100, "scheduler.max_length": 6400}),
+        ({"cache__pages": 100}, {"cache.pages": 100, "scheduler.max_length": 12_800}),
         ({"attention__memory_gb": 9.0}, {"attention.memory_gb": 9.0}),
         ({"scheduler__token_buckets": [7, 512], "scheduler__slots": 7}, {}),
         ({"mode": "afd"}, {"mode": "afd", "attention.dp": 1, "ffn.ep": 1}),
@@ -151,7 +151,11 @@ def test_hardware_that_is_named_and_not_here():
     sizing = Sizing(elsewhere=True)
     deployment = load_deployment(folder, named, choose=sizing)
     assert (deployment.attention.dp, deployment.attention.tp) == (2, 4)
-    assert (deployment.dtype, deployment.cache.page_size) == ("bfloat16", 64)
+    assert (deployment.dtype, deployment.cache.page_size) == ("bfloat16", 128)
+    narrow = load_deployment(
+        folder, named | {"cache.format": "int8"}, choose=Sizing(elsewhere=True)
+    )
+    assert narrow.cache.page_size == 256  # kernels take no less than 128 there
     config = read_config(folder)[0]
     memory = {"attention": 34_300_000_000, "ffn": 34_300_000_000}
     assert sizing.reported(config, deployment) == memory
@@ -176,4 +180,4 @@ def test_what_was_chosen_is_told():
     lines = sizing.table().splitlines()
     assert lines[2].split("  ", 1)[0] == "attention.dp"
     assert "8 of 8 devices, weights 8.19 GB on each, 8 K and V heads" in lines[3]
-    assert "GB of weights and activations) / 2.097 MB a page" in sizing.table()
+    assert "GB of weights and activations) / 4.194 MB a page" in sizing.table()
