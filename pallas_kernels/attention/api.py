@@ -22,8 +22,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import reference
+from pallas_kernels.attention.checks import (
+    check_pages,
+    check_places,
+    check_rope,
+    check_tokens,
+    check_values,
+    check_write,
+)
 from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
-from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
@@ -69,13 +76,13 @@ def write_rows(
     if not pages or len(pages) != len(rows):
         raise ValueError(f"{len(pages)} arrays of pages and {len(rows)} of rows")
     for index, (array, new) in enumerate(zip(pages, rows, strict=True)):
-        _check_write(f"rows[{index}]", new, array, rows[0].shape[:1])
+        check_write(f"rows[{index}]", new, array, rows[0].shape[:1])
         if array.shape[:3] != pages[0].shape[:3]:
             raise ValueError(
                 f"pages[{index}] has [pages, kv_heads, page_size] {array.shape[:3]}, "
                 f"pages[0] has {pages[0].shape[:3]}"
             )
-    _check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
+    check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
     check_implementation(implementation)
     if implementation == "kernel":
         raise NotImplementedError("write_rows: there is no kernel; XLA writes rows in place")
@@ -221,15 +228,15 @@ def paged_attention(
         raise ValueError(
             f"queries is {queries.dtype}{queries.shape}, needs floats [tokens, q_heads, head_dim]"
         )
-    _check_pages("k_pages", k_pages, "k_scales", k_scales)
+    check_pages("k_pages", k_pages, "k_scales", k_scales)
     if v_pages is not None:
-        _check_pages("v_pages", v_pages, "v_scales", v_scales)
-    _check_values(k_pages, v_pages, v_width, v_scales)
+        check_pages("v_pages", v_pages, "v_scales", v_scales)
+    check_values(k_pages, v_pages, v_width, v_scales)
     tokens, q_heads, head_dim = queries.shape
     kv_heads = k_pages.shape[1]
     key_width = k_pages.shape[3]
     if rope_pages is not None:
-        _check_rope(rope_pages, k_pages, v_pages)
+        check_rope(rope_pages, k_pages, v_pages)
         key_width += rope_pages.shape[3]
     if head_dim != key_width:
         raise ValueError(f"queries has head_dim {head_dim}, k_pages has {key_width}")
@@ -241,7 +248,7 @@ def paged_attention(
                 raise ValueError(f"int8_products needs INT8 pages, {name} is {pages.dtype}")
     if window < 0:
         raise ValueError(f"window is {window}, needs at least 0")
-    _check_tokens(tokens, page_table, sequence_of_token, position)
+    check_tokens(tokens, page_table, sequence_of_token, position)
     width = v_width if v_pages is None else v_pages.shape[3]
     where = (page_table, sequence_of_token, position)
     lse: Array | None
@@ -373,7 +380,7 @@ def chunk_attention(
             f"queries {queries.shape}, keys {keys.shape} and values {values.shape} must agree in "
             "tokens and heads, queries and keys in head_dim"
         )
-    _check_places(queries.shape[0], sequence_of_token, position)
+    check_places(queries.shape[0], sequence_of_token, position)
     inputs = (queries, keys, values, sequence_of_token, position)
     target = kernel_target(
         "chunk_attention",
@@ -433,86 +440,3 @@ def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.gap(queries, cache)
-
-
-def _check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:
-    eight_bits = pages.dtype in EIGHT_BITS
-    fits = eight_bits or jnp.issubdtype(pages.dtype, jnp.floating)
-    if pages.ndim != 4 or 0 in pages.shape or not fits:
-        raise ValueError(
-            f"{name} is {pages.dtype}{pages.shape}, needs floats, int8 or uint8 "
-            "[pages, kv_heads, page_size, head_dim], none of them 0"
-        )
-    if not eight_bits and scales is not None:
-        raise ValueError(
-            f"{name} is {pages.dtype}, which has no scales, but there is {scales_name}"
-        )
-    if eight_bits:
-        got: Any = None if scales is None else f"{scales.dtype}{scales.shape}"
-        expected = f"float32{pages.shape[:3]}"
-        if got != expected:
-            raise ValueError(f"{name} is {pages.dtype}, {scales_name} is {got}, needs {expected}")
-
-
-def _check_values(
-    k_pages: Array, v_pages: Array | None, v_width: int, v_scales: Array | None
-) -> None:
-    """Check the arguments that define the values."""
-    if v_pages is not None:
-        if v_width:
-            raise ValueError(f"v_width is {v_width}, which is for v_pages None")
-        if k_pages.shape[:3] != v_pages.shape[:3]:
-            raise ValueError(
-                f"k_pages has [pages, kv_heads, page_size] {k_pages.shape[:3]}, "
-                f"v_pages has {v_pages.shape[:3]}"
-            )
-        return
-    if not 0 < v_width <= k_pages.shape[3]:
-        raise ValueError(f"v_width is {v_width}, needs 1 to {k_pages.shape[3]} with v_pages None")
-    if v_scales is not None:
-        raise ValueError("there is v_scales, but no v_pages; k_scales is for the values too")
-
-
-def _check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None:
-    if v_pages is not None:
-        raise ValueError("there are rope_pages and v_pages; rope_pages are for v_pages None")
-    floats = jnp.issubdtype(rope_pages.dtype, jnp.floating)
-    if rope_pages.ndim != 4 or rope_pages.shape[:3] != k_pages.shape[:3] or not floats:
-        raise ValueError(
-            f"rope_pages is {rope_pages.dtype}{rope_pages.shape}, needs floats of "
-            f"[pages, kv_heads, page_size] {k_pages.shape[:3]}"
-        )
-
-
-def _check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:
-    if pages.ndim < 3 or 0 in pages.shape:
-        raise ValueError(
-            f"the pages of {name} are {pages.dtype}{pages.shape}, "
-            "need [pages, kv_heads, page_size, ...], none of them 0"
-        )
-    expected = (*tokens, pages.shape[1], *pages.shape[3:])
-    if rows.shape != expected:
-        raise ValueError(f"{name} has shape {rows.shape}, its pages need {expected}")
-    bits = rows.dtype == jnp.float8_e4m3fn and pages.dtype == jnp.uint8
-    if rows.dtype != pages.dtype and not bits:
-        raise ValueError(f"{name} is {rows.dtype}, its pages are {pages.dtype}")
-
-
-def _check_tokens(
-    tokens: int, page_table: Array, sequence_of_token: Array, position: Array
-) -> None:
-    if page_table.dtype != jnp.int32 or page_table.ndim != 2:
-        raise ValueError(
-            f"page_table is {page_table.dtype}{page_table.shape}, needs int32 of rank 2"
-        )
-    if 0 in page_table.shape:
-        raise ValueError(f"page_table is empty: {page_table.shape}")
-    _check_places(tokens, sequence_of_token, position)
-
-
-def _check_places(tokens: int, sequence_of_token: Array, position: Array) -> None:
-    for name, array in (("sequence_of_token", sequence_of_token), ("position", position)):
-        if array.dtype != jnp.int32 or array.ndim != 1:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, needs int32 of rank 1")
-        if array.shape != (tokens,):
-            raise ValueError(f"{name} has {array.shape[0]} entries for {tokens} tokens")

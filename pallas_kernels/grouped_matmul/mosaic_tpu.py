@@ -12,7 +12,7 @@ only rows of its group. A tile of padding rows has a visit too, which reads noth
 zeros.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields
+from pallas_kernels.varying import varying_shape
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 
@@ -250,13 +251,13 @@ def _grouped_products(
             (plan.tile_rows, plan.tile_columns), _block(lambda n, v, visits: (visits.tile[v], n))
         )
     ]
-    out_shape = [_varying_shape((count, d_out), out_dtype, leaves)]
+    out_shape = [varying_shape((count, d_out), out_dtype, leaves)]
     if out_format:
         # A tile's scales together, as a block has to have all of the last axis.
         units = pl.cdiv(plan.tile_columns, ROW_BLOCK)
         place = _block(lambda n, v, visits: (n, visits.tile[v], 0))
         out_specs.append(pl.BlockSpec((1, plan.tile_rows, units), place))
-        out_shape.append(_varying_shape((column_tiles, count, units), jnp.float32, leaves))
+        out_shape.append(varying_shape((column_tiles, count, units), jnp.float32, leaves))
     blocks = Blocks(by_column, block_in, product_in)
     call = _Call(plan, structure, column_tiles, blocks, out_format is not None)
     out, *out_scales = pl.pallas_call(
@@ -445,15 +446,3 @@ def _format(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) ->
 def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """An index map of the grid's indices (tile of columns, visit) and the visits."""
     return lambda n, v, *scalars: index(n, v, Visits(*scalars))
-
-
-def _varying_shape(
-    shape: tuple[int, ...], dtype: DTypeLike, inputs: Sequence[Any]
-) -> jax.ShapeDtypeStruct:
-    """An output that, inside `shard_map`, differs along every mesh axis along which inputs do."""
-    varying = (jax.typeof(array).manual_axis_type.varying for array in inputs)
-    return jax.ShapeDtypeStruct(
-        shape,
-        dtype,
-        manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset[str]().union(*varying)),
-    )

@@ -12,7 +12,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.target import Target
+from pallas_kernels.varying import varying_shape
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 
@@ -86,7 +86,7 @@ def combine(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=_varying_shape((tokens, d), (rows, *beside)),
+        out_shape=varying_shape((tokens, d), jnp.float32, (rows, *beside)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES + 16 * 2**20,
@@ -184,13 +184,3 @@ def _words(rows: Float[Array, "rows d"]) -> UInt32[Array, "words d"]:
         return lax.bitcast_convert_type(rows, jnp.uint32)
     pairs = rows.reshape(-1, per_word, rows.shape[1])
     return lax.bitcast_convert_type(jnp.swapaxes(pairs, 1, 2), jnp.uint32)
-
-
-def _varying_shape(shape: tuple[int, ...], inputs: tuple[Array, ...]) -> jax.ShapeDtypeStruct:
-    """Inside `shard_map` the result differs along every mesh axis along which an input does."""
-    varying = (jax.typeof(array).manual_axis_type.varying for array in inputs)
-    return jax.ShapeDtypeStruct(
-        shape,
-        jnp.float32,
-        manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset[str]().union(*varying)),
-    )

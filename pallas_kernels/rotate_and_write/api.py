@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.api import write_rows
+from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.rotate_and_write import reference
@@ -61,12 +62,13 @@ def rotate_and_write(
       NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
     _check(pages, query, key, value, (cosine, sine), (query_norm, key_norm))
+    wheres = (page_table, sequence_of_token, position)
+    check_tokens(query.shape[0], *wheres)
     if implementation == "auto" and current_target().backend == "mosaic_tpu":
         implementation = "reference"
     target = kernel_target(
         OP, implementation, lambda target: _gap(target, pages, query, value), _COST
     )
-    wheres = (page_table, sequence_of_token, position)
 
     def compute(
         pages: tuple[Array, ...],

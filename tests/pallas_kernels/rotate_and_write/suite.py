@@ -65,7 +65,7 @@ def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=j
     query = turned(heads[0], norms.get("query_norm"), angles, dtype)
     key = turned(heads[1], norms.get("key_norm"), angles, dtype)
     turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    where = (TABLE, SEQUENCES, POSITIONS)
+    where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
     arguments = (tuple(map(jnp.asarray, pages)), *map(jnp.asarray, heads), *turn, *where)
     options = {name: jnp.asarray(norm) for name, norm in norms.items()} | {"epsilon": 1e-6}
     return Case(arguments, options, query, (key, heads[2]), tuple(pages))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.rotate_and_write import rotate_and_write
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.rotate_and_write.suite import RotateAndWriteSuite, make_case
 
 
@@ -26,6 +26,11 @@ NAMES = ("pages", "query", "key", "value", "cosine", "sine", "page_table")
         ("sine", lambda x: x[:, 1:], r"sine is float32\(8, 63\), needs float32\(8, 64\)"),
         ("pages", lambda x: x[:2], r"pages are \['int8', 'int8'\], need keys and values.*scales"),
         ("pages", lambda x: (*x[:3], x[3][1:]), r"pages\[3\] has shape \(5, 1, 8\), needs \(6, 1"),
+        (
+            "page_table",
+            lambda x: x.astype(jnp.float32),
+            r"page_table is float32\(2, 3\), needs int32",
+        ),
         ("query_norm", lambda x: x[:4], r"query_norm is bfloat16\(4,\), needs bfloat16\(128,\)"),
     ],
 )
@@ -38,5 +43,6 @@ def test_bad_calls(name, change, message):
     else:
         place = NAMES.index(name)
         arguments[place] = change(arguments[place])
-    with pytest.raises(ValueError, match=message):
+    kernel = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
+    with use_target(kernel), pytest.raises(ValueError, match=message):
         inspect.unwrap(rotate_and_write)(*arguments, **options)
