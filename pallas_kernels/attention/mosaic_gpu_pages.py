@@ -20,7 +20,8 @@ from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk
 from pallas_kernels.mosaic_gpu import store
 
 FLOAT16_FACTOR = 16
-"""Factor applied to keys and values when they are converted to float16."""
+"""Factor applied to keys and values when they are converted to float16. These
+may reach 65504 / 16 = 4094 (beyond is infinity), and queries 65504."""
 CONVERTED_COLUMNS = 64
 """Columns that a warpgroup converts at one time."""
 
