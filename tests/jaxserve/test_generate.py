@@ -121,6 +121,7 @@ def test_a_wrong_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_message_in_the_models_chat_template(
     folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "config.json").write_text("{}")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }} {{ m.content }},{% endfor %}"
     )
@@ -130,6 +131,7 @@ def test_a_message_in_the_models_chat_template(
 
 
 def test_a_model_without_a_chat_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text("{}")
     assert generate.main(["--model", str(folder), "--prompt", "hi", "--chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
 

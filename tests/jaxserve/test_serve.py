@@ -378,6 +378,7 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("signals")
 def test_a_missing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert "no file tokenizer.json" in refused(["--model", str(tmp_path)], capsys)
 
 
