@@ -70,8 +70,10 @@ def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     runtime with both roles: the host time of a layer grows with the devices of a process
     (jaxserve/README.md, Measured)."""
     on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
-    all_roles = deployment.mode == "afd" and work.role in ("", "decode")
+    all_roles = work.role in ("", "decode", "prefill")
     if not (on_gpus and all_roles and work.devices > 1):
+        return []
+    if deployment_of(deployment, work.role).mode != "afd":
         return []
     return [f"--host-processes={work.devices}"]
 

@@ -93,6 +93,15 @@ def test_a_fleet_divides_the_gpus(tmp_path: Path) -> None:
     assert list(made["router"]["ports"]) == ["8000:8000", "50051:50051"]
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("afd", 1), ("colocated", 0)])
+def test_prefill_workers_with_both_roles_have_a_process_a_gpu(mode: str, expected: int) -> None:
+    command = "--config demo-fleet --set mode=afd --hardware h100 --target docker --without-keys"
+    made = services(files_of(f"{command} --set prefill.mode={mode}"))
+    given = {name: service["command"] for name, service in made.items()}
+    assert given["domain-0"].count("--host-processes=2") == 1
+    assert given["prefill-0"].count("--host-processes=2") == expected
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
