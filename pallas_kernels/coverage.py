@@ -91,6 +91,8 @@ def kernel_target(
     gap: Callable[[Target], str],
     cost: str,
     tiles: Fields | None = None,
+    *,
+    fused_on_tpus: str = "",
 ) -> Target | None:
     """The target whose kernel a call runs; None: plain XLA.
 
@@ -98,6 +100,8 @@ def kernel_target(
       gap: what of the call the kernels of a target do not cover; empty: nothing.
       cost: as of `Fallback`.
       tiles: given for the kernel.
+      fused_on_tpus: of an op without kernels for TPUs, what XLA fuses there, so that it falls back
+        to nothing worse.
 
     Raises:
       ValueError: the implementation is unknown; or there are tiles and no kernel that they are for.
@@ -109,7 +113,11 @@ def kernel_target(
             raise ValueError(f"tiles of {op}: implementation is 'reference', which has none")
         return None
     target = current_target()
-    if target.backend != "reference":
+    if fused_on_tpus and target.backend == "mosaic_tpu":
+        if implementation == "auto" and not tiles:
+            return None
+        reason = fused_on_tpus
+    elif target.backend != "reference":
         reason = gap(target)
         if not reason:
             return target

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Float32, Num
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.quantize import Format
-from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -55,9 +54,8 @@ def rms_norm_quantize(
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
-    if implementation == "auto" and not tiles and current_target().backend == "mosaic_tpu":
-        implementation = "reference"
-    target = kernel_target(OP, implementation, lambda target: _gap(target, x), _COST, tiles)
+    fused = "norms, which XLA fuses there"
+    target = kernel_target(OP, implementation, lambda _: _gap(x), _COST, tiles, fused_on_tpus=fused)
 
     def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:
         if target is None:
@@ -70,9 +68,7 @@ def rms_norm_quantize(
     return normed, values, scales
 
 
-def _gap(target: Target, x: Array) -> str:
-    if target.backend == "mosaic_tpu":
-        return "norms, which XLA fuses there"
+def _gap(x: Array) -> str:
     from pallas_kernels.norm_quantize import mosaic_gpu
 
     return mosaic_gpu.gap(x)

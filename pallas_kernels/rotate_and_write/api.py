@@ -14,7 +14,6 @@ from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.rotate_and_write import reference
-from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 
 OP = "rotate_and_write"
@@ -64,10 +63,12 @@ def rotate_and_write(
     _check(pages, query, key, value, (cosine, sine), (query_norm, key_norm))
     wheres = (page_table, sequence_of_token, position)
     check_tokens(query.shape[0], *wheres)
-    if implementation == "auto" and current_target().backend == "mosaic_tpu":
-        implementation = "reference"
     target = kernel_target(
-        OP, implementation, lambda target: _gap(target, pages, query, value), _COST
+        OP,
+        implementation,
+        lambda _: _gap(pages, query, value),
+        _COST,
+        fused_on_tpus="rotation and writing, of which XLA fuses what can be fused there",
     )
 
     def compute(
@@ -99,9 +100,7 @@ def rotate_and_write(
     return queries, written
 
 
-def _gap(target: Target, pages: tuple[Array, ...], query: Array, value: Array) -> str:
-    if target.backend == "mosaic_tpu":
-        return "rotation and writing, of which XLA fuses what can be fused there"
+def _gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
     from pallas_kernels.rotate_and_write import mosaic_gpu
 
     return mosaic_gpu.gap(pages, query, value)
