@@ -9,10 +9,10 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.mesh import Role, Submeshes, memory_limit
+from jaxserve.mesh import Role, Submeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.capacity import check_capacity, memory_of
-from jaxserve.roles.host_memory import free_host_memory, simulated_memory
+from jaxserve.roles.capacity import check_capacity
+from jaxserve.roles.host_memory import available_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.weights import LeafSource, OpenSource
 from pallas_kernels.coverage import refuse_fallbacks
@@ -47,31 +47,14 @@ def open_model(
     refuse_fallbacks(deployment.strict_kernels)
     if config is None or names is None:
         config, names = read_model(deployment)
-    config = with_int8_products(config, deployment)
+    else:
+        config = with_int8_products(config, deployment)
     meshes = Submeshes(deployment)
-    check_capacity(config, deployment, available_memory(config, deployment, meshes))
+    check_capacity(config, deployment, available_memory(config, deployment, _local_devices(meshes)))
     templates = ModelTemplates(config, deployment, meshes)
     return OpenModel(config, names, meshes, templates, open_source(deployment, names))
 
 
-def available_memory(
-    config: ModelConfig, deployment: Deployment, meshes: Submeshes
-) -> dict[Role, int | None]:
-    """Bytes that the deployment may use of a device, by role: what it says, else what devices
-    report, of simulated ones their share of the host's free memory."""
-    meshes_of: dict[Role, tuple[jax.sharding.Mesh, ...]] = {
-        "attention": meshes.domains,
-        "ffn": (meshes.ffn,),
-    }
-    devices = {
-        role: {device for mesh in several for device in mesh.local_devices}
-        for role, several in meshes_of.items()
-    }
-    reported: dict[Role, int | None] = {}
-    for role, own in devices.items():
-        known = [size for device in own if (size := memory_limit(device)) is not None]
-        reported[role] = min(known, default=None)
-    if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
-        counts = {role: len(own) for role, own in devices.items() if own}
-        reported |= simulated_memory(config, deployment, counts, free_host_memory())
-    return memory_of(deployment, reported)
+def _local_devices(meshes: Submeshes) -> dict[Role, set[jax.Device]]:
+    attention = {device for mesh in meshes.domains for device in mesh.local_devices}
+    return {"attention": attention, "ffn": set(meshes.ffn.local_devices)}

@@ -17,10 +17,10 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, Role, memory_limit, role_mesh
+from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.capacity import check_capacity, memory_of
-from jaxserve.roles.host_memory import free_host_memory, simulated_memory
+from jaxserve.roles.capacity import check_capacity
+from jaxserve.roles.host_memory import available_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from pallas_kernels.coverage import refuse_fallbacks
 
@@ -59,13 +59,8 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     refuse_fallbacks(deployment.strict_kernels)
     config, names = read_model(deployment)
     runtime = RoleRuntime.of(config, names, deployment, role)
-    own = runtime.mesh.local_devices
-    reported: dict[Role, int | None] = {
-        role: min(map(memory_limit, own), key=lambda size: size or 1 << 62)
-    }
-    if own[0].platform == "cpu":
-        reported = simulated_memory(config, deployment, {role: len(own)}, free_host_memory())
-    check_capacity(config, deployment, memory_of(deployment, reported))
+    own = {role: runtime.mesh.local_devices}
+    check_capacity(config, deployment, available_memory(config, deployment, own))
     return runtime
 
 

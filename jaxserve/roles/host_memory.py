@@ -1,14 +1,17 @@
-"""The memory of this host, which simulated devices share. Called before anything is loaded
-(`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes are chosen (`fleet/sizing.py`)."""
+"""The memory of this process's devices, and of this host, which simulated ones share. Called before
+anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes are chosen
+(`fleet/sizing.py`)."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+
+import jax
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.mesh import Role
-from jaxserve.roles.capacity import role_bytes
+from jaxserve.mesh import Role, memory_limit
+from jaxserve.roles.capacity import memory_of, role_bytes
 
 GROUPS = (
     ("", "memory.max", "memory.current", ""),
@@ -16,6 +19,25 @@ GROUPS = (
 )
 """Of control groups, version 2 and 1: folder, limit, what is used, and how entries of memory.stat
 begin that count the groups inside, too."""
+
+
+def available_memory(
+    config: ModelConfig, deployment: Deployment, devices: Mapping[Role, Collection[jax.Device]]
+) -> dict[Role, int | None]:
+    """Bytes that the deployment may use of a device, by role: what it says, else what devices
+    report, of simulated ones their share of the host's free memory.
+
+    Args:
+      devices: this process's, of each role that it has.
+    """
+    reported: dict[Role, int | None] = {}
+    for role, own in devices.items():
+        known = [size for device in own if (size := memory_limit(device)) is not None]
+        reported[role] = min(known, default=None)
+    if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
+        counts = {role: len(own) for role, own in devices.items() if own}
+        reported |= simulated_memory(config, deployment, counts, free_host_memory())
+    return memory_of(deployment, reported)
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:

@@ -49,7 +49,7 @@ class TestErrorsBeforeAnythingIsLoaded:
 
     @pytest.mark.parametrize("limit", [None, 10**6, 10**9])
     def test_the_memory_that_devices_report(self, tiny_model, limit, monkeypatch):
-        monkeypatch.setattr("jaxserve.engine.open_model.memory_limit", lambda device: limit)
+        monkeypatch.setattr("jaxserve.roles.host_memory.memory_limit", lambda device: limit)
         deployment = layouts.deployment(tiny_model, {})
         expected = ConfigError if limit == 10**6 else AssertionError
         with pytest.raises(
@@ -71,7 +71,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         self, tiny_model, overrides, free, message, monkeypatch
     ):
         """Unless the deployment says what they may use."""
-        monkeypatch.setattr("jaxserve.engine.open_model.free_host_memory", lambda: free)
+        monkeypatch.setattr("jaxserve.roles.host_memory.free_host_memory", lambda: free)
         refused = ConfigError if message != "too late" else AssertionError
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, overrides))
