@@ -5,6 +5,7 @@ the deployment reader, the planner and the benches.
 """
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,12 +17,18 @@ CONFIGS = next(
 """The folder with `*.yaml` deployments, `models/`, `hardware/` and `demo/`."""
 
 
-def device_kind(hardware: str) -> str:
-    """The first device kind, as JAX names it, of a file of `hardware/`; empty: there is none."""
+def hardware_file(hardware: str) -> dict[str, Any]:
+    """What a file of `hardware/` says; nothing: there is none."""
     path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
     if not hardware or not path.is_file():
-        return ""
-    kinds = yaml.safe_load(path.read_text(encoding="utf-8")).get("device_kinds", [])
+        return {}
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def device_kind(hardware: str) -> str:
+    """The first device kind, as JAX names it, of a file of `hardware/`; empty: there is none."""
+    kinds = hardware_file(hardware).get("device_kinds", [])
     return str(kinds[0]) if kinds else ""
 
 

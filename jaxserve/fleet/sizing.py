@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.shipped import CONFIGS, device_kind
+from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -108,15 +108,12 @@ def is_shared(deployment: Deployment) -> bool:
 
 def named_machine(hardware: str) -> "Machine | None":
     """A host of the hardware of this name; None: JAX names no such accelerator."""
-    import yaml
-
     from jaxserve.roles.sizing import DEVICE_PART, Machine
 
     kind = device_kind(hardware)
     if not kind.startswith(("TPU", "NVIDIA")):
         return None
-    path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
-    host = yaml.safe_load(path.read_text(encoding="utf-8"))
+    host = hardware_file(hardware)
     memory = round(DEVICE_PART * host["memory_gb"] * 1e9)
     return Machine("tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory)
 
