@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.hlo import estimated_cycles
 from pallas_kernels.tuned import use_tiles
 
 
@@ -106,17 +107,20 @@ def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
 
 
 def compile_all(op: str, generation: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Name, seconds and temporary bytes of every case (or of those named)."""
+    """Of every case, or of those named: name, seconds, temporary bytes, and XLA's cycles beside the
+    kernel."""
     for case in cases(op, generation):
         if names and case.name not in names:
             continue
         start = time.perf_counter()
-        memory = compile_case(case, GENERATIONS[generation]).memory_analysis()
+        compiled = compile_case(case, GENERATIONS[generation])
+        memory = compiled.memory_analysis()
         yield {
             "case": case.name,
             "generation": generation,
             "seconds": round(time.perf_counter() - start, 1),
             "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+            "estimated_cycles": estimated_cycles(compiled.as_text() or ""),
         }
 
 

@@ -66,8 +66,9 @@ def write_rows(
         or latents.
       rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
-      implementation: "reference" is a scatter; "auto" exchanges whole pages where TPUs keep the
-        tokens of a page last. There is no kernel.
+      implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
+        these keep the tokens of a page last, and scatters the scales of one head without moving the
+        pool. There is no kernel.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.
@@ -95,12 +96,14 @@ def write_rows(
             return reference.write_rows(pages, rows, *where)
         from pallas_kernels.attention import write_tpu
 
-        return tuple(
-            write_tpu.write_rows(array, new, *where)
-            if write_tpu.is_swapped(array)
-            else reference.write_rows((array,), (new,), *where)[0]
-            for array, new in zip(pages, rows, strict=True)
-        )
+        def write(array: Array, new: Array) -> Array:
+            if write_tpu.is_swapped(array):
+                return write_tpu.write_rows(array, new, *where)
+            if write_tpu.has_one_row(array):
+                return write_tpu.write_scales(array, new, *where)
+            return reference.write_rows((array,), (new,), *where)[0]
+
+        return tuple(write(array, new) for array, new in zip(pages, rows, strict=True))
 
     where = (page_table, sequence_of_token, position)
     written: tuple[Array, ...] = run_op("write_rows", compute, tuple(pages), tuple(rows), where)

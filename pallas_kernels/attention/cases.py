@@ -42,6 +42,7 @@ def cases(generation: str) -> list[Case]:
     return (
         [_inside(name) for name in NAIVE]
         + [_apart("deepseek-v3-tp8")]
+        + [_layer("step3", each) for each in formats(generation) if each != "bf16"]
         + [
             case
             for name in SHAPES
@@ -132,9 +133,10 @@ def _inside(name: str) -> Case:
     return Case(f"{name} bf16 inside", function, (*arrays, *where))
 
 
-def _write(name: str, kv_format: str) -> Case:
+def _write(name: str, kv_format: str, page_size: int = PAGE_SIZE) -> Case:
     """Writing the keys and values of a decode step."""
-    pages, scales = page_shapes(SHAPES[name], jnp.dtype(FORMATS[kv_format]), PAGES, PAGE_SIZE)
+    pool, dtype = SEQUENCES * KV_LENGTH // page_size, jnp.dtype(FORMATS[kv_format])
+    pages, scales = page_shapes(SHAPES[name], dtype, pool, page_size)
     arrays = (*pages, *scales)
     rows = tuple(
         jax.ShapeDtypeStruct((SEQUENCES, array.shape[1], *array.shape[3:]), array.dtype)
@@ -142,3 +144,17 @@ def _write(name: str, kv_format: str) -> Case:
     )
     where = _where(SEQUENCES, 1)
     return Case(f"{name} {kv_format} write", write_rows, (arrays, rows, *where), donated=(0,))
+
+
+def _layer(name: str, kv_format: str) -> Case:
+    """A decode step in 8 bits, pages of 256 tokens: writing, then the attention, which says how
+    pages lie in memory."""
+    shape, write = SHAPES[name], _write(name, kv_format, 256)
+    queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
+
+    def step(cache: Any, rows: Any, where: Any, queries: Array) -> tuple[Array, Any]:
+        cache = write_rows(cache, rows, *where)
+        return attend(shape, queries, cache[:-2], cache[-2:], where), cache
+
+    arrays, rows, *where = write.arguments
+    return Case(f"{name} {kv_format} layer", step, (arrays, rows, where, queries), donated=(0,))

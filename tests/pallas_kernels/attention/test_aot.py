@@ -26,6 +26,7 @@ SPAN = {
         "deepseek-v3-tp8 int8 8 tokens",
         "qwen3-235b bf16 write",
         "deepseek-v3 int8 write",
+        "step3 int8 layer",
     ),
     "v7x": (
         "step3 fp8",
@@ -34,15 +35,20 @@ SPAN = {
         "qwen3-235b fp8 chunk",
         "deepseek-v3-tp8 bf16 inside",
         "step3 fp8 write",
+        "step3 fp8 layer",
     ),
 }
 """Every model, format, kind of batch and kernel, each with some generation; every generation has a
 decode step, several tokens of a sequence, and a write. `-m slow` has the product."""
 
 
+MOST_CYCLES = 60_000
+"""By XLA's estimate beside the kernel. Where scales are moved, v6e has 209 thousand, v7x 81."""
+
+
 def most_temporary_bytes(case):
     """Queries and results may be laid out anew, with some padding; pages may not."""
-    if case.name.endswith("write"):
+    if case.name.endswith(("write", "layer")):
         return SMALL
     rows = case.arguments[:3] if case.name.endswith("inside") else case.arguments[:1]
     return 2.2 * sum(array.size * array.dtype.itemsize for array in rows) + SMALL
@@ -66,6 +72,8 @@ def compile_in_a_process(generation, names, limit):
     for result in results:
         most = most_temporary_bytes(known[result["case"]])
         assert result["temporary_bytes"] < most, (result, most)
+        if result["case"].endswith("layer"):
+            assert result["estimated_cycles"] < MOST_CYCLES
 
 
 @pytest.mark.parametrize("generation", aot.GENERATIONS)
@@ -81,6 +89,6 @@ def test_all_models_compile(generation):
 
 
 def test_cases_have_different_names():
-    for generation, count in (("v6e", 73), ("v7x", 93)):
+    for generation, count in (("v6e", 74), ("v7x", 95)):
         names = [case.name for case in cases(generation)]
         assert len(set(names)) == len(names) == count

@@ -12,6 +12,7 @@ from pallas_kernels.target import Target, use_target
 PAGE, POOL, TOKENS, SEQUENCES, COLUMNS = 4, 9, 16, 3, 3
 
 by_pages = jax.jit(write_tpu.write_rows)
+by_tiles = jax.jit(write_tpu.write_scales)
 
 
 @settings(max_examples=100)
@@ -21,23 +22,40 @@ def test_it_is_the_reference(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     pages = jnp.asarray(rng.integers(0, 255, (POOL, 2, PAGE, 3)), jnp.uint8)
     rows = jnp.asarray(rng.normal(size=(TOKENS, 2, 3)), jnp.float8_e4m3fn)
+    where = draw_batch(data, rng, PAGE)
+    (expected,) = reference.write_rows((pages,), (rows,), *where)
+    np.testing.assert_array_equal(by_pages(pages, rows, *where), expected)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), page=st.sampled_from([128, 256]), pool=st.sampled_from([8, POOL]))
+def test_scales_are_the_reference(data, page, pool):
+    """Tiles of eight rows and of fewer, down to one."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    scales = jnp.asarray(rng.normal(size=(pool, 1, page)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(TOKENS, 1)), jnp.float32)
+    where = draw_batch(data, rng, page)
+    (expected,) = reference.write_rows((scales,), (rows,), *where)
+    np.testing.assert_array_equal(by_tiles(scales, rows, *where), expected)
+
+
+def draw_batch(data, rng, page):
+    """Page table, sequences, and positions."""
     table = rng.permutation(POOL).reshape(SEQUENCES, COLUMNS)
     table[rng.random(table.shape) < 0.2] = data.draw(st.sampled_from([-1, POOL, 2**31 - 1]))
     sequence, position = [], []
     for owner in range(SEQUENCES):
         count = data.draw(st.integers(0, TOKENS // SEQUENCES))
-        start = data.draw(st.integers(0, PAGE * COLUMNS))
+        start = data.draw(st.integers(0, page * COLUMNS))
         sequence += [owner] * count
         position += range(start, start + count)
     padding = TOKENS - len(sequence)
     order = rng.permutation(TOKENS) if data.draw(st.booleans()) else np.arange(TOKENS)
-    where = (
+    return (
         jnp.asarray(table, jnp.int32),
         jnp.asarray(np.asarray(sequence + [-1] * padding)[order], jnp.int32),
         jnp.asarray(np.asarray(position + [-1] * padding)[order], jnp.int32),
     )
-    (expected,) = reference.write_rows((pages,), (rows,), *where)
-    np.testing.assert_array_equal(by_pages(pages, rows, *where), expected)
 
 
 def test_of_tokens_at_one_place_one_is_written():
@@ -61,3 +79,10 @@ def test_the_call_takes_it_for_a_tpu():
     assert write_tpu.is_swapped(pages[0])
     assert not write_tpu.is_swapped(pages[1])
     assert not write_tpu.is_swapped(jnp.zeros((1, 1, 1, 256)))
+
+
+def test_scales_that_are_written_in_tiles():
+    assert write_tpu.has_one_row(jnp.zeros((3, 1, 256)))
+    assert not write_tpu.has_one_row(jnp.zeros((3, 2, 256)))  # XLA keeps these as a scatter does
+    assert not write_tpu.has_one_row(jnp.zeros((3, 1, 64)))
+    assert not write_tpu.has_one_row(jnp.zeros((3, 1, 256, 128)))
