@@ -17,7 +17,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -174,18 +174,30 @@ COLLECTIVES = (
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
-def traffic(program: str, in_place: Collection[int] = (), choices: int = 0) -> Traffic:
-    """What the entry computation of a compiled program (its text) moves.
+class Instruction(NamedTuple):
+    """Of the entry computation of a compiled program, in the order of its schedule."""
 
-    Arrays whose layout names a memory space, S(1), lie on the core. A copy that is started counts
-    where it is started. An array that an instruction takes twice, also as other bits, is read once,
-    and of what one slices alone ("wrapped_slice") no more is read than it keeps.
+    name: str
+    op: str
+    operands: list[str]
+    """Their names."""
+    line: str
+    moved: Traffic
+    """Of this one: nothing, where it ends what another one started."""
+
+
+def instructions(
+    program: str, in_place: Collection[int] = (), choices: int = 0
+) -> Iterator[Instruction]:
+    """Those that compute, copy, start or end something.
+
+    Arrays whose layout names a memory space, S(1), lie on the core. What is started counts where it
+    is started. An array that an instruction takes twice, also as other bits, is read once, and of
+    what one slices alone ("wrapped_slice") no more is read than it keeps.
 
     Args:
-      in_place: lengths of the first axis of arrays that are left out, since instructions touch few
-        of their rows: a pool of pages, a table of embeddings.
-      choices: rows of matrices that have one for every expert a token chose; kernels touch those
-        of the experts that are here. 0: there are none.
+      program: its text.
+      in_place, choices: as of `traffic`.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
@@ -197,28 +209,44 @@ def traffic(program: str, in_place: Collection[int] = (), choices: int = 0) -> T
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
     sources: dict[str, str] = {}
-    instructions = total = exchanged = of_choices = 0
-    for match in filter(None, map(_INSTRUCTION.match, entry.splitlines())):
-        op, types[match["name"]] = match["op"], match["type"]
+    for line in entry.splitlines():
+        if (match := _INSTRUCTION.match(line)) is None:
+            continue
+        name, op = match["name"], match["op"]
+        types[name] = match["type"]
         operands = re.findall(r"%([\w.-]+)", match["operands"])
         if op in ("bitcast", "reshape"):
-            sources[match["name"]] = sources.get(operands[0], operands[0])
-        if op in _NOTHING or op.endswith("-done"):
+            sources[name] = sources.get(operands[0], operands[0])
+        if op in _NOTHING:
             continue
-        instructions += 1
-        moved = [match["type"]]
-        if match["name"].startswith("wrapped_slice"):
+        moved = [] if op.endswith("-done") else [match["type"]]
+        if name.startswith("wrapped_slice"):
             moved *= 2
-        elif op != "copy-start":  # whose type has its operand in it
+        elif not op.endswith(("-start", "-done")):  # of what starts, the type has operands in it
             once = {sources.get(operand, operand): operand for operand in operands}
             moved += [types.get(operand, "") for operand in once.values()]
         size = sum(hbm_bytes(one, is_pool) for one in moved)
-        total += size
-        if op.removesuffix("-start") in COLLECTIVES:
-            exchanged += size
-        else:
-            of_choices += sum(hbm_bytes(one, is_other) for one in moved)
-    return Traffic(instructions, total, exchanged, of_choices)
+        exchanges = op.removesuffix("-start") in COLLECTIVES
+        of_choices = 0 if exchanges else sum(hbm_bytes(one, is_other) for one in moved)
+        of_this = Traffic(bool(moved), size, size * exchanges, of_choices)
+        yield Instruction(name, op, operands, line, of_this)
+
+
+def traffic(program: str, in_place: Collection[int] = (), choices: int = 0) -> Traffic:
+    """What the entry computation of a compiled program (its text) moves; see `instructions`.
+
+    Args:
+      in_place: lengths of the first axis of arrays that are left out, since instructions touch few
+        of their rows: a pool of pages, a table of embeddings.
+      choices: rows of matrices that have one for every expert a token chose; kernels touch those
+        of the experts that are here. 0: there are none.
+    """
+    return sum_up(one.moved for one in instructions(program, in_place, choices))
+
+
+def sum_up(parts: Iterable[Traffic]) -> Traffic:
+    """Of all of them."""
+    return Traffic(*(sum(numbers) for numbers in zip(Traffic(0, 0), *parts, strict=True)))
 
 
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:

@@ -7,11 +7,9 @@ the planner that imports JAX.
 
 import concurrent.futures
 import functools
-import math
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.planner.copies import Copy, copies
+from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
@@ -37,10 +36,6 @@ from jaxserve.roles.program import Program
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
 
-_COLLECTIVE = re.compile(rf" ({'|'.join(small_ops.COLLECTIVES)})(-start)?\(")
-_ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
-_GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
-_AXIS = re.compile(r"'(\w+)'=(\d+)")
 _OF_LAYERS = ("step", "enter", "attend", "ffn", "predict")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
@@ -89,6 +84,8 @@ class CompiledProgram(NamedTuple):
     """Of the others, bytes of rows there is room for, of experts that are elsewhere on average."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
+    windows: Sequence[Window] = ()
+    """Collectives that kernels run beside."""
     copied: int = 0
     """Of programs with layers, bytes of arrays, none smaller than a layer's largest weight, that
     are written again as they were, or in other bits (`copies.py`); in a loop, once."""
@@ -286,7 +283,12 @@ def _compile(
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
     choices, ranks = chosen
-    traffic = small_ops.traffic(text, pools if embeds else pools[:1], choices)
+
+    def elsewhere(size: int) -> int:
+        return size * (ranks - 1) // ranks if ranks else 0
+
+    counted = list(small_ops.instructions(text, pools if embeds else pools[:1], choices))
+    traffic = small_ops.sum_up(one.moved for one in counted)
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,
@@ -305,8 +307,9 @@ def _compile(
         instructions=traffic.instructions,
         moved=traffic.bytes,
         exchanging=traffic.exchanged,
-        absent=traffic.of_choices * (ranks - 1) // ranks if ranks else 0,
+        absent=elsewhere(traffic.of_choices),
         exchanged=exchanged_bytes(text, program.mesh.size),
+        windows=windows(counted, program.mesh.size, elsewhere),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )
 
@@ -318,37 +321,6 @@ def _argument_bytes(program: Program) -> int:
         shard = cached_sharding(program.mesh, spec).shard_shape(argument.shape)
         total += array_bytes(shard, argument.dtype)
     return total
-
-
-def count_collectives(text: str) -> dict[str, int]:
-    """Collectives in an executable's HLO text, by name; an asynchronous one counts once."""
-    return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
-
-
-def exchanged_bytes(text: str, devices: int) -> dict[str, int]:
-    """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
-    ("all-to-all over tp"): of all that one device has gathered, or of what it has before it is
-    summed and scattered. Without axes they go over all of so many devices."""
-    found: Counter[str] = Counter()
-    for line in text.splitlines():
-        name, group = _COLLECTIVE.search(line), _GROUP.search(line)
-        if name is None:
-            continue
-        # What starts one has both sides: its operands, and its results.
-        result = line[line.find("=") : name.start()]
-        sides = [
-            int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
-            for bits, shape in _ARRAY.findall(result)
-        ]
-        key, members = name[1], devices
-        if group is not None:
-            axes = {axis: int(size) for axis, size in _AXIS.findall(group[1])}
-            over = re.findall(r"\w+", group[2])
-            key += " over " + " ".join(over)
-            members = math.prod(axes[axis] for axis in over)
-        whole = name[1] == "reduce-scatter" and name[2] is None
-        found[key] += max(sides, default=0) * (members if whole else 1)
-    return dict(found)
 
 
 def memory(

@@ -3,7 +3,7 @@
 Called by `plan estimate`, which compiles and counts, or reads what was counted. Arithmetic over
 counts; what it takes for granted is `pallas_kernels/estimate/assumptions.py`. A stage is a lane's
 work for one layer on one role: launches, bytes, what its kernels take beyond their bytes, and its
-collectives, one after the other.
+collectives, one after the other, but for the kernels that the program's schedule has beside one.
 """
 
 from pathlib import Path
@@ -13,6 +13,21 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from pallas_kernels.estimate.assumptions import assumed
+
+
+class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A collective of a program, and the kernels between its start and its end."""
+
+    collective: str
+    """As of `ProgramCounts.exchanged`."""
+    size: int
+    """Its share of that."""
+    exchanging: int
+    """Bytes that it reads and writes."""
+    instructions: int
+    """The kernels."""
+    bytes: int
+    """And theirs, without those of rows that no token chose."""
 
 
 class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +47,8 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     and kernels touch the rows of the experts that are here."""
     exchanged: dict[str, int] = {}
     """Bytes of collectives, by name and the mesh axes that they go over, if not all."""
+    beside: list[Beside] = []
+    """Those of them that kernels run beside; all counted above, too."""
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +132,24 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
     )
 
 
+def hidden_seconds(one: ProgramCounts, outer: int, inner: int) -> float:
+    """Of what `program_seconds` has one after the other, what goes by side by side.
+
+    Whichever takes longer sets the time: the collective, or the kernels beside it. They have the
+    multiprocessors that its own kernel leaves them, and the memory while it does not read and write
+    it."""
+    units, taken = assumed("h200.multiprocessors"), assumed("h200.collective_multiprocessors")
+    total = 0.0
+    for each in one.beside:
+        moving = collective_seconds(each.size, *_members(each.collective, outer, inner))
+        launches = each.instructions * assumed("h200.node")
+        reading = each.bytes / assumed("h200.memory")
+        shared = each.exchanging / assumed("h200.memory")
+        slower = launches + reading * units / (units - taken) + shared
+        total += moving + launches + reading - max(moving, slower)
+    return total
+
+
 def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
     """Of a collective's group: all, and those on one host; neighbours on the inner axis first."""
     host = int(assumed("h200.host_devices"))
@@ -138,11 +173,11 @@ def collective_seconds(size: int, devices: int, local: int) -> float:
 
 
 def stage_seconds(counts: Counts) -> dict[str, float]:
-    """Of every program, collectives included."""
+    """Of every program, collectives included where nothing hides them."""
     found = {}
     for name, one in counts.programs.items():
         role = "ffn" if name.startswith("ffn") else "attention"
-        seconds = sum(program_seconds(one, *counts.meshes[role]))
+        seconds = sum(program_seconds(one, *counts.meshes[role])) - _hidden(counts, name)
         if name.startswith(("attend", "enter")):
             seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
         if name.endswith("_moe") and role == "ffn":
@@ -217,12 +252,12 @@ def lines(counts: Counts) -> list[str]:
     result = [
         f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}, read from compiled "
         "programs; nothing was measured.",
-        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7}",
+        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'hidden':>7}",
     ]
     for name, one in counts.programs.items():
         result.append(
             f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
-            f"{seconds[name] * 1e6:>7.1f}"
+            f"{seconds[name] * 1e6:>7.1f} {_hidden(counts, name) * 1e6:>7.1f}"
         )
     for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
         here = bounds(counts, devices)
@@ -239,15 +274,22 @@ def lines(counts: Counts) -> list[str]:
         *result,
         "µs of a lane's layer: " + _times(found._asdict()),
         f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, bound by {strict.longest()}, with "
-        "the bytes of collectives and of rows that no token chose: " + _times(strict._asdict()),
+        "the bytes of collectives and of rows that no token chose, one after the other: "
+        + _times(strict._asdict()),
     ]
 
 
+def _hidden(counts: Counts, name: str) -> float:
+    """`hidden_seconds` of a program."""
+    role = "ffn" if name.startswith("ffn") else "attention"
+    return hidden_seconds(counts.programs[name], *counts.meshes[role])
+
+
 def every_byte(counts: Counts) -> Counts:
-    """As if collectives took the time of their bytes beside that of the links, and kernels touched
-    all rows there is room for."""
+    """As if collectives took the time of their bytes beside that of the links, nothing ran beside
+    them, and kernels touched all rows there is room for."""
     programs = {
-        name: msgspec.structs.replace(one, exchanging=0, absent=0)
+        name: msgspec.structs.replace(one, exchanging=0, absent=0, beside=[])
         for name, one in counts.programs.items()
     }
     return msgspec.structs.replace(counts, programs=programs)

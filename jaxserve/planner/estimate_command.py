@@ -89,6 +89,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
                 exchanging=one.exchanging,
                 absent=one.absent,
                 exchanged=dict(one.exchanged),
+                beside=[estimate.Beside(*window) for window in one.windows],
             )
     return _counts(options, deployment, config, bucket, programs)
 

@@ -36,6 +36,12 @@ ASSUMPTIONS = {
     "h200.network": Assumption(50e9, "B/s", "of a GPU: 400 Gbit/s NIC, DGX H200 data sheet"),
     "h200.host_devices": Assumption(8, "", "GPUs of a host, DGX H200 data sheet"),
     "h200.collective": Assumption(10e-6, "s", "latency of a collective, as the planner has it"),
+    "h200.collective_multiprocessors": Assumption(
+        24,
+        "",
+        "that NCCL's kernel keeps from others, on H100: forums.developer.nvidia.com/t/339078; what "
+        "needs all 132 at once would take twice its time, which is not charged",
+    ),
     "host.python": Assumption(3e-6, "s", "the driver's own, a layer; " + _MEASURED),
     "host.call": Assumption(4.2e-6, "s", "a program that does nothing, one device; " + _MEASURED),
     "host.call_device": Assumption(

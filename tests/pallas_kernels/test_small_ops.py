@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pallas_kernels import aot, gpu_resources
-from pallas_kernels.small_ops import Traffic, small_ops, traffic
+from pallas_kernels.small_ops import Traffic, instructions, small_ops, traffic
 from tests.pallas_kernels import gpu_aot
 
 PROGRAM = """HloModule jit_f
@@ -73,6 +73,19 @@ def test_collectives_slices_and_rows_of_choices():
     moved = 32 + 64 + 2 * 16 + 64 + 24 + 96
     expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64, of_choices=96)
     assert traffic(COLLECTIVE_PROGRAM, choices=6) == expected
+
+
+def test_what_starts_counts_once():
+    """32 are sent and 64 arrive, and what ends it is nothing."""
+    started = COLLECTIVE_PROGRAM.replace(
+        "%all_gather.1 = u8[8,8]{1,0} all-gather(%x.1)",
+        "%start = ((u8[4,8]{1,0}), u8[8,8]{1,0}) all-gather-start(%x.1), channel_id=1\n"
+        "  %all_gather.1 = u8[8,8]{1,0} all-gather-done(%start)",
+    )
+    assert traffic(started, choices=6) == traffic(COLLECTIVE_PROGRAM, choices=6)
+    assert [one.op for one in instructions(started)] == [
+        *("all-gather-start", "all-gather-done", "fusion", "custom-call")
+    ]
 
 
 def test_least_bytes():

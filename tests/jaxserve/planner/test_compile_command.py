@@ -8,12 +8,11 @@ from jaxserve.plan import main
 from jaxserve.planner.aot import (
     CompiledProgram,
     RoleMemory,
-    count_collectives,
     deployment_buckets,
-    exchanged_bytes,
 )
 from jaxserve.planner.compile_command import available, copied, failures, host_lines, remarks
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.scheduled import count_collectives, exchanged_bytes
 from jaxserve.roles.layout import Bucket
 
 STEP3 = ["compile", "--config", "configs/step3-v6e.yaml"]

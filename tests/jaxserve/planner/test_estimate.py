@@ -128,6 +128,49 @@ def test_where_a_collective_goes(name, seconds):
     assert estimate.program_seconds(one, 2, 8) == (0.0, pytest.approx(seconds))
 
 
+def beside(name, size, **counts):
+    each = estimate.Beside(collective=name, size=size, **counts)
+    one = estimate.ProgramCounts(
+        layers=1,
+        instructions=counts["instructions"],
+        bytes=counts["bytes"] + counts["exchanging"],
+        arguments=0,
+        exchanging=counts["exchanging"],
+        exchanged={name: size},
+        beside=[each],
+    )
+    return sum(estimate.program_seconds(one, 2, 8)), estimate.hidden_seconds(one, 2, 8)
+
+
+def test_kernels_beside_a_collective():
+    """Two hosts of 8. A gather of 64 MB takes 160 µs, its own 86 MB of memory 20; kernels have 108
+    of 132 multiprocessors and take 2 launches of 1.7 µs and 43 MB, 10 µs."""
+    gather = 10e-6 + 64e6 * 15 / 16 / 8 / 50e9
+    sizes = {"instructions": 2, "bytes": 43_000_000, "exchanging": 86_000_000}
+    alone, hidden = beside("all-gather over ep tp", 64_000_000, **sizes)
+    assert alone == pytest.approx(gather + 13.4e-6)
+    assert hidden == pytest.approx(13.4e-6)
+    # Of 1,290 MB, 300 µs, the gather is hidden, but for what it takes of units and memory.
+    alone, hidden = beside("all-gather over ep tp", 64_000_000, **sizes | {"bytes": 1_290_000_000})
+    assert alone - hidden == pytest.approx(3.4e-6 + 300e-6 * 132 / 108 + 20e-6)
+    assert 0 < hidden < gather
+
+
+def test_what_is_beside_is_in_the_stage():
+    one = msgspec.structs.replace(
+        COUNTS.programs["ffn_moe"],
+        beside=[
+            estimate.Beside(
+                collective="all-gather over tp", size=0, exchanging=0, instructions=2, bytes=4300
+            )
+        ],
+    )
+    counts = msgspec.structs.replace(COUNTS, programs=COUNTS.programs | {"ffn_moe": one})
+    found = estimate.stage_seconds(counts)["ffn_moe"]
+    assert found == pytest.approx(164e-6 - 2 * 1.7e-6 - 1e-9)
+    assert estimate.bounds(estimate.every_byte(counts)) == estimate.bounds(COUNTS)
+
+
 def test_committed_counts(tmp_path, capsys):
     """They are read, shown as what they are, and taken for a calibration."""
     written = tmp_path / "stages.json"

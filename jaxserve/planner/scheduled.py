@@ -1,0 +1,103 @@
+"""What the HLO text of a compiled program says of its collectives: how many, over which axes, and
+what is scheduled beside them.
+
+Called by `aot.py`. A collective that has a "-start" and a "-done" moves while the kernels between
+them run; XLA takes the two for one, without, where it has put nothing between them. Knows text.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from pallas_kernels.small_ops import COLLECTIVES, Instruction, Traffic, sum_up
+
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
+_ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
+_GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'=(\d+)")
+
+
+class Window(NamedTuple):
+    """A collective, and what is between its start and its end."""
+
+    collective: str
+    """As `exchanged_bytes` names it."""
+    size: int
+    """As there, of this one."""
+    exchanging: int
+    """Bytes that it reads from memory and writes to it."""
+    instructions: int
+    """The kernels. What lies in two collectives' windows is in that of the first to start: they
+    move one after the other."""
+    bytes: int
+    """Theirs, without those of rows of experts that are elsewhere."""
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """Collectives in an executable's HLO text, by name; an asynchronous one counts once."""
+    return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
+
+
+def exchanged_bytes(text: str, devices: int) -> dict[str, int]:
+    """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
+    ("all-to-all over tp"): of all that one device has gathered, or of what it has before it is
+    summed and scattered. Without axes they go over all of so many devices."""
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        name, size = _exchanged(line, devices)
+        if name:
+            found[name] += size
+    return dict(found)
+
+
+def windows(
+    schedule: Iterable[Instruction], devices: int, elsewhere: Callable[[int], int] = lambda size: 0
+) -> list[Window]:
+    """Of a scheduled program the collectives that kernels are beside.
+
+    Args:
+      elsewhere: of so many bytes of rows of choices those that no kernel touches.
+    """
+    open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
+    found = []
+    for one in schedule:
+        if one.op.endswith("-done"):
+            for operand in one.operands:
+                if operand in open_:
+                    found.append(open_.pop(operand))
+        elif one.op.endswith("-start") and _COLLECTIVE.search(one.line):
+            open_[one.name] = one, []
+        elif open_ and not one.moved.exchanged:
+            _, beside = next(iter(open_.values()))
+            beside.append(one.moved)
+    made = []
+    for start, parts in found:
+        if parts:
+            kernels = sum_up(parts)
+            read = kernels.bytes - elsewhere(kernels.of_choices)
+            sizes = start.moved.exchanged, kernels.instructions, read
+            made.append(Window(*_exchanged(start.line, devices), *sizes))
+    return made
+
+
+def _exchanged(line: str, devices: int) -> tuple[str, int]:
+    """Name and bytes of the collective of a line, if there is one."""
+    name, group = _COLLECTIVE.search(line), _GROUP.search(line)
+    if name is None:
+        return "", 0
+    # What starts one has both sides: its operands, and its results.
+    result = line[line.find("=") : name.start()]
+    sides = [
+        int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
+        for bits, shape in _ARRAY.findall(result)
+    ]
+    key, members = name[1], devices
+    if group is not None:
+        axes = {axis: int(size) for axis, size in _AXIS.findall(group[1])}
+        over = re.findall(r"\w+", group[2])
+        key += " over " + " ".join(over)
+        members = math.prod(axes[axis] for axis in over)
+    whole = name[1] == "reduce-scatter" and name[2] is None
+    return key, max(sides, default=0) * (members if whole else 1)

@@ -1,0 +1,46 @@
+"""What is beside a collective, read from HLO as it is printed; names and axes of collectives are in
+`test_compile_command.py`."""
+
+from jaxserve.planner.scheduled import Window, windows
+from pallas_kernels.small_ops import instructions
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main.1 (x.1: u8[4,8], y.1: f32[16]) -> f32[16] {
+  %x.1 = u8[4,8]{1,0} parameter(0)
+  %y.1 = f32[16]{0} parameter(1)
+  %alone = u8[8,8]{1,0} all-gather(%x.1), replica_groups=mesh['ep'=2,'tp'=8] {'ep'}, dimensions={0}
+  %before = f32[16]{0} fusion(%y.1), kind=kLoop, calls=%fused_computation
+  %all-gather-start = ((u8[4,8]{1,0}), u8[64,8]{1,0}) all-gather-start(%x.1), \
+replica_groups=mesh['ep'=2,'tp'=8] {'ep','tp'}, dimensions={0}
+  %first = f32[16]{0} fusion(%before), kind=kLoop, calls=%fused_computation.1
+  %bits = s32[16]{0} bitcast(%first)
+  %rows = bf16[6,8]{1,0} custom-call(%bits), custom_call_target="mosaic_gpu_v2"
+  %all-to-all-start = ((s8[2,4]{1,0}), s8[2,4]{1,0}) all-to-all-start(%bits), \
+replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, dimensions={0}
+  %second = f32[16]{0} fusion(%first), kind=kLoop, calls=%fused_computation.2
+  %all-gather-done = u8[64,8]{1,0} all-gather-done(%all-gather-start)
+  %third = f32[16]{0} fusion(%second), kind=kLoop, calls=%fused_computation.3
+  %all-to-all-done = s8[2,4]{1,0} all-to-all-done(%all-to-all-start)
+  ROOT %last = f32[16]{0} fusion(%third, %all-gather-done), kind=kLoop, calls=%fused_computation.4
+}
+"""
+
+
+def test_kernels_between_a_start_and_its_end():
+    """64 bytes are read and 64 written by each fusion; the custom call writes 96. `second` lies in
+    both windows, and counts in that of the gather, which is the first to move."""
+    gather = Window("all-gather over ep tp", 512, 32 + 512, 3, 128 + (64 + 96) + 128)
+    assert windows(instructions(PROGRAM), 16) == [
+        gather,
+        Window("all-to-all over tp", 8, 8 + 8, 1, 128),
+    ]
+    # Half of the rows of 6 choices are elsewhere.
+    counted = instructions(PROGRAM, choices=6)
+    assert windows(counted, 16, lambda size: size // 2)[0] == gather._replace(bytes=416 - 48)
+
+
+def test_a_collective_that_nothing_is_beside():
+    lines = PROGRAM.splitlines()
+    program = "\n".join(line for line in lines if " fusion(" not in line and "custom" not in line)
+    assert windows(instructions(program), 16) == []
