@@ -41,13 +41,15 @@ V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
 FFN_RULES: Rules = {"slots": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp"), "shared_d_ff": "tp"}
 """ffn mesh. Slots of routed experts over ep, every expert's d_ff over tp; dense FFN over all
 devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows
-(`shared_d_ff`, with `ffn.exchange` = alltoall) or some have slots of it (`ffn.shared_ranks`)."""
+(`shared_d_ff`, with `ffn.exchange` = alltoall), every device has all of it (`own_d_ff`, with
+`ffn.whole_shared`) or some have slots of it (`ffn.shared_ranks`)."""
 
 COLOCATED_FFN_RULES: Rules = {
     "slots": "dp",
     "expert_d_ff": "tp",
     "d_ff": ("dp", "tp"),
     "shared_d_ff": "tp",
+    "own_d_ff": "tp",
 }
 """The ffn role's rules on the one mesh of colocated mode: `dp` is the expert-parallel axis too."""
 

@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_150,
-    "leader, attention and ffn": 15_050,
-    "follower, attention and ffn": 11_400,
-    "alone, colocated": 14_800,
-    "alone, attention and ffn": 15_750,
-    "attention": 13_700,
-    "ffn": 11_800,
-    "router": 5_150,
-    "serve": 27_200,
+    "leader, colocated": 14_200,
+    "leader, attention and ffn": 15_150,
+    "follower, attention and ffn": 11_500,
+    "alone, colocated": 14_900,
+    "alone, attention and ffn": 15_850,
+    "attention": 13_750,
+    "ffn": 11_900,
+    "router": 5_200,
+    "serve": 27_300,
 }
 
 

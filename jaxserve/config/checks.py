@@ -69,6 +69,11 @@ def complete(deployment: "Deployment") -> "Deployment":
             f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
             "experts"
         )
+    if shared and deployment.ffn.whole_shared:
+        raise ConfigError(
+            f"ffn.whole_shared = true, but with ffn.shared_ranks = {shared} the shared expert has "
+            "ranks of its own"
+        )
     if cache.rope != "auto" and deployment.cache_format not in ("fp8", "int8"):
         raise ConfigError(
             f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "

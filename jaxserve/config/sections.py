@@ -96,6 +96,10 @@ class FFNRole(Section, frozen=True):
     ones, and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide the
     routed experts. Its d_ff is a multiple of a routed expert's. 0: every device has a part of it,
     or with `alltoall` every rank all of it."""
+    whole_shared: bool = False
+    """Whether every ffn device (colocated: DP group) has the whole shared expert, for its own rows
+    alone, rather than a part of it for all rows: more memory, and with `link.combine: int8` it runs
+    while the routed experts' results are exchanged."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
     report. In colocated mode `attention.memory_gb` counts."""

@@ -97,7 +97,12 @@ class AttentionBlock(Module):
 
 class FFNBlock(Module):
     """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert, which
-    is one of `experts` where it has ranks of its own."""
+    is one of `experts` where it has ranks of its own.
+
+    Attributes:
+      own_rows: whether `dense` is for a device's own rows, and not a share of all rows' sum.
+      whole: whether every device has all of it then.
+    """
 
     def __init__(
         self,
@@ -110,10 +115,13 @@ class FFNBlock(Module):
         *,
         redundant: int = 0,
         shared_ranks: int = 0,
+        whole_shared: bool = False,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
-        own_rows = kind == "moe" and exchange == "alltoall"
-        shards = tensor_ranks if own_rows else expert_ranks * tensor_ranks
+        self.whole = whole = kind == "moe" and whole_shared
+        of_rank = kind == "moe" and exchange == "alltoall"
+        self.own_rows = whole or of_rank
+        shards = tensor_ranks if self.own_rows else expert_ranks * tensor_ranks
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
         self.experts = None
@@ -121,7 +129,8 @@ class FFNBlock(Module):
             more = {"redundant": redundant, "shared_ranks": shared_ranks}
             self.experts = Experts(config, ranks, formats, rngs, **more)
             d_ff = 0 if shared_ranks else d_ff
-        split: Literal["d_ff", "shared_d_ff"] = "shared_d_ff" if own_rows else "d_ff"
+        split: Literal["d_ff", "shared_d_ff", "own_d_ff"]
+        split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
         self.dense = None
         if d_ff:
             formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
@@ -130,7 +139,7 @@ class FFNBlock(Module):
     def __call__(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
     ) -> Float[Array, "tokens d_model"]:
-        """This device's share of the layer's output, FP32.
+        """This device's share of the layer's output, FP32, without what it does for its own rows.
 
         Args:
           message: the rows and routing that the attention role sent, with slots for experts.
@@ -151,7 +160,7 @@ class FFNBlock(Module):
     ) -> tuple[Unsummed, Int[Array, " local"] | None]:
         """The same, with the results of a token's experts not yet added up."""
         share, choices = None, None
-        if self.dense is not None:
+        if self.dense is not None and not self.own_rows:
             with jax.named_scope("dense"):
                 share = self.dense(message.tokens, message.encoded)
         if self.experts is not None:
@@ -263,6 +272,7 @@ class ModelTemplates:
                     ffn,
                     redundant=self.slots.redundant,
                     shared_ranks=self.slots.shared_ranks,
+                    whole_shared=deployment.ffn.whole_shared,
                 ),
                 entries={"slots": first_entries(self.slots)},
                 parts=shared_parts(self.slots),
@@ -373,6 +383,8 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
         )
     if deployment.ffn.shared_ranks:
         _check_shared_ranks(config, deployment)
+    if deployment.ffn.whole_shared and not (config.experts and config.shared_d_ff):
+        raise ConfigError("ffn.whole_shared = true, but the model has no shared expert")
     if deployment.ffn.exchange != "alltoall":
         return
     if not config.experts:

@@ -40,6 +40,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Of every ep rank, for replicas of experts."""
     shared_ranks: int = 0
     """Of the ep ranks, those that have the shared expert for themselves."""
+    whole_shared: bool = False
+    """As the deployment's `ffn.whole_shared`; a search does not try it."""
 
     @property
     def attention_devices(self) -> int:
@@ -55,7 +57,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def ffn_mesh(self) -> ExchangeMesh:
         """The devices that exchange rows."""
         attention = self.attention_devices if self.mode == "afd" else None
-        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks)
+        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks, self.whole_shared)
 
     def slots(self, experts: int) -> SlotSizes:
         """Of the routed experts, on a rank each."""

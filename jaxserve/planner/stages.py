@@ -251,8 +251,9 @@ class Calculator(NamedTuple):
         sent: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
-        expert only over those of a rank, for the rank's own rows. Where it has ranks of its own,
-        the stage takes as long as they or the others do, whichever is longer.
+        expert only over those of a rank, for the rank's own rows, or over none (`mesh.whole`, which
+        hides nothing here). Where it has ranks of its own, the stage takes as long as they or the
+        others do, whichever is longer.
 
         Args:
           busiest: tokens of the busiest rank of routed experts over the mean; None:
@@ -286,6 +287,8 @@ class Calculator(NamedTuple):
         parts, seen = ep * tp, float(padded)
         if apart:
             parts, seen = tp, tokens / mesh.shared
+        elif group.experts and mesh.whole:
+            parts, seen = 1 if mesh.split else tp, tokens * self.own_rows(mesh)
         elif self.exchange_kind(group, mesh) == "alltoall":
             parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
         shared = 3 * d_model * group.shared_d_ff / parts
@@ -459,6 +462,8 @@ class Calculator(NamedTuple):
             if not (group.experts and mesh.shared):  # else it has such slots
                 apart = self.exchange_kind(group, mesh) == "alltoall"
                 parts = tp if apart or self._is_whole(group, mesh) else mesh.ranks * tp
+                if group.experts and mesh.whole:
+                    parts = 1 if mesh.split else tp
                 width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * self.formats.weight_bytes

@@ -105,24 +105,32 @@ def dense_swiglu(
     if covers(rows, *weights):
         gate, up, down = map(_stack, weights)
         return grouped_swiglu(rows, gate, up, down, _one_group(rows), narrow=narrow)
-    scales: Array | None = None
-    if narrow is not None and _takes_narrow(rows, gate_weights, up_weights):
-        values = from_bits(narrow.values)
-        rows, scales, narrow = values.astype(rows.dtype), narrow.scales, None  # 16 bits have each
-
-    def product(weights: Array | QuantArray) -> Array:
-        sums = dense_matmul(rows, weights, narrow)
-        return sums if scales is None else sums * scales
-
-    hidden = jax.nn.silu(product(gate_weights)) * product(up_weights)
+    hidden = jax.nn.silu(dense_product(rows, gate_weights, narrow))
+    hidden *= dense_product(rows, up_weights, narrow)
     return dense_matmul(hidden.astype(rows.dtype), down_weights).astype(rows.dtype)
 
 
-def _takes_narrow(rows: Array, *weights: Array | QuantArray) -> bool:
+def dense_product(
+    rows: Float[Array, "rows d_in"],
+    weights: Float[Array, "d_out d_in"] | QuantArray,
+    narrow: QuantArray | None = None,
+) -> Float32[Array, "rows d_out"]:
+    """`dense_matmul` of rows that may have come in 8 bits: the products of `dense_swiglu`.
+
+    Args:
+      narrow: as of `dense_swiglu`.
+    """
+    if narrow is None or not _takes_narrow(rows, weights):
+        return dense_matmul(rows, weights, narrow)
+    values = from_bits(narrow.values).astype(rows.dtype)  # 16 bits have each
+    return dense_matmul(values, weights) * narrow.scales
+
+
+def _takes_narrow(rows: Array, weights: Array | QuantArray) -> bool:
     """Whether products of rows in 8 bits are those of their values in 16 (INT8 weights round
     rows)."""
     is_gpu, wide = current_target().backend == "mosaic_gpu", rows.dtype.itemsize == 2
-    return is_gpu and wide and all(array.dtype != jnp.int8 for array in weights)
+    return is_gpu and wide and weights.dtype != jnp.int8
 
 
 def _two_rows(row: Array) -> Array:

@@ -29,6 +29,19 @@ EIGHT: dict[str, dict[str, Any]] = {
     "colocated EP 8": {**layouts.COLOCATED, "attention.dp": 8},
     "colocated EP 4 x TP 2": {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2},
     "2A, EP 3 x TP 2": {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2},
+    "2A, EP 3 x TP 2, whole": {
+        "attention.tp": 2,
+        "ffn.ep": 3,
+        "ffn.tp": 2,
+        "ffn.whole_shared": True,
+        "lanes": 2,
+    },
+    "colocated EP 4 x TP 2, whole": {
+        **layouts.COLOCATED,
+        "attention.dp": 4,
+        "attention.tp": 2,
+        "ffn.whole_shared": True,
+    },
 }
 """Layouts of up to eight devices."""
 
@@ -77,6 +90,10 @@ def overrides(layout: dict[str, Any], kind: str) -> dict[str, Any]:
         pytest.param("colocated EP 8", "gather", marks=pytest.mark.matrix),
         ("2A, EP 3 x TP 2", "alltoall"),
         pytest.param("2A, EP 3 x TP 2", "gather", marks=pytest.mark.matrix),
+        ("2A, EP 3 x TP 2, whole", "gather"),
+        pytest.param("2A, EP 3 x TP 2, whole", "alltoall", marks=pytest.mark.matrix),
+        pytest.param("colocated EP 4 x TP 2, whole", "gather", marks=pytest.mark.matrix),
+        pytest.param("colocated EP 4 x TP 2, whole", "alltoall", marks=pytest.mark.matrix),
         pytest.param("colocated EP 4 x TP 2", "gather", marks=pytest.mark.matrix),
         pytest.param("colocated EP 4 x TP 2", "alltoall", marks=pytest.mark.matrix),
     ],

@@ -333,8 +333,8 @@ class TestCheck:
         arguments = ["--config", str(ROOT / "configs/step3.yaml"), "--set", "ffn.memory_gb=16"]
         assert serve.main([*arguments, "--check"]) == 1
         output, error = capsys.readouterr()
-        assert "19.05" in output
-        assert error.startswith("jaxserve: the deployment does not fit:\n  weights 19.05 + activ")
+        assert "24.84" in output
+        assert error.startswith("jaxserve: the deployment does not fit:\n  weights 24.84 + activ")
         assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
 
     def test_another_model(self, capsys: pytest.CaptureFixture[str]) -> None:

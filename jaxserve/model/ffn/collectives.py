@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8, Int32
 
+from jaxserve.model.ffn.beside import Beside
 from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
 
@@ -51,10 +52,16 @@ def _summed_here(
     return rows
 
 
-def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...]) -> Float32[Array, "rows d_model"]:
+def summed_int8_rows(
+    shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None
+) -> Float32[Array, "rows d_model"]:
     """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
     be carried on. With two axes, of which there are no more, the sums over the last one are rounded
-    again; FP32 sums."""
+    again; FP32 sums.
+
+    Args:
+      beside: work to do meanwhile, a step of it for each of the all-to-alls.
+    """
     sizes = {axis: jax.lax.axis_size(axis) for axis in axes if jax.lax.axis_size(axis) > 1}
     if not sizes:  # nothing travels
         return shares.total()
@@ -63,16 +70,17 @@ def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...]) -> Float32[Array, 
     # Blocks that go to the same device of the last axis are together, as an all-to-all takes them.
     packed = shares.packed(words, (outer, sizes[last]))
     for axis in reversed(first):
-        packed = sum_and_pack(_exchanged(packed, sizes[last], last), d_model)
+        packed = sum_and_pack(_exchanged(packed, sizes[last], last, beside), d_model)
         last = axis
-    return sum_packed(_exchanged(packed, sizes[last], last), d_model)
+    return sum_packed(_exchanged(packed, sizes[last], last, beside), d_model)
 
 
 def _exchanged(
-    packed: Int8[Array, "all_rows words"], size: int, axis: str
+    packed: Int8[Array, "all_rows words"], size: int, axis: str, beside: Beside | None
 ) -> Int8[Array, "devices rows words"]:
     blocks = packed.reshape(size, -1, packed.shape[1])
-    return jax.lax.all_to_all(blocks, axis, 0, 0)
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
+    return exchange(blocks) if beside is None else beside.during(blocks, exchange)
 
 
 def summed(

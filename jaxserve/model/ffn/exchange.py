@@ -8,7 +8,6 @@ nor how they are packed.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -18,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.beside import Beside, shared_expert
 from jaxserve.model.ffn.collectives import ragged_all_to_all, summed, summed_int8_rows, summed_rows
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
-from jaxserve.model.quant.rows import EncodedRows, WireFormat, pack_int8, unpack_int8
+from jaxserve.model.quant.rows import WireFormat, pack_int8, unpack_int8
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
 
@@ -101,12 +101,14 @@ class Results(NamedTuple):
     """Whether all others travel in INT8, with a scale a row."""
 
     def summed_rows(
-        self, shares: Unsummed, axes: tuple[str, ...]
+        self, shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None
     ) -> Float32[Array, "rows d_model"]:
         """See `collectives`."""
         if self.int8:
-            return summed_int8_rows(shares, axes)
-        return summed_rows(shares.total(), axes, self.dtype)
+            return summed_int8_rows(shares, axes, beside)
+        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
+        rows = shares.total()
+        return add_up(rows) if beside is None else beside.during(rows, add_up, last=True)
 
     def pack(self, results: Float32[Array, "rows d_model"]) -> Array:
         """Rows as they travel."""
@@ -155,8 +157,11 @@ class GatherExchange(NamedTuple):
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
         """See `Exchange`."""
-        axes = self.axes
-        everything = jax.lax.all_gather(packed, axes.rows, axis=0, tiled=True)
+        axes, beside = self.axes, None
+        if block.dense is not None and block.own_rows:
+            beside = shared_expert(block.dense, packed, packing.unpack)
+        gather = functools.partial(jax.lax.all_gather, axis_name=axes.rows, axis=0, tiled=True)
+        everything = gather(packed) if beside is None else beside.during(packed, gather)
         rank = jax.lax.axis_index(axes.experts)
         message, experts = packing.unpack(self._real(everything)), block.experts
         if experts is not None:
@@ -174,7 +179,10 @@ class GatherExchange(NamedTuple):
         share, load = block.unsummed(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
-        rows = self.results.summed_rows(self._in_place(share), axes.rows)
+        rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
+        if beside is not None:
+            with jax.named_scope("dense"):
+                rows += beside.result().astype(jnp.float32)
         return rows if axes.split else summed(rows, axes.tensor, self.results.dtype), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
@@ -250,7 +258,7 @@ class AllToAllExchange(NamedTuple):
             rows = plan.combine(results, self.results)
         if block.dense is not None:
             with jax.named_scope("dense"):
-                rows += self._shared(packed, own, block.dense, packing)
+                rows += self._shared(packed, own, block, packing)
         rows = rows if axes.split else summed(rows, axes.tensor, self.results.dtype)
         return rows, expert_load(load, table, rank * experts.local)
 
@@ -258,12 +266,13 @@ class AllToAllExchange(NamedTuple):
         self,
         packed: UInt[Array, "rows words"],
         own: Message,
-        expert: Callable[[Array, EncodedRows | None], Array],
+        block: FFNBlock,
         packing: Packing,
     ) -> Float32[Array, "rows d_model"]:
         """The shared expert on this device's own rows, or its share if others have them, too."""
-        tensor = self.axes.tensor
-        if not self.axes.split or jax.lax.axis_size(tensor) == 1:
+        tensor, expert = self.axes.tensor, block.dense
+        assert expert is not None
+        if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
             return expert(own.tokens, own.encoded).astype(jnp.float32)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         everything = packing.unpack(of_rank)

@@ -33,6 +33,8 @@ class ExchangeMesh(NamedTuple):
     None: colocated, where the devices of a rank have the same rows."""
     shared: int = 0
     """Ranks that have the shared expert for themselves, and no routed ones."""
+    whole: bool = False
+    """Whether every device, or rank whose devices have the same rows, has all of it for its own."""
 
     @property
     def routed(self) -> int:
@@ -112,7 +114,8 @@ def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bo
         they have different ones and it has no ranks of its own.
     """
     others = reached * (mesh.peers - 1)
-    beside = mesh.tensor - 1 if shared and mesh.split and not mesh.shared else 0
+    apart = mesh.shared or mesh.whole
+    beside = mesh.tensor - 1 if shared and mesh.split and not apart else 0
     there = (others + beside) * row.packed
     return Moved(there, (others + beside) * row.result + _tensor_sum(mesh, row))
 
@@ -134,8 +137,8 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     """Of the deployment's ffn role; in colocated mode DP groups are the ranks."""
     attention, ffn = deployment.attention, deployment.ffn
     if deployment.mode == "colocated":
-        return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks)
-    return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks)
+        return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks, ffn.whole_shared)
+    return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared)
 
 
 def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:

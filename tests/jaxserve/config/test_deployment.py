@@ -254,6 +254,8 @@ def test_ranks_of_the_shared_expert_leave_some_for_the_others():
         load_deployment(here, overrides | {"ffn.shared_ranks": 3})
         with pytest.raises(ConfigError, match=f"shared_ranks = 4 {message.format(ranks)}"):
             load_deployment(here, overrides | {"ffn.shared_ranks": 4})
+    with pytest.raises(ConfigError, match="whole_shared = true, but with"):
+        load_deployment(here, {"ffn.ep": 4, "ffn.shared_ranks": 2, "ffn.whole_shared": True})
 
 
 class TestBuckets:

@@ -202,6 +202,14 @@ class TestLayoutsThatDoNotFit:
             with pytest.raises(ConfigError, match=f"^ffn.shared_ranks = 1.*{message}"):
                 check(overrides, **sizes)
 
+    def test_a_whole_shared_expert_needs_one(self):
+        deployment = load_deployment(REPOSITORY, {"ffn.whole_shared": True})
+        check_layout(step3_config(self.SIZES.config()), deployment)
+        for sizes in ({"moe_layers": ()}, {"share_expert_dim": 0}):
+            config = step3_config(dataclasses.replace(self.SIZES, **sizes).config())
+            with pytest.raises(ConfigError, match="true, but the model has no shared expert"):
+                check_layout(config, deployment)
+
     @pytest.mark.parametrize(
         ("weights", "rows"),
         [("fp8", "fp8"), ("int8", "int8"), ("int4", "int8"), ("auto", None), ("bfloat16", None)],

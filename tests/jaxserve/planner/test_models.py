@@ -57,18 +57,19 @@ def test_parameters_by_tensor_parallelism():
 
 
 @pytest.mark.parametrize(
-    ("name", "number_format", "dp", "tp", "ep", "ffn_tp"),
+    ("name", "number_format", "dp", "tp", "ep", "ffn_tp", "whole"),
     [
-        ("step3", "fp8", 16, 1, 16, 1),
-        ("step3", "bfloat16", 4, 4, 4, 2),
-        ("deepseek-v3", "bfloat16", 8, 2, 16, 1),
-        ("kimi-k2", "int8", 4, 4, 8, 2),
-        ("qwen3-235b-a22b", "fp8", 4, 4, 8, 1),
-        ("qwen3-32b", "int8", 2, 4, 1, 8),
+        ("step3", "fp8", 16, 1, 16, 1, False),
+        ("step3", "fp8", 16, 1, 2, 8, True),
+        ("step3", "bfloat16", 4, 4, 4, 2, False),
+        ("deepseek-v3", "bfloat16", 8, 2, 16, 1, False),
+        ("kimi-k2", "int8", 4, 4, 8, 2, False),
+        ("qwen3-235b-a22b", "fp8", 4, 4, 8, 1, False),
+        ("qwen3-32b", "int8", 2, 4, 1, 8, False),
     ],
 )
 def test_bytes_of_a_device_are_those_of_the_engines_templates(
-    name, number_format, dp, tp, ep, ffn_tp
+    name, number_format, dp, tp, ep, ffn_tp, whole
 ):
     """Norms and scales, which the sums leave out, are less than 0.5 %."""
     config = model_config(CONFIGS / "models" / name)
@@ -76,14 +77,14 @@ def test_bytes_of_a_device_are_those_of_the_engines_templates(
     tree = {
         "model": "",
         "attention": {"dp": dp, "tp": tp, "weights": number_format},
-        "ffn": {"ep": ep, "tp": ffn_tp, "weights": number_format},
+        "ffn": {"ep": ep, "tp": ffn_tp, "weights": number_format, "whole_shared": whole},
         "cache": {"format": number_format, "pages": 512, "page_size": 16},
     }
     attention, ffn = role_bytes(config, msgspec.convert(tree, Deployment))
     formats = Formats(weights=number_format, cache=number_format, dispatch="bfloat16")
     calculator = Calculator(cost_model(config), 512 * 16, formats, Assumptions())
     assert calculator.attention_weights(tp) == pytest.approx(attention.weights, rel=0.005)
-    mesh = ExchangeMesh(ep, ffn_tp, attention=dp * tp)
+    mesh = ExchangeMesh(ep, ffn_tp, attention=dp * tp, whole=whole)
     assert calculator.ffn_weights(mesh) == pytest.approx(ffn.weights, rel=0.005)
     assert calculator.sequence_bytes(tp) == attention.cache
 

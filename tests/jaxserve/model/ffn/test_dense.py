@@ -39,6 +39,20 @@ def test_shares_of_d_ff_add_up(dtype):
     np.testing.assert_allclose(total, expected, atol=tolerance)
 
 
+def test_steps():
+    """A product at a time gives the same."""
+    rng = np.random.default_rng(2)
+    gate, up, down = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), (6, 8), (8, 6))
+    )
+    module, x = dense(gate, up, down), jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
+    steps, value = module.steps(x), (x, None)
+    assert len(steps) == 3
+    for step in steps:
+        value = step(value)
+    np.testing.assert_array_equal(np.asarray(value), np.asarray(module(x)))
+
+
 def test_zeros_behind_the_last_row_change_nothing():
     rng = np.random.default_rng(1)
     gate, up = (rng.normal(size=(6, 8)).astype(np.float32) for _ in range(2))

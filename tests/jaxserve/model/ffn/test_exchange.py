@@ -110,14 +110,21 @@ def swiglu(x, gate, up, down):
 
 @functools.cache
 def layer(
-    kind: str, mesh_name: str, redundant: int = 0, shared: int = 0, combine: str = "float32"
+    kind: str,
+    mesh_name: str,
+    redundant: int = 0,
+    shared: int = 0,
+    combine: str = "float32",
+    whole: bool = False,
 ) -> Layer:
     ranks, tensor, split = MESHES[mesh_name]
     names, rules = (("ep", "tp"), FFN_RULES) if split else (("dp", "tp"), COLOCATED_FFN_RULES)
     mesh = Mesh(np.array(jax.devices()[: ranks * tensor]).reshape(ranks, tensor), names)
     formats = Formats(FLOAT, "plain", shards(mesh, rules))
     config, more = WIDER if shared else CONFIG, {"redundant": redundant, "shared_ranks": shared}
-    build = functools.partial(FFNBlock, config, "moe", (ranks, tensor), kind, formats, **more)
+    build = functools.partial(
+        FFNBlock, config, "moe", (ranks, tensor), kind, formats, **more, whole_shared=whole
+    )
     sizes = slot_sizes(config, ranks, **more)
     template = Template(build, {"slots": first_entries(sizes)}, shared_parts(sizes))
     axes = Axes(*names, rows=names if split else names[:1])
@@ -202,6 +209,35 @@ def test_results_in_int8():
     out, _ = one(x, experts, gates)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     assert np.abs(out - one.expected(x, experts, gates)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("gather", "AFD 8 x 1"),
+        ("gather", "AFD 2 x 4"),
+        ("gather", "colocated 4 x 2"),
+        ("alltoall", "AFD 4 x 2"),
+        ("alltoall", "colocated 4 x 2"),
+    ],
+)
+def test_a_shared_expert_that_is_whole_on_every_device(kind, mesh):
+    one = layer(kind, mesh, whole=True)
+    check(one, *inputs(one))
+
+
+@pytest.mark.parametrize("mesh", ["AFD 8 x 1", "AFD 4 x 2"])
+def test_a_whole_shared_expert_is_not_rounded_to_int8(mesh):
+    """It stays where it is: without routed experts nothing is lost, and else what travels is."""
+    one = layer("gather", mesh, combine="int8", whole=True)
+    x, experts, gates = inputs(one)
+    out, _ = one(x, experts, 0 * gates)
+    np.testing.assert_allclose(out, one.shared(x, experts), atol=2e-5)
+    out, _ = one(x, experts, gates)
+    expected, _ = one.expected(x, experts, gates)
+    assert 1e-3 < np.abs(out - expected).max() < 0.3
+    divided, _ = layer("gather", mesh, combine="int8")(x, experts, 0 * gates)
+    assert np.abs(divided - one.shared(x, experts)).max() > 1e-3
 
 
 @pytest.mark.parametrize("mesh", ["AFD 4 x 2", "AFD 2 x 4", "colocated 4 x 2"])
@@ -323,5 +359,10 @@ def test_the_shared_expert_is_whole_on_every_rank():
     assert ("d_ff", "d_model") in dimensions["gather"]
     assert ("shared_d_ff", "d_model") in dimensions["alltoall"]
     assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
+    assert ("own_d_ff", "d_model") in Template(
+        lambda rngs: FFNBlock(CONFIG, "moe", (4, 2), "gather", formats, rngs, whole_shared=True)
+    ).dimensions
+    assert "own_d_ff" not in FFN_RULES
+    assert COLOCATED_FFN_RULES["own_d_ff"] == "tp"
     dense = Template(lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs))
     assert ("d_ff", "d_model") in dense.dimensions

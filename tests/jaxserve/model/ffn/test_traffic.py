@@ -57,6 +57,9 @@ def test_devices_of_their_own():
     assert alltoall_moves(mesh, row, 0.5, shared=False) == Moved(3.5 * 100, 3.5 * 20)
     # The shared expert needs the rows of the other device of the rank, and gives a sum back.
     assert alltoall_moves(mesh, row, 0.5, shared=True) == Moved(450, 70 + 20)
+    # Every device has all of it.
+    whole = mesh._replace(whole=True)
+    assert alltoall_moves(whole, row, 0.5, shared=True) == Moved(3.5 * 100, 3.5 * 20)
     alone = ExchangeMesh(ranks=8, tensor=1, attention=8)
     assert alltoall_moves(alone, row, 0.5, shared=True) == Moved(350, 70)
 

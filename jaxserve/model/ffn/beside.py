@@ -1,0 +1,67 @@
+"""What a device does for its own rows while others' travel: the shared expert, where it is whole.
+
+Called by `exchange.py` and `collectives.py`, inside their `shard_map`. XLA puts work that nothing
+waits for beside the last collective, all of it; here each collective has a step of it beside it.
+Knows nothing of meshes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jaxserve.model.ffn.dense import DenseFFN
+from jaxserve.model.message import Message
+
+Step = Callable[[Any], Any]
+
+
+class Beside:
+    """A chain of steps, each from what the one before it gave.
+
+    Args:
+      value: what the first step takes: a tree of arrays, as between all steps.
+    """
+
+    def __init__(self, value: Any, steps: Sequence[Step]):
+        self._value, self._steps = value, list(steps)
+
+    def during(
+        self, moving: Array, collective: Callable[[Array], Array], *, last: bool = False
+    ) -> Array:
+        """The collective's result; the next step, if there is one left, runs while it moves, and
+        neither begins before both can.
+
+        Args:
+          last: no other collective follows: all steps that are left run.
+        """
+        steps = len(self._steps) if last else min(1, len(self._steps))
+        if not steps:
+            return collective(moving)
+        moving, self._value = jax.lax.optimization_barrier((moving, self._value))
+        arrived = collective(moving)
+        self._run(steps)
+        arrived, self._value = jax.lax.optimization_barrier((arrived, self._value))
+        return arrived
+
+    def result(self) -> Any:
+        """Of the last step; those that nothing moved beside run now."""
+        self._run(len(self._steps))
+        return self._value
+
+    def _run(self, steps: int) -> None:
+        for step in self._steps[:steps]:
+            self._value = step(self._value)
+        del self._steps[:steps]
+
+
+def shared_expert(expert: DenseFFN, packed: Array, unpack: Callable[[Array], Message]) -> Beside:
+    """The steps of the whole shared expert for packed rows, which the first one unpacks."""
+    first, *others = expert.steps(unpack(packed).tokens)
+
+    def unpack_first(packed: Array) -> Any:
+        own = unpack(packed)
+        return first((own.tokens, own.encoded))
+
+    return Beside(packed, [unpack_first, *others])
