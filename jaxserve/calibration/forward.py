@@ -120,12 +120,14 @@ def _mla(
 ) -> tuple[Array, Inputs]:
     sizes, tokens = config.attention, x.shape[0]
     assert isinstance(sizes, MLA)
-    inputs, low = {"latent_down": x}, x
+    down = _linear(x, leaves["down"], leaves.get("down_bias"))
+    low, row = jnp.split(down, [sizes.q_latent], axis=-1)
+    inputs = {"down": x}
     if sizes.q_latent:
-        low = _linear(x, leaves["query_down"], leaves.get("query_bias"))
-        inputs["query_up"] = low = rms_norm(low, leaves["query_norm"], sizes.latent_epsilon)
-    query = _linear(low, leaves["query_up"]).reshape(tokens, sizes.q_heads, -1)
-    row = _linear(x, leaves["latent_down"], leaves.get("latent_bias"))
+        inputs["query_up"] = rms_norm(low, leaves["query_norm"], sizes.latent_epsilon)
+    query = _linear(inputs.get("query_up", x), leaves["query_up"]).reshape(
+        tokens, sizes.q_heads, -1
+    )
     latent = rms_norm(row[:, : sizes.kv_latent], leaves["latent_norm"], sizes.latent_epsilon)
     turn = functools.partial(rotate, interleaved=config.rope.interleaved)
     angles = rotation(jnp.arange(tokens), sizes.rope_dim, config.rope)

@@ -55,9 +55,9 @@ def folds(config: ModelConfig, leaves: Leaves) -> list[Fold]:
             Fold(value, ("attention.out",), sizes.kv_heads, group),
         ]
     assert isinstance(sizes, MLA)
-    query = "attention.query_down" if sizes.q_latent else "attention.query_up"
+    readers = ("attention.down", *(() if sizes.q_latent else ("attention.query_up",)))
     found = [
-        Fold((("input_norm", 0),), ("attention.latent_down", query)),
+        Fold((("input_norm", 0),), readers),
         Fold((("attention.value_up", 0),), ("attention.out",), sizes.q_heads),
     ]
     if sizes.q_latent:

@@ -129,10 +129,15 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
     heads, latent = sizes.q_heads, sizes.kv_latent
     queries, down = heads * (sizes.nope_dim + sizes.rope_dim), latent + sizes.rope_dim
     both = sizes.nope_dim + sizes.v_dim
+    low = (sizes.q_latent,) if sizes.q_latent else ()
+    downs = (*("q_a_proj" for _ in low), "kv_a_proj_with_mqa")
     kv_b = (f"{name}kv_b_proj.weight",), ((heads * both, latent),)
     sources = {
         "input_norm": vector(f"{layer}input_layernorm.weight", d),
-        "attention.latent_down": matrix(f"{name}kv_a_proj_with_mqa.weight", down, d),
+        "attention.down": Source(
+            tuple(f"{name}{each}.weight" for each in downs),
+            tuple((rows, d) for rows in (*low, down)),
+        ),
         "attention.latent_norm": vector(f"{name}kv_a_layernorm.weight", latent),
         "attention.key_up": Source(
             *kv_b, view=View((heads, both, latent), axis=1, start=0, stop=sizes.nope_dim)
@@ -145,7 +150,6 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
     }
     if sizes.q_latent:
         sources |= {
-            "attention.query_down": matrix(f"{name}q_a_proj.weight", sizes.q_latent, d),
             "attention.query_norm": vector(f"{name}q_a_layernorm.weight", sizes.q_latent),
             "attention.query_up": matrix(f"{name}q_b_proj.weight", queries, sizes.q_latent),
         }
@@ -153,11 +157,12 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
         sources["attention.query_up"] = matrix(f"{name}q_proj.weight", queries, d)
     if sizes.bias:
         sources |= {
-            "attention.latent_bias": vector(f"{name}kv_a_proj_with_mqa.bias", down),
+            "attention.down_bias": Source(
+                tuple(f"{name}{each}.bias" for each in downs),
+                tuple((rows,) for rows in (*low, down)),
+            ),
             "attention.out_bias": vector(f"{name}o_proj.bias", d),
         }
-        if sizes.q_latent:
-            sources["attention.query_bias"] = vector(f"{name}q_a_proj.bias", sizes.q_latent)
     if kind == "moe":
         sources |= {
             "router.gate": matrix(f"{layer}mlp.gate.weight", config.experts, d),

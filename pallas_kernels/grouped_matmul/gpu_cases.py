@@ -43,7 +43,7 @@ CALLS = [
 
 DENSE = {
     "step3 output": (7168, 16384),
-    "deepseek_v3 latent": (576, 7168),
+    "deepseek_v3 down": (2112, 7168),
 }
 """Projections of attention: d_out, d_in."""
 

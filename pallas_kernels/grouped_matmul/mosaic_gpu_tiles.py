@@ -30,7 +30,7 @@ BYTES: tuple[Kind, ...] = ("int8", "int8 blocks", "rows in blocks", "many rows i
 SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks")
 """Kinds of which a long d_in may be split: their sums are added up in FP32 anyway."""
 
-FEW_COLUMNS = 16  # of tiles, an eighth of an H200's multiprocessors
+FEW_COLUMNS = 33  # of tiles, a quarter of an H200's multiprocessors
 MOST_SPLITS = 4  # all of which are written, and read again
 LEAST_STEPS = 16  # worth it
 

@@ -34,6 +34,7 @@ from jaxserve.model.module import (
     matrix,
     rms_norm,
     scale,
+    side_by_side,
     weight,
     zeros,
 )
@@ -45,15 +46,15 @@ class MLA(Module):
     """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
 
     Attributes:
-      query_down: [q_latent, d_model], or None: then `query_up` starts from d_model.
-      query_norm: [q_latent].
+      down: [q_latent + kv_latent + rope_dim, d_model], side by side the queries' latent, the cached
+        one and the shared rotated key. Without the first, `query_up` starts from d_model.
+      query_norm: [q_latent], or None, if there is none.
       query_up: [q_heads·(nope_dim + rope_dim), q_latent].
-      latent_down: [kv_latent + rope_dim, d_model], the latent and the shared rotated key.
       latent_norm: [kv_latent].
       key_up: [q_heads, nope_dim, kv_latent].
       value_up: [q_heads, v_dim, kv_latent].
       out: [d_model, q_heads·v_dim].
-      query_bias, latent_bias, out_bias: of the down maps and `out`; None where there are none.
+      down_bias, out_bias: of `down` and `out`; None where there are none.
     """
 
     def __init__(
@@ -67,16 +68,14 @@ class MLA(Module):
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
         biased = sizes.bias
         low = sizes.q_latent
-        self.query_down = matrix(rngs, formats, latent=low, d_model=d_model) if low else None
+        parts = (low, latent + sizes.rope_dim) if low else (latent + sizes.rope_dim,)
+        self.down = side_by_side(rngs, formats, parts, latents=sum(parts), d_model=d_model)
+        self.down_bias = zeros(dtype, latents=sum(parts)) if biased else None
         self.query_norm = scale(dtype, latent=low) if low else None
-        self.query_bias = zeros(dtype, latent=low) if low and biased else None
         self.query_up = matrix(
             rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
         )
-        down = latent + sizes.rope_dim
-        self.latent_down = matrix(rngs, formats, latent=down, d_model=d_model)
         self.latent_norm = scale(dtype, latent=latent)
-        self.latent_bias = zeros(dtype, latent=down) if biased else None
         # Small for each head, and absorption multiplies them in full precision: not quantised.
         self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
@@ -89,8 +88,9 @@ class MLA(Module):
         """As `MFA.__call__`."""
         tokens = x.shape[0]
         turn = batch_rotation(batch, self.sizes.rope_dim, self.rope)
-        nope, rope = self._query(x, turn)
-        row = self._row(x, turn)
+        low, row = jnp.split(linear(x, self.down, self.down_bias), [self.sizes.q_latent], axis=-1)
+        nope, rope = self._query(low if self.sizes.q_latent else x, turn)
+        row = self._row(row, turn)
         with jax.named_scope("write_pages"):
             pages = write_latents(pages, row, batch)
         absorbed = self._absorb(nope, rope)
@@ -116,18 +116,15 @@ class MLA(Module):
     ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
         """The queries' two parts, the second one rotated."""
         sizes = self.sizes
-        if self.query_down is not None:
-            assert self.query_norm is not None
-            x = linear(x, self.query_down, self.query_bias)
+        if self.query_norm is not None:
             x = rms_norm(x, self.query_norm[...], sizes.latent_epsilon)
         query = linear(x, self.query_up)
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
         return nope, rotate(rope, *turn, interleaved=self.rope.interleaved)
 
-    def _row(self, x: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens 1 width"]:
+    def _row(self, row: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens 1 width"]:
         """The cached row of each token: its normed latent, then its rotated key."""
-        row = linear(x, self.latent_down, self.latent_bias)
         latent, key = jnp.split(row, [self.sizes.kv_latent], axis=-1)
         latent = rms_norm(latent, self.latent_norm[...], self.sizes.latent_epsilon)
         key = rotate(key[:, None], *turn, interleaved=self.rope.interleaved)

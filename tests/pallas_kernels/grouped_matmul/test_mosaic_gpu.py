@@ -226,9 +226,11 @@ class TestPickTiles:
     @pytest.mark.parametrize(
         ("shape", "block", "splits"),
         [
-            ((576, 7168), (128, 128), 4),  # 5 tiles of columns, 56 steps
+            ((2112, 7168), (128, 128), 4),  # 17 tiles of columns, 56 steps
+            ((4224, 7168), (128, 128), 4),  # 33 tiles
+            ((4352, 7168), (128, 128), 1),  # 34 tiles
             ((1536, 6400), (128, 128), 2),  # 50 steps
-            ((7168, 16384), (128, 128), 1),  # 56 tiles are enough
+            ((7168, 16384), (128, 128), 1),  # 56 tiles
             ((576, 1920), (128, 128), 1),  # 15 steps are few
             ((576, 7168), (1, 0), 1),  # sums of all of d_in are scaled once
         ],

@@ -137,15 +137,15 @@ def test_bfloat16():
 
 def test_leaves():
     module = Layer(model("biases")).module
-    assert module.query_down[...].shape == (24, 48)
+    assert module.down[...].shape == (24 + 32 + 8, 48)
     assert module.query_up[...].shape == (4 * (16 + 8), 24)
-    assert module.latent_down[...].shape == (32 + 8, 48)
     assert module.key_up[...].shape == (4, 16, 32)
     assert module.value_up[...].shape == (4, 12, 32)
     assert module.out[...].shape == (48, 4 * 12)
-    assert module.latent_bias[...].shape == (40,)
+    assert module.down_bias[...].shape == (64,)
     full = Layer(model("full query")).module
-    assert (full.query_down, full.query_norm, full.out_bias) == (None, None, None)
+    assert full.down[...].shape == (40, 48)
+    assert (full.down_bias, full.query_norm, full.out_bias) == (None, None, None)
     assert full.query_up[...].shape == (96, 48)
 
 
