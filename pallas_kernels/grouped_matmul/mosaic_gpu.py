@@ -239,8 +239,10 @@ def _product(
         average=average,
         one_group=one_group,
     )
-    operands = _operands(rows, weights, tiles, as_floats=as_floats, picked=picked)
-    zero_padding = zero_padding and tiles.splits == 1
+    operands = _operands(
+        rows, weights, tiles, as_floats=as_floats, picked=picked, one_group=one_group
+    )
+    zero_padding = zero_padding and not one_group
     tile_list = when_known(list_tiles, group_sizes, count, tiles.listed_rows, zero_padding)
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     found = grouped_product(
@@ -271,6 +273,7 @@ def _operands(
     *,
     as_floats: bool = False,
     picked: Picked | None = None,
+    one_group: bool = False,
 ) -> Operands:
     """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
     first = weights[0]
@@ -290,7 +293,9 @@ def _operands(
     rows = _rows_of(rows, picked)
     if row_scales is not None:
         row_scales = row_scales if picked is None else row_scales[picked.source]
-        row_scales = jnp.pad(row_scales, (0, tiles.listed_rows))
+        # A tile of several groups may begin anywhere; of one group only the last one is cut.
+        whole = one_group and not rows.shape[0] % tiles.listed_rows
+        row_scales = jnp.pad(row_scales, (0, 0 if whole else tiles.listed_rows))
     values = tuple(from_bits(array.values) for array in quantised)
     if is_per_channel(first):
         scales = tuple(_channel_scales(array, tiles.out) for array in quantised)
@@ -320,8 +325,6 @@ def _as_float16(
     # The largest magnitude of a row is in [2^exponent, 2^(exponent + 1)); zeros and subnormal
     # numbers count as 2^-100, so that the inverse is finite.
     exponent = jnp.maximum((bits >> 23) - 127, -100)
-    scales, inverse = (
-        jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
-        for power in (exponent - 14, 14 - exponent)
-    )
-    return (wide * inverse[:, None]).astype(jnp.float16), scales
+    scales = jax.lax.bitcast_convert_type((exponent - 14 + 127) << 23, jnp.float32)
+    # The inverse of a power of two is exact.
+    return (wide * (1 / scales)[:, None]).astype(jnp.float16), scales

@@ -128,7 +128,8 @@ class Operands:
     Attributes:
       rows: [rows, d_in], sorted by group.
       weights: one array [groups, d_out, d_in], or two (gate and up).
-      row_scales: FP32 [rows + tiles.listed_rows] or None: every result is multiplied by its row's.
+      row_scales: FP32 [rows + tiles.listed_rows], or [rows] where tiles end with these, or None:
+        every result is multiplied by its row's.
       row_block_scales: FP32 [d_in / tiles.inner, rows + SPARE_SCALES] or None: the sum of one step
         is multiplied by its row's.
       channel_scales: for each of the weights FP32 [groups, d_out rounded up to a whole number of

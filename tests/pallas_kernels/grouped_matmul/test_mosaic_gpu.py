@@ -242,6 +242,21 @@ class TestPickTiles:
         assert tiles_for(rows, weights, groups=1, one_group=True).splits == splits
         assert tiles_for(rows, weights, groups=1).splits == 1  # some rows may be padding
 
+    @pytest.mark.parametrize(
+        ("rows", "one_group", "scales"),
+        [(96, True, 96), (128, True, 128), (120, True, 120 + 64), (96, False, 96 + 96)],
+    )
+    def test_scales_of_rows_go_on_where_a_tile_may(self, rows, one_group, scales):
+        """Tiles of 96 and 64 rows; to fill up takes a launch."""
+        weights = quantised(jnp.float8_e4m3fn, (1, 2112, 7168), (128, 128))
+        tiles = tiles_for(rows, weights, groups=1, one_group=one_group)
+        found = jax.eval_shape(
+            lambda x, w: mosaic_gpu._operands(x, (w,), tiles, one_group=one_group).row_scales,
+            jax.ShapeDtypeStruct((rows, 7168), jnp.bfloat16),
+            weights,
+        )
+        assert found.shape == (scales,)
+
     def test_stages_fill_the_shared_memory(self):
         """16 bits: 48 KiB a stage beside 34 KiB for output; FP8: 24 KiB and less output."""
         floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
