@@ -26,14 +26,26 @@ def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     Returns:
       values in `dtype`, FP8 or INT8, and scales, one a row.
     """
-    is_int8 = jnp.dtype(dtype) == jnp.int8
-    largest = 127.0 if is_int8 else 448.0
-    scales = jnp.max(jnp.abs(rows), axis=-1) * (1.0 / largest)
-    scales = jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
-    inverse = 1.0 / scales
+    scales = scales_of(jnp.max(jnp.abs(rows), axis=-1), dtype)
+    return narrowed(rows, scales, dtype), scales
+
+
+def scales_of(magnitudes: jax.Array, dtype: Any) -> jax.Array:
+    """The scales of rows with these largest magnitudes in `dtype`, FP8 or INT8."""
+    scales = magnitudes * (1.0 / _largest(dtype))
+    return jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
+
+
+def narrowed(rows: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Rows, or parts of them, over their scales, in `dtype`."""
+    largest, inverse = _largest(dtype), 1.0 / scales
     scaled = rows * jax.lax.broadcast_in_dim(inverse, rows.shape, tuple(range(inverse.ndim)))
     scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
-    return (jnp.round(scaled) if is_int8 else scaled).astype(dtype), scales
+    return (jnp.round(scaled) if jnp.dtype(dtype) == jnp.int8 else scaled).astype(dtype)
+
+
+def _largest(dtype: Any) -> float:
+    return 127.0 if jnp.dtype(dtype) == jnp.int8 else 448.0
 
 
 def store(target: Any, value: Any) -> None:

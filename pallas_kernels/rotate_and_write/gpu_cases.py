@@ -8,17 +8,22 @@ import jax.numpy as jnp
 from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.gpu_resources import Case
 from pallas_kernels.rotate_and_write.api import rotate_and_write
+from pallas_kernels.rotate_and_write.latents import norm_and_write
 
 TOKENS, PAGES, PAGE_SIZE, PAGES_PER_SEQUENCE = 128, 8192, 64, 64
 MODELS = {"step3": False, "qwen3-235b": True}
 """And whether it norms its heads."""
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
 """Of keys and values."""
+Q_LATENT, LATENT, ROPE = 1536, 512, 64
+"""Of DeepSeek-V3 and Kimi K2."""
 
 
 def cases() -> list[Case]:
-    """All formats of every model."""
-    return [_case(model, form) for model in MODELS for form in FORMATS]
+    """All formats of every model, and of latents; keys beside these in BF16, too."""
+    latents = [_latents(form, split=False) for form in FORMATS]
+    latents += [_latents(form, split=True) for form in ("int8", "fp8")]
+    return [*(_case(model, form) for model in MODELS for form in FORMATS), *latents]
 
 
 def _case(model: str, form: str) -> Case:
@@ -32,14 +37,43 @@ def _case(model: str, form: str) -> Case:
         for count in (shape.q_heads, shape.kv_heads, shape.kv_heads)
     )
     angles = (jax.ShapeDtypeStruct((TOKENS, shape.head_dim // 2), jnp.float32),) * 2
-    where = tuple(
+    norm = jax.ShapeDtypeStruct((shape.head_dim,), jnp.bfloat16)
+    norms = {"query_norm": norm, "key_norm": norm} if MODELS[model] else {}
+    arguments = (tuple(pages), *heads, *angles, *_where(), norms)
+    return Case(f"{model} {form}", _call, arguments)
+
+
+def _latents(form: str, *, split: bool) -> Case:
+    dtype, places = jnp.dtype(FORMATS[form]), (PAGES, 1, PAGE_SIZE)
+    pages = [jax.ShapeDtypeStruct((*places, LATENT + ROPE), dtype)]
+    if split:
+        pages = [
+            jax.ShapeDtypeStruct((*places, LATENT), dtype),
+            jax.ShapeDtypeStruct((*places, ROPE), jnp.bfloat16),
+        ]
+    if dtype.itemsize == 1:
+        pages.append(jax.ShapeDtypeStruct(places, jnp.float32))
+    down = jax.ShapeDtypeStruct((TOKENS, Q_LATENT + LATENT + ROPE), jnp.bfloat16)
+    angles = (jax.ShapeDtypeStruct((TOKENS, ROPE // 2), jnp.float32),) * 2
+    norms = {
+        name: jax.ShapeDtypeStruct((width,), jnp.bfloat16)
+        for name, width in (("query_norm", Q_LATENT), ("latent_norm", LATENT))
+    }
+    name = f"deepseek-v3 {form}{', keys bf16' if split else ''}"
+    return Case(name, _call_latents, (tuple(pages), down, *angles, *_where(), norms))
+
+
+def _where() -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Page table, sequences and positions."""
+    return tuple(
         jax.ShapeDtypeStruct(size, jnp.int32)
         for size in ((TOKENS, PAGES_PER_SEQUENCE), (TOKENS,), (TOKENS,))
     )
-    norm = jax.ShapeDtypeStruct((shape.head_dim,), jnp.bfloat16)
-    norms = {"query_norm": norm, "key_norm": norm} if MODELS[model] else {}
-    arguments = (tuple(pages), *heads, *angles, *where, norms)
-    return Case(f"{model} {form}", _call, arguments)
+
+
+def _call_latents(*arguments: Any) -> Any:
+    *plain, norms = arguments
+    return norm_and_write(*plain, **norms, epsilon=1e-6, interleaved=True, stored=True)
 
 
 def _call(*arguments: Any) -> Any:

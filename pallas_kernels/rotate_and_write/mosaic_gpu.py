@@ -175,18 +175,25 @@ def _rotated_key(
     return turned.astype(key.dtype)
 
 
-def _store_rows(
-    rows: tuple[Any, Any], cache: tuple[Any, ...], where: tuple[Any, ...], token: Any, head: Any
-) -> None:
-    """To the page, if the token has one."""
+def place_of(
+    token: Any, where: tuple[Any, ...], pages: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A token's page and its row there, and whether it has one, in pages of such a shape."""
     page_table, sequence_of_token, position = where
-    (sequences, columns), (pool, _, page_size, _) = page_table.shape, cache[0].shape
+    (sequences, columns), (pool, _, page_size, _) = page_table.shape, pages
     sequence, place = sequence_of_token[token], position[token]
     column = place // page_size
     page = page_table[jnp.clip(sequence, 0, sequences - 1), jnp.clip(column, 0, columns - 1)]
     exists = (place >= 0) & (column < columns) & (sequence >= 0) & (sequence < sequences)
     exists &= (page >= 0) & (page < pool)
-    row = lax.rem(place, page_size)
+    return page, lax.rem(place, page_size), exists
+
+
+def _store_rows(
+    rows: tuple[Any, Any], cache: tuple[Any, ...], where: tuple[Any, ...], token: Any, head: Any
+) -> None:
+    """To the page, if the token has one."""
+    page, row, exists = place_of(token, where, cache[0].shape)
     kept: list[Any] = [x.astype(array.dtype) for x, array in zip(rows, cache[:2], strict=True)]
     scales: list[Any] = []
     if len(cache) == 4:

@@ -1,4 +1,4 @@
-"""Definition of the op in plain `jax.numpy`; also runs where there is no kernel.
+"""Definition of the ops in plain `jax.numpy`; also runs where there is no kernel.
 
 `rotate` is also used for what is rotated elsewhere. Shares no code with the kernel.
 """
@@ -6,6 +6,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
+from pallas_kernels.attention.api import write_rows
 from pallas_kernels.norm_quantize.reference import rms_norm
 from pallas_kernels.quantize import Format, quantize_rows
 
@@ -48,3 +49,43 @@ def kept(
     format: Format = "int8" if pages.dtype == jnp.int8 else "fp8"
     values, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]), format)
     return values.reshape(rows.shape), scales.reshape(rows.shape[:2])
+
+
+def norm_and_write(
+    pages: tuple[Array, ...],
+    down: Float[Array, "tokens columns"],
+    turn: tuple[Array, Array],
+    where: tuple[Array, Array, Array],
+    norms: tuple[Array, Array | None],
+    epsilon: float,
+    *,
+    interleaved: bool,
+    stored: bool,
+) -> tuple[Array, Array | None, tuple[Array, ...]]:
+    """As `latents.norm_and_write` says."""
+    latent_norm, query_norm = norms
+    q_latent = 0 if query_norm is None else query_norm.size
+    query, latent, key = jnp.split(down, [q_latent, q_latent + latent_norm.size], axis=-1)
+    if query_norm is not None:
+        query = rms_norm(query, query_norm, epsilon)
+    latent = rms_norm(latent, latent_norm, epsilon)[:, None]
+    key = rotate(key[:, None], *turn, interleaved=interleaved)
+    parts = [latent, key] if len(pages) == 3 else [jnp.concatenate([latent, key], axis=-1)]
+    rows = [kept(part, array) for part, array in zip(parts, pages, strict=False)]
+    scales = [scales for _, scales in rows if scales is not None]
+    written = write_rows(pages, (*(values for values, _ in rows), *scales), *where)
+    if not stored:
+        return query, None, written
+    back = [read_back(*row, down.dtype)[:, 0] for row in rows]
+    return query, jnp.concatenate(back, axis=-1), written
+
+
+def read_back(
+    values: Num[Array, "tokens heads width"],
+    scales: Float32[Array, "tokens heads"] | None,
+    dtype: jnp.dtype,
+) -> Float[Array, "tokens heads width"]:
+    """Rows from what `kept` made of them."""
+    if scales is None:
+        return values.astype(dtype)
+    return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)

@@ -20,11 +20,10 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.quant import as_bits
-from jaxserve.model.quant.rows import STORAGE, quantize_heads
+from jaxserve.model.quant.rows import STORAGE
 from pallas_kernels import rotate_and_write as kernels
-from pallas_kernels.attention.api import paged_attention, write_rows
-from pallas_kernels.quantize.api import Format
+from pallas_kernels.attention.api import paged_attention
+from pallas_kernels.rotate_and_write import Latents
 
 Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
@@ -105,20 +104,39 @@ def rotate_and_write(
     )
 
 
-def write_latents(pages: Pages, row: Float[Array, "tokens 1 width"], batch: RaggedBatch) -> Pages:
-    """Writes latents with their rotated part, quantised to the cache's format."""
-    if len(pages) == 1:
-        rows: tuple[Array, ...] = (row,)
-    else:
-        latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)  # all of it, if not split
-        values, scales = quantize_heads(latent, _format(pages))
-        rows = (as_bits(values), *([rotated] if _is_split(pages) else []), scales)
-    return write_rows(
+class LatentNorms(NamedTuple):
+    """RMSNorms between MLA's down maps and what reads them."""
+
+    query: Float[Array, " q_latent"] | None
+    """Of the queries' latents; None: there are none."""
+    latent: Float[Array, " kv_latent"]
+    epsilon: float
+
+
+def write_latents(
+    pages: Pages,
+    down: Float[Array, "tokens columns"],
+    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    batch: RaggedBatch,
+    norms: LatentNorms,
+    *,
+    interleaved: bool = False,
+    stored: bool = False,
+) -> Latents:
+    """Norms latents, rotates the key beside them, and writes both, quantised to the cache's format;
+    with `stored` also returns what is then in the cache."""
+    return kernels.norm_and_write(
         pages,
-        tuple(row.astype(array.dtype) for row, array in zip(rows, pages, strict=True)),
+        down,
+        *turn,
         batch.page_table,
         batch.sequence_of_token,
         batch.position,
+        latent_norm=norms.latent,
+        query_norm=norms.query,
+        epsilon=norms.epsilon,
+        interleaved=interleaved,
+        stored=stored,
     )
 
 
@@ -182,23 +200,6 @@ def attend_latent(
     return out, lse
 
 
-def stored(row: Float[Array, "tokens heads _"], pages: Pages) -> Float[Array, "tokens heads _"]:
-    """The row, with its rotated part if it is a latent, rounded as the cache stores it: quantised
-    and dequantised."""
-    if pages[0].dtype.itemsize > 1:
-        return row.astype(pages[0].dtype).astype(row.dtype)
-    latent, rotated = jnp.split(row, [pages[0].shape[3]], axis=-1)  # all of it, if not split
-    values, scales = quantize_heads(latent, _format(pages))
-    latent = (values.astype(jnp.float32) * scales[..., None]).astype(row.dtype)
-    if not _is_split(pages):
-        return latent
-    return jnp.concatenate([latent, rotated.astype(pages[1].dtype).astype(row.dtype)], axis=-1)
-
-
 def _is_split(pages: Pages) -> bool:
     """Whether latents are without their rotated part, which is in an array of its own."""
     return len(pages) == 3
-
-
-def _format(pages: Pages) -> Format:
-    return "int8" if pages[0].dtype == jnp.int8 else "fp8"

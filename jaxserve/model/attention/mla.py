@@ -23,7 +23,7 @@ from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend_latent, stored, write_latents
+from jaxserve.model.attention.kv_cache import LatentNorms, Pages, attend_latent, write_latents
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
@@ -32,7 +32,6 @@ from jaxserve.model.module import (
     add_once,
     linear,
     matrix,
-    rms_norm,
     scale,
     side_by_side,
     weight,
@@ -87,18 +86,21 @@ class MLA(Module):
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
         """As `MFA.__call__`."""
         tokens = x.shape[0]
+        chunks = tokens > batch.page_table.shape[0]
         turn = batch_rotation(batch, self.sizes.rope_dim, self.rope)
-        low, row = jnp.split(linear(x, self.down, self.down_bias), [self.sizes.q_latent], axis=-1)
-        nope, rope = self._query(low if self.sizes.q_latent else x, turn)
-        row = self._row(row, turn)
+        down = linear(x, self.down, self.down_bias)
+        norms, interleaved = self._norms(), self.rope.interleaved
         with jax.named_scope("write_pages"):
-            pages = write_latents(pages, row, batch)
+            query, row, pages = write_latents(
+                pages, down, turn, batch, norms, interleaved=interleaved, stored=chunks
+            )
+        nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         absorbed = self._absorb(nope, rope)
         attend = functools.partial(
             attend_latent, scale=self.sizes.scale, v_width=self.sizes.kv_latent, kind=self.kind
         )
         with jax.named_scope("paged_attention"):
-            if tokens <= batch.page_table.shape[0]:
+            if row is None:
                 mixed, _ = attend(absorbed, pages, batch)
                 heads = self._values(mixed)
             else:
@@ -106,7 +108,7 @@ class MLA(Module):
                     position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), places={}
                 )
                 mixed, history = attend(absorbed, pages, before)
-                inside, chunk = self._naive(nope, rope, stored(row, pages), batch)
+                inside, chunk = self._naive(nope, rope, row, batch)
                 heads = merge((self._values(mixed), inside), (history, chunk))
         share = linear(heads.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
@@ -114,21 +116,16 @@ class MLA(Module):
     def _query(
         self, x: Array, turn: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
-        """The queries' two parts, the second one rotated."""
+        """The queries' two parts, of what `query_up` starts from; the second one rotated."""
         sizes = self.sizes
-        if self.query_norm is not None:
-            x = rms_norm(x, self.query_norm[...], sizes.latent_epsilon)
         query = linear(x, self.query_up)
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
         return nope, rotate(rope, *turn, interleaved=self.rope.interleaved)
 
-    def _row(self, row: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens 1 width"]:
-        """The cached row of each token: its normed latent, then its rotated key."""
-        latent, key = jnp.split(row, [self.sizes.kv_latent], axis=-1)
-        latent = rms_norm(latent, self.latent_norm[...], self.sizes.latent_epsilon)
-        key = rotate(key[:, None], *turn, interleaved=self.rope.interleaved)
-        return jnp.concatenate([latent[:, None], key], axis=-1)
+    def _norms(self) -> LatentNorms:
+        query = None if self.query_norm is None else self.query_norm[...]
+        return LatentNorms(query, self.latent_norm[...], self.sizes.latent_epsilon)
 
     def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
         """Absorbed queries: W^UK is applied to the queries instead of the keys."""
@@ -144,7 +141,7 @@ class MLA(Module):
         self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
     ) -> tuple[Array, Array]:
         """Attention of the batch's tokens to each other, and its log-sum-exp for every head."""
-        latent, key = row[:, 0, : self.sizes.kv_latent], row[:, :, self.sizes.kv_latent :]
+        latent, key = row[:, : self.sizes.kv_latent], row[:, None, self.sizes.kv_latent :]
         keys = _einsum("tc,hnc->thn", latent, self.key_up[...])
         shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))
         return chunk_attention(

@@ -1,0 +1,139 @@
+"""What every backend of `norm_and_write` has to do, against NumPy; subclasses say which one.
+
+Tokens, pages and places are those of `suite.py`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.rotate_and_write import norm_and_write
+from pallas_kernels.target import use_target
+from tests.pallas_kernels.rotate_and_write.suite import (
+    LARGEST,
+    PAGE_SIZE,
+    PLACES,
+    POOL,
+    POSITIONS,
+    SEQUENCES,
+    TABLE,
+)
+
+LATENT, ROPE = 128, 64
+
+
+class Case(NamedTuple):
+    """A call, and what it should give."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    query: np.ndarray
+    row: np.ndarray
+    pages: tuple[np.ndarray, ...]
+
+
+def normed(x, weight, dtype):
+    """In float64, rounded where the definition rounds."""
+    wide = x.astype(np.float64)
+    wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    wide = wide.astype(dtype).astype(np.float32) * weight.astype(np.float32)
+    return wide.astype(dtype)
+
+
+def make_case(cache, *, q_latent=256, interleaved=True, split=False, dtype=jnp.bfloat16):
+    """Eight tokens, whose keys are larger than their latents."""
+    rng, tokens = np.random.default_rng(q_latent + split), len(SEQUENCES)
+
+    def random(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    places, widths = (POOL, 1, PAGE_SIZE), [LATENT, ROPE] if split else [LATENT + ROPE]
+    pages = [random(*places, width) for width in widths]
+    if cache in LARGEST:
+        kept = np.uint8 if cache == "fp8" else np.int8
+        pages[0] = rng.integers(0, 99, pages[0].shape).astype(kept)
+        pages.append(rng.normal(size=places).astype(np.float32))
+    down = random(tokens, q_latent + LATENT + ROPE)
+    down[:, -ROPE:] *= 8
+    norms = {"latent_norm": random(LATENT)} | ({"query_norm": random(q_latent)} if q_latent else {})
+    angles = rng.normal(size=(tokens, ROPE // 2)) * 9
+    c, s = (f(angles).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
+    key = down[:, -ROPE:].astype(np.float64)
+    low, high = (key[:, ::2], key[:, 1::2]) if interleaved else np.split(key, 2, axis=-1)
+    key = np.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(dtype)
+    latent = normed(down[:, q_latent:-ROPE], norms["latent_norm"], dtype)
+    query = down[:, :q_latent]
+    query = normed(query, norms["query_norm"], dtype) if q_latent else query
+    turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
+    arguments = (tuple(map(jnp.asarray, pages)), jnp.asarray(down), *turn, *where)
+    options = {name: jnp.asarray(norm) for name, norm in norms.items()}
+    options |= {"epsilon": 1e-6, "interleaved": interleaved}
+    row = np.concatenate([latent, key], axis=-1).astype(np.float32)
+    return Case(arguments, options, query, row, tuple(pages))
+
+
+def near(cache):
+    """By how much of itself a number may miss."""
+    return {"fp8": 2**-3, "int8": 2e-2}.get(cache, 2**-6)
+
+
+def check(case, found, cache):
+    """Nothing else is written; what is, stands for the rows."""
+    query = np.asarray(found.query, np.float32)
+    np.testing.assert_allclose(query, case.query.astype(np.float32), rtol=2**-6, atol=2e-2)
+    written = [np.array(array) for array in found.pages]
+    split = len(written) == 3
+    for token, (page, row) in PLACES.items():
+        kept = written[0][page, 0, row]
+        if cache in LARGEST:
+            kept = kept.view(ml_dtypes.float8_e4m3fn) if cache == "fp8" else kept
+            scale, own = written[-1][page, 0, row], case.row[token, : len(kept)]
+            np.testing.assert_allclose(scale, np.abs(own).max() / LARGEST[cache], rtol=2e-2)
+            assert np.abs(kept.astype(np.float32)).max() == LARGEST[cache]
+            kept = kept.astype(np.float32) * scale
+            written[-1][page, 0, row] = case.pages[-1][page, 0, row]
+        if split:
+            assert written[1].dtype == ml_dtypes.bfloat16
+            kept = np.concatenate([kept, written[1][page, 0, row].astype(np.float32)])
+            written[1][page, 0, row] = case.pages[1][page, 0, row]
+        step = np.abs(case.row[token]).max() / 127 if cache == "int8" else 3e-2
+        kept = kept.astype(np.float32)
+        np.testing.assert_allclose(kept, case.row[token], rtol=near(cache), atol=step)
+        if found.row is not None:
+            np.testing.assert_allclose(np.asarray(found.row[token], np.float32), kept, rtol=2**-8)
+        written[0][page, 0, row] = case.pages[0][page, 0, row]
+    for array, before in zip(written, case.pages, strict=True):
+        np.testing.assert_array_equal(array, before)
+
+
+class NormAndWriteSuite:
+    """Eight tokens of few columns, since interpreting is slow."""
+
+    target = None
+
+    def run(self, case, **options):
+        function = functools.partial(norm_and_write, **case.options, **options)
+        with use_target(self.target):
+            return jax.jit(function)(*case.arguments)
+
+    @pytest.mark.parametrize(
+        ("cache", "sizes", "stored"),
+        [
+            ("bfloat16", {"interleaved": False}, True),
+            ("int8", {"split": True, "q_latent": 384}, True),
+            ("int8", {"q_latent": 0}, False),
+            ("fp8", {}, False),
+            ("fp8", {"split": True, "q_latent": 0}, True),
+        ],
+    )
+    def test_against_numpy(self, cache, sizes, stored):
+        case = make_case(cache, **sizes)
+        found = self.run(case, stored=stored)
+        assert (found.row is not None) == stored
+        check(case, found, cache)
