@@ -1,0 +1,60 @@
+"""What XLA schedules beside the collectives of an FFN layer on GPUs: `ffn_moe` of Step-3, compiled
+for H200s that are not there.
+
+In a process of its own, which prints what it found: JAX's settings stay.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.planner import aot
+from jaxserve.planner.models import model_config, model_folder
+from jaxserve.planner.scheduled import windows
+from jaxserve.roles.ffn_programs import FFNPrograms
+from pallas_kernels.small_ops import instructions
+from tests.pallas_kernels import gpu_aot
+
+pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
+
+
+def beside() -> list[tuple[str, int]]:
+    """Collectives and the number of kernels beside each."""
+    deployment = load_deployment(CONFIGS / "step3.yaml", {"ffn.whole_shared": True})
+    config = model_config(model_folder(deployment.model, CONFIGS))
+    assert config is not None
+    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    templates = ModelTemplates(config, deployment, meshes)
+    program = FFNPrograms(templates, deployment, meshes.ffn).ffn(128, "moe")
+    schedule = instructions(program.compile().as_text() or "")
+    return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
+
+
+def test_a_product_of_the_shared_expert_is_beside_each_collective():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jaxserve.model.ffn.test_beside_aot"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=gpu_aot.SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert [name for name, _ in found] == [
+        "all-gather over ep tp",
+        "all-to-all over tp",
+        "all-to-all over ep",
+    ]
+    assert all(kernels >= 2 for _, kernels in found)
+
+
+if __name__ == "__main__":
+    print(json.dumps(beside()))
