@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words, wait_for_rows
 from pallas_kernels.target import Target
 from pallas_kernels.varying import varying_shape
 
@@ -94,7 +95,7 @@ def combine(
         ),
         interpret=INTERPRET if target.interpret else False,
         name="combine_rows",
-    )(places, counts, _words(rows) if target.interpret else rows, *beside)
+    )(places, counts, as_words(rows) if target.interpret else rows, *beside)
     return out
 
 
@@ -155,32 +156,5 @@ def _kernel(
 
     tiles = block // TILE_TOKENS
     pl.when(index == 0)(lambda: lax.fori_loop(0, tiles, fetch_first, None))
-    wait(buffer.at[slot, 0], counts[index], arrived.at[slot])
+    wait_for_rows(buffer.at[slot, 0], counts[index], arrived.at[slot])
     lax.fori_loop(0, tiles, add, None)
-
-
-def wait(
-    buffer: Any,  # [block, d]
-    count: Any,
-    arrived: Any,
-) -> None:
-    """Wait for the copies of `count` rows: semaphores count bytes. A test replaces it to see that
-    this is noticed."""
-
-    def wait_for(rows: int) -> None:
-        there = buffer.at[pl.ds(0, rows)]
-        pltpu.make_async_copy(there, there, arrived).wait()
-
-    block = buffer.shape[0]
-    lax.fori_loop(0, lax.div(count, block), lambda _, carry: wait_for(block), None)
-    for bit in range(block.bit_length() - 1):
-        pl.when((count >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
-
-
-def _words(rows: Float[Array, "rows d"]) -> UInt32[Array, "words d"]:
-    """What `bitcast` of a ref gives, for the interpreter, which has no copies of such refs."""
-    per_word = 4 // rows.dtype.itemsize
-    if per_word == 1:
-        return lax.bitcast_convert_type(rows, jnp.uint32)
-    pairs = rows.reshape(-1, per_word, rows.shape[1])
-    return lax.bitcast_convert_type(jnp.swapaxes(pairs, 1, 2), jnp.uint32)

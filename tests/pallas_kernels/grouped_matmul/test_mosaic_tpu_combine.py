@@ -58,7 +58,7 @@ def test_a_dropped_wait_is_noticed(monkeypatch):
             return combine(rows, gates, order)
 
     assert not race_is_reported(run)
-    monkeypatch.setattr(mosaic_tpu_combine, "wait", lambda *_: None)
+    monkeypatch.setattr(mosaic_tpu_combine, "wait_for_rows", lambda *_: None)
     assert race_is_reported(run)
 
 
